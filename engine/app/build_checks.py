@@ -13,6 +13,7 @@ from ..parts.context import asked
 from ..parts.resolve import import_object
 from ..settings import TrainConfig
 from .build_learning import FROM_ROLES, corrects, credit, loss_terms, mixes_policies, shapings
+from .build_statistics import read_columns
 
 
 def check_old_logprobs(config: TrainConfig) -> None:
@@ -78,6 +79,7 @@ def check_learning(config: TrainConfig) -> None:
         UserError: a part does not exist or fails, or the parts do not fit each other.
     """
     columns = [column for column, role in FROM_ROLES.items() if getattr(config.roles, role) is not None]
+    columns += read_columns(config)
     estimator = credit(config)  # first, as its file may declare the columns that terms read
     of_credit = estimator, config.algorithm.advantage, config.rollout.n, columns
     shapings(config)

@@ -109,8 +109,8 @@ class Learner(Learned):
         return updated
 
     def credit(self, trees: Sequence[TokenTree], step: int, score: Score | None = None) -> list[TokenTree]:
-        """Shape the rewards of ``trees``, let the roles score them and give them credit; return them without responses
-        whose judging failed.
+        """Let the roles score ``trees``, shape their rewards and give them credit; return them without responses whose
+        judging failed.
 
         Args:
             score: scores trees at the temperature of the step. Default: `score`, for a tree that one policy sampled.
@@ -120,10 +120,10 @@ class Learner(Learned):
             failed = [np.isnan(tree.rewards["reward"]) for tree in trees]
             judged = [t.without_leaves(drop) if drop.any() else t for t, drop in zip(trees, failed, strict=True)]
             kept = [tree for tree in judged if tree is not None]
-            for tree in kept:
-                shape_rewards(parts.shapings, tree)
         (score or self.score)(kept, self.temperature(step))
         with self.watch.part("pack"):
+            for tree in kept:
+                shape_rewards(parts.shapings, tree)
             if kept:
                 give_credit(parts.credit, parts.credit_name, kept)
             for tree in kept:
@@ -281,11 +281,14 @@ class Learner(Learned):
             return
         with self.watch.part("old_log_prob"):
             if self.roles:
+                for role in self.roles:
+                    role.prepare(trees)
                 flat = self._shares_nothing(trees)
                 batches = self._to_score(trees, in_pieces=not flat, flat=flat)
                 for role in self.roles:
                     role.score(trees, batches, temperature=temperature)
-                    self._exchange(trees, batches, role.column)
+                    for column in role.columns:
+                        self._exchange(trees, batches, column)
             if self.critic is not None:
                 batches = self._to_score(trees)
                 self.critic.score(trees, batches)

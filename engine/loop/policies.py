@@ -63,13 +63,13 @@ class Policies:
         for number, learner in enumerate(self._all):
             scored = [replace(tree, columns=dict(tree.columns)) for tree in trees]
             for by_policy in scored:  # a role writes in place where the column is there
-                for role in learner.roles:
-                    by_policy.columns.pop(role.column, None)
+                for column in _scored(learner):
+                    by_policy.columns.pop(column, None)
             learner.score(scored, temperature)
             for tree, by_policy in zip(trees, scored, strict=True):
-                for role in learner.roles:
-                    own = by_policy.columns[role.column]
-                    tree.set(role.column, np.where(tree.model == number, own, getattr(tree, role.column)))
+                for column in _scored(learner):
+                    own = by_policy.columns[column]
+                    tree.set(column, np.where(tree.model == number, own, getattr(tree, column)))
 
     @property
     def updates(self) -> int:
@@ -130,3 +130,7 @@ def _key(policy: str, key: str) -> str:
 
 def _seen(trees: Sequence[TokenTree], policy: int) -> list[TokenTree]:
     return [seen for tree in trees if (seen := sampled_by(tree, policy)) is not None]
+
+
+def _scored(learner: Learner) -> list[str]:
+    return [column for role in learner.roles for column in role.columns]

@@ -6,6 +6,7 @@ The rewards of a group are in float64, ``mu`` and ``sd`` their mean and unbiased
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from ..data.columns import Array
 from ..data.segment import Origin
 from ..data.tree import TokenTree
 from ..errors import UserError
-from . import credit
+from . import credit, scored
 from .credit import EPS, Credit, centred, group, node_values, rewards_of
 from .roles import by_role
 from .selections import most_varied
@@ -244,7 +245,7 @@ def learnable(tree: TokenTree) -> Array:  # [L]
     return 4 * p * (1 - p) * _normalised(rewards)
 
 
-ADVANTAGES: dict[str, Callable[..., Credit]] = {
+ADVANTAGES: dict[str, Callable[..., Any]] = {
     "group_norm": credit.group_norm,
     "group_mean": credit.group_mean,
     "rloo": credit.rloo,
@@ -275,4 +276,7 @@ ADVANTAGES: dict[str, Callable[..., Credit]] = {
     "batch_std": batch_std,
     "pods": pods,
     "by_role": by_role,
+    "optimal_token": scored.optimal_token,
+    "gradient_weighted": scored.gradient_weighted,
+    "laser": scored.SelfRewarded,
 }
