@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from ..data.store import read_texts, write_rollouts
+from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..errors import RunError
 from ..model.processor import copy_processor
@@ -37,6 +37,7 @@ from .failures import Failures
 from .metrics import Idle, MetricsLog, Stopwatch, Sums
 from .parts import Parts, RanksLostError
 from .replay import Replay
+from .rollout_files import texts_of, write_step
 from .runtime import Stopping
 from .trace import Trace
 from .trackers import Trackers
@@ -218,8 +219,7 @@ class Orchestrator:
         if store is not None:
             store.add(kept, trees, step)
         with self.watch.part("dump_rollout_generations"):
-            file = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
-            write_rollouts(file, step, trees, [group.texts for group in batch])
+            write_step(self.options.directory, step, batch)
         self.controller.end_step(batch, self.learner.weights() if changed else None, self.learner.updates)
         self.controller.observe(batch, partial(self.learner.credit, step=step))
         for reason, count in (self.buffer.dropped - self._dropped).items():
@@ -386,12 +386,10 @@ class Orchestrator:
 
     def _remember_rollouts(self, step: int) -> None:
         """Let the sampler draft from the rollouts up to ``step``: the latest files that fit."""
-        room, files = self.options.remembered_tokens, []
+        room, files = self.options.remembered_tokens, list[list[Text]]()
         while room > 0 and step > 0:
-            path = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
-            texts = list(read_texts(path)) if path.exists() else []
-            room -= sum(len(text.before) + len(text.tokens) for text in texts)
-            files.append(texts)
+            files.append(texts_of(self.options.directory, step))
+            room -= sum(len(text.before) + len(text.tokens) for text in files[-1])
             step -= 1
         for texts in reversed(files):
             self.sampler.remember(texts)
