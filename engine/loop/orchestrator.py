@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from ..data.store import read_texts, write_rollouts
+from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..errors import RunError
 from ..model.processor import copy_processor
@@ -38,6 +38,7 @@ from .metrics import Idle, MetricsLog, Stopwatch, Sums
 from .parts import Parts, RanksLostError
 from .publication import Further
 from .replay import Replay
+from .rollout_files import texts_of, write_step
 from .runtime import Stopping
 from .trace import Trace
 from .trackers import Trackers
@@ -219,8 +220,7 @@ class Orchestrator:
         if store is not None:
             store.add(kept, trees, step)
         with self.watch.part("dump_rollout_generations"):
-            file = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
-            write_rollouts(file, step, trees, [group.texts for group in batch])
+            write_step(self.options.directory, step, batch)
         weights = self.learner.weights() if changed else None
         self.controller.end_step(batch, weights, self.learner.updates, self._others())
         self.controller.observe(batch, partial(self.learner.credit, step=step))
@@ -394,12 +394,10 @@ class Orchestrator:
 
     def _remember_rollouts(self, step: int) -> None:
         """Let the sampler draft from the rollouts up to ``step``: the latest files that fit."""
-        room, files = self.options.remembered_tokens, []
+        room, files = self.options.remembered_tokens, list[list[Text]]()
         while room > 0 and step > 0:
-            path = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
-            texts = list(read_texts(path)) if path.exists() else []
-            room -= sum(len(text.before) + len(text.tokens) for text in texts)
-            files.append(texts)
+            files.append(texts_of(self.options.directory, step))
+            room -= sum(len(text.before) + len(text.tokens) for text in files[-1])
             step -= 1
         for texts in reversed(files):
             self.sampler.remember(texts)
