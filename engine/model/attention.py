@@ -134,26 +134,26 @@ class DeferredMask(Tensor):  # [B, 1, Q, K] bool
     """
 
     arguments: dict[str, Any]
-    values: Tensor | None
+    made: Tensor | None
     needless: bool  # known to be one that `sdpa` does without
 
     @staticmethod
     def __new__(cls, **arguments: Any) -> DeferredMask:
         shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
-        made: DeferredMask = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        mask: DeferredMask = Tensor._make_wrapper_subclass(
             cls, shape, dtype=torch.bool, device=arguments.get("device", "cpu")
         )
-        made.arguments, made.values, made.needless = arguments, None, False
-        return made
+        mask.arguments, mask.made, mask.needless = arguments, None, False
+        return mask
 
     def make(self, skip: bool = True) -> Tensor | None:
         """Return the mask; with ``skip``, None where ``sdpa`` needs none, as with neither padding nor a window."""
-        if self.values is None and not (skip and self.needless):
-            self.values = sdpa_mask(**self.arguments | ({} if skip else NO_SKIP))
-            self.needless = self.values is None
-        if not skip and self.values is not None:
-            self.values = self.values.contiguous()  # as the strides say
-        return self.values
+        if self.made is None and not (skip and self.needless):
+            self.made = sdpa_mask(**self.arguments | ({} if skip else NO_SKIP))
+            self.needless = self.made is None
+        if not skip and self.made is not None:
+            self.made = self.made.contiguous()  # as the strides say
+        return self.made
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return a part of the mask; the whole stays deferred, as some models slice what they need all of."""
@@ -165,10 +165,12 @@ class DeferredMask(Tensor):  # [B, 1, Q, K] bool
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         args, kwargs = tree_map_only(DeferredMask, lambda mask: mask.make(skip=False), (args, kwargs or {}))
         return func(*args, **kwargs)
 
