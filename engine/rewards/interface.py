@@ -24,6 +24,8 @@ class RewardItem:
     """`Prompt.text`, for models that read the response after its prompt."""
     given: float | None = None
     """The reward that the rollout program assigned to the response."""
+    group: int | None = None
+    """Number of the group that it belongs to, whose responses follow each other; None: it is alone."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,13 @@ class Rewards(ABC):
         in_turn: it uses the rollout engine, so `score` must be called by the engine's thread, between two steps.
         at_once: number of concurrent calls of `score` that keep all verifiers busy, each with what had to be judged by
             then.
+        by_group: it compares the responses of a group, so `score` needs all of them at once.
         asked_again: number of items so far whose process was lost and that were given to another.
     """
 
     note: str = ""
     in_turn: bool = False
+    by_group: bool = False
     at_once: int = 2
     asked_again: int = 0
 
