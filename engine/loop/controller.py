@@ -411,7 +411,10 @@ class Controller:
                 group.attempt += 1
                 self.buffer.discard(group, "retried")
                 self.buffer.to(group, State.QUEUED)
-            case Add(responses, rewards) if len(responses) == len(rewards):
+            case Add(responses, rewards, leaves) if len(responses) == len(rewards):
+                if leaves is not None:
+                    with self._callback_errors():
+                        self.buffer.keep(group, leaves, "replaced")
                 group.parts.append(self.judging.given(group, responses, rewards))
                 self.buffer.to(group, State.READY)
             case _:

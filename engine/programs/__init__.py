@@ -15,7 +15,9 @@ from typing import Any
 
 from ..errors import UserError
 from ..parts.resolve import resolve
+from .again import Annealed, PlanExecute, TryAgain
 from .arpo import ARPO
+from .demonstrated import DemoPrefix, Foresee
 from .environment import EnvironmentTurns, Observation
 from .eptree import CURE, EPTree
 from .flat import Flat
@@ -56,6 +58,11 @@ PROGRAMS: dict[str, type[RolloutProgram]] = {
     "tools": ToolTurns,
     "environment": EnvironmentTurns,
     "arpo": ARPO,
+    "demo_prefix": DemoPrefix,
+    "foresee": Foresee,
+    "try_again": TryAgain,
+    "plan_execute": PlanExecute,
+    "annealed": Annealed,
 }
 
 
@@ -82,17 +89,21 @@ __all__ = [
     "SGRPO",
     "WHOLE",
     "Action",
+    "Annealed",
     "BranchId",
     "Call",
+    "DemoPrefix",
     "EPTree",
     "EnvironmentTurns",
     "Finish",
     "Flat",
+    "Foresee",
     "Fork",
     "Given",
     "GroupState",
     "HintLadder",
     "Observation",
+    "PlanExecute",
     "Prune",
     "Reward",
     "Rewind",
@@ -102,5 +113,6 @@ __all__ = [
     "SegmentReport",
     "ToolTurns",
     "TreePO",
+    "TryAgain",
     "make_program",
 ]
