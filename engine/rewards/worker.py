@@ -62,6 +62,7 @@ def main(fd: int) -> None:
     here = os.getpid()
     while True:
         for number, texts, entry in messages.get():
+            verdicts: list[Verdict]
             if texts is None:
                 verdicts = [(None, _check(verify, entry), {}, [], None, None)]
             elif setup["by_group"]:

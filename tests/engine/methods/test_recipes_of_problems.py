@@ -59,6 +59,14 @@ NEEDS: dict[str, tuple[str, ...]] = {
         "--reward.shaping=[{{name='ensemble',options={{names=['a','b']}}}}]",
     ),
     "fapo": ("--reward.verifier={folder}/mine.py:named",),
+    "reasoning_sql": (
+        "--reward.verifier={folder}/mine.py:named",
+        "--reward.shaping=[{{name='weighted',options={{weights={{a=1.5,b=-0.5}}}}}}]",
+    ),
+    "chatshopbuddy": (
+        "--reward.verifier={folder}/mine.py:named",
+        "--reward.shaping=[{{name='gated',options={{gate='flaw'}}}}]",
+    ),
     "outcome_exploration": (
         "--reward.shaping=[{{name='exploration',options={{bonus=0.1,repeated=0.05,pattern='^(\\S)'}}}}]",
         "--trainer.prompts_per_step=3", "--trainer.steps=8", "--trainer.updates_per_step=1",
@@ -508,6 +516,8 @@ SHAPED: dict[str, Callable[[Steps], list[Any]]] = {
     "fapo": lambda steps: [
         t.rewards["verifier"] - ((t.rewards["verifier"] == 1) & (t.rewards["flaw"] == 1)) for t in steps.trees
     ],
+    "reasoning_sql": lambda steps: [1.5 * t.rewards["a"] - 0.5 * t.rewards["b"] for t in steps.trees],
+    "chatshopbuddy": lambda steps: [t.rewards["verifier"] * (t.rewards["flaw"] == 1) for t in steps.trees],
     "outcome_exploration": exploration,
 }
 
