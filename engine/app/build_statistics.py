@@ -7,14 +7,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..data.statistics import OF_IDS, STATISTIC, columns_read
 from ..methods.advantages import ADVANTAGES
-from ..methods.curricula import CURRICULA
+from ..methods.budgets import CURRICULA
 from ..methods.losses import LOSSES
 from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS
 from ..model.roles import Role
 from ..model.statistics import PolicyStatistics
-from ..parts.reading import OF_IDS, STATISTIC, columns_read
 from ..settings import TrainConfig
 
 

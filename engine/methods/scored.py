@@ -1,4 +1,4 @@
-"""Credit that reads the policy's own statistics of its distributions (`engine/parts/reading.py`)."""
+"""Credit that reads the policy's own statistics of its distributions (`engine/data/statistics.py`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..data.columns import Array
+from ..data.statistics import reads
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..parts.reading import reads
 from . import credit
 from .credit import Credit, centred, group, rewards_of
 from .losses import at_ends

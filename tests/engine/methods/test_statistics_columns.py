@@ -11,7 +11,7 @@ import torch
 from rolltree.engine import UserError, load_config
 from rolltree.engine.app.build_statistics import read_columns
 from rolltree.engine.data.columns import find_column
-from rolltree.engine.parts.reading import STATISTIC
+from rolltree.engine.data.statistics import STATISTIC
 
 from ..tiny import write_job
 from .real_step import Steps, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..data.columns import Column, declare, find_column
 from ..errors import UserError
-from .resolve import import_object
+from ..parts.resolve import import_object
+from .columns import Column, declare, find_column
 
 STATISTIC = {
     "policy_logprob": "logprob",
