@@ -68,7 +68,7 @@ def learning_parts(
     spread = spreading(config, group, model.device.type)
     spread(model)
     of_credit, of_rewards, terms = credit(config, context), shapings(config, context), loss_terms(config, context)
-    functions = {"algorithm.advantage": of_credit} | dict(of_rewards)
+    functions: dict[str, Any] = {"algorithm.advantage": of_credit} | dict(of_rewards)
     functions |= {f"{TERMS}{term.name}": getattr(term, "own", None) for term, _ in terms}
     return LearningParts(
         model=model,
