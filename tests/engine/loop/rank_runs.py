@@ -322,8 +322,8 @@ MUTANTS: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     ),
 }
 """Wrong code by its name: a case that it must fail, and what it replaces."""
-LATE = ("scores not exchanged",)
-"""Wrong code that shows up in the second step: in the first the reference is the policy."""
+LATE = ("metrics not summed", "scores not exchanged")
+"""Wrong code that shows up in the second step: in the first all ratios are 1, and the reference is the policy."""
 
 
 def of_mutants(group: Group, toml: Path, trees: Sequence[list[Any]]) -> dict[str, Result]:
