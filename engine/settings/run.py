@@ -34,7 +34,7 @@ class TrainConfig(Section):
     """Trackers that receive the metrics in addition to `metrics.jsonl`; each needs its own library installed."""
     model: ModelConfig
     models: dict[PolicyName, PolicyConfig] = Field(default_factory=dict)
-    """Further policies, by name, each trained on the tokens that it samples; see docs/guide.md."""
+    """Further policies, by name, each trained on the tokens that it samples; see docs/loop.md."""
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
