@@ -35,7 +35,7 @@ from .segment_lists import SegmentLists
 from .triton_channels import channel_pairs_kernel, channel_sums_kernel, weights_kernel
 from .triton_chunks import BLOCK, inverse_kernel, pairs_kernel
 from .triton_gradients import gradients_kernel
-from .triton_scan import scan_back_kernel, scan_kernel
+from .triton_scan import state_scan_back_kernel, state_scan_kernel
 
 STAGES = 2  # of the pipeline of copies: more would take shared memory of a second program
 
@@ -209,7 +209,7 @@ def tree_recurrence_forward(
     out, states = value.new_empty(value.shape), x.states(x.lists.slots)
     if value.numel():
         of = _Chunks.of(x)
-        scan_kernel[x.scan_grid()](
+        state_scan_kernel[x.scan_grid()](
             of.query, of.key, of.key_to, x.value, x.decay, x.beta, of.pairs, of.inverse, x.initial, states,
             out, None, None,
             *x.segments(), *_strides(of.query, of.key, x.value), x.scale, OUT=True, **x.scan_options(),
@@ -243,7 +243,7 @@ def tree_recurrence_backward(
     of = _Chunks.of(x)
 
     new, starts = x.empty(*value.shape, like=x.key), x.states(lists.chunks, like=x.key)
-    scan_kernel[x.scan_grid()](
+    state_scan_kernel[x.scan_grid()](
         of.query, of.key, of.key_to, x.value, x.decay, x.beta, None, of.inverse, x.initial, x.states(lists.slots),
         None, new, starts,
         *x.segments(), *_strides(of.query, of.key, x.value), x.scale, OUT=False, **x.scan_options(),
@@ -256,7 +256,7 @@ def tree_recurrence_backward(
         add_rows(grad_states, lists.ends, grad_ends.float())
     end_gradients, grad_value = torch.empty_like(starts), x.empty(*value.shape)
     grad_x = None if beta is None else torch.empty_like(new)
-    scan_back_kernel[x.scan_grid()](
+    state_scan_back_kernel[x.scan_grid()](
         upstream, of.query, of.key, of.key_to, x.decay, x.beta, of.pairs, of.inverse, grad_states, grad_initial,
         end_gradients, grad_x, grad_value,
         *x.segments(), *_strides(of.query, of.key), x.scale, **x.scan_options(),

@@ -31,7 +31,7 @@ from .triton_tiles import decays, load_rows, load_tile, store_tile, whole_decay
 
 
 @triton.jit
-def scan_kernel(
+def state_scan_kernel(
     query,  # [T, G, DIM], read with OUT only; with CHANNELS scale e^G q [T, HEADS, DIM]
     key,  # [T, G, DIM]; with CHANNELS e^G k [T, HEADS, DIM]
     key_to,  # [T, HEADS, DIM]: e^Z k, read with CHANNELS only
@@ -113,7 +113,7 @@ def scan_kernel(
 
 
 @triton.jit
-def scan_back_kernel(
+def state_scan_back_kernel(
     grad_out,  # [T, HEADS, VALUES]
     query,  # [T, G, DIM]; with CHANNELS scale e^G q [T, HEADS, DIM]
     key,  # [T, G, DIM]; with CHANNELS e^G k [T, HEADS, DIM]

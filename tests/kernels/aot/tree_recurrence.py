@@ -12,7 +12,7 @@ from rolltree.kernels.tree_recurrence import triton_convolution as convolution
 from rolltree.kernels.tree_recurrence.triton_channels import channel_pairs_kernel, channel_sums_kernel, weights_kernel
 from rolltree.kernels.tree_recurrence.triton_chunks import inverse_kernel, pairs_kernel
 from rolltree.kernels.tree_recurrence.triton_gradients import gradients_kernel
-from rolltree.kernels.tree_recurrence.triton_scan import scan_back_kernel, scan_kernel
+from rolltree.kernels.tree_recurrence.triton_scan import state_scan_back_kernel, state_scan_kernel
 
 from .harness import AotCase
 
@@ -58,11 +58,18 @@ def cases(rule: str, heads: int, groups: int, dim: int, values: int, dtype: str,
     products = options | {"PART": triton.part_of(dim, DTYPES[dtype])}
     gradients = options | {"PART": tiles.part, "BLOCK": tiles.values}
     found = [
-        _case(f"{rule} scan {what}", scan_kernel, dtype, scan | {"OUT": True}, tiles.warps, (*none, "new", "starts")),
         _case(
-            f"{rule} scan again {what}", scan_kernel, dtype, scan | {"OUT": False}, tiles.warps, (*none, "out", "pairs")
+            f"{rule} scan {what}", state_scan_kernel, dtype, scan | {"OUT": True}, tiles.warps, (*none, "new", "starts")
         ),
-        _case(f"{rule} scan back {what}", scan_back_kernel, dtype, scan, tiles.warps, none),
+        _case(
+            f"{rule} scan again {what}",
+            state_scan_kernel,
+            dtype,
+            scan | {"OUT": False},
+            tiles.warps,
+            (*none, "out", "pairs"),
+        ),
+        _case(f"{rule} scan back {what}", state_scan_back_kernel, dtype, scan, tiles.warps, none),
     ]
     if given:
         return found
