@@ -42,8 +42,8 @@ from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.fleet import Fleet
 from rolltree.engine.loop.metrics import Stopwatch
 from rolltree.engine.loop.parts import SamplingParts
+from rolltree.engine.loop.prompts import Prompt
 from rolltree.engine.loop.simulate import LLAMA_3_FAILURES, Outcome, Scenario, Simulation, look_s
-from rolltree.engine.loop.sources import Prompt
 from rolltree.engine.programs import make_program
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.rollout import SamplingParams

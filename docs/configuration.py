@@ -1,4 +1,4 @@
-"""Writes configuration.md, every key of a run's TOML file, from the models in `engine/settings.py`:
+"""Writes configuration.md, every key of a run's TOML file, from the models in `engine/settings/`:
 ``python docs/configuration.py``."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ A run is one TOML file; each key can also be given on the command line (`--train
 error that names the nearest one. `rolltree train CONFIG --dry-run` prints the resolved file, with defaults, and what
 it would do. Where a key names a part (`file.py:function`), the path is relative to the TOML file.
 
-This page is generated from `engine/settings.py`.
+This page is generated from `engine/settings/`.
 """
 
 

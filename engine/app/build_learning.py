@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -416,3 +416,16 @@ def critic(config: TrainConfig, group: Group, spread: Spread) -> Critic | None:
     device = choose_device(config.model.device)
     model = load_model(chosen.path or config.model.path, dtype=getattr(torch, config.model.dtype), device=device)
     return Critic(model, config.trainer.optimizer(chosen.lr), clip=chosen.clip, group=group, spread=spread)
+
+
+def learning_state(learning: LearningParts) -> dict[str, Any]:
+    """Return the parts of a learner that may have a state, by their keys."""
+    terms = {f"algorithm.terms.{term.name}": getattr(term, "own", None) for term, _ in learning.terms}
+    return {"algorithm.advantage": learning.credit} | dict(learning.shapings) | terms
+
+
+def stateful(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the ``named`` objects that exchange their state with checkpoints."""
+    return {
+        key: part for key, part in named.items() if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+    }

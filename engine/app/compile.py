@@ -23,8 +23,8 @@ from ..errors import UserError
 from ..rollout.native.draws import FILTERS
 from ..rollout.native.engine import EngineConfig
 from ..train.terms import LossTerm, TokenTerm
-from .build import sampling_params
 from .build_learning import loss_terms
+from .build_sampling import sampling_params
 from .config import load_config
 
 

@@ -14,7 +14,8 @@ from rolltree.kernels.dispatch import load_library
 
 from ..loop import preflight
 from ..loop.curriculum import Curriculum
-from ..loop.sources import PromptSource, held_out
+from ..loop.prompts import held_out
+from ..loop.sources import PromptSource
 from ..methods.schedules import scheduled
 from ..model.loading import check_model_dir, choose_device, load_tokenizer
 from ..parts.context import Context
@@ -23,20 +24,10 @@ from ..rewards import ProgramVerifier, RewardPool, check_references, make_reward
 from ..rollout.sampling_params import eos_token_ids
 from ..settings import RewardPartConfig, TrainConfig
 from ..tasks import GymProblems, read_problems
-from .build import (
-    budget,
-    check_backend,
-    check_hints,
-    check_learning,
-    check_lengths,
-    check_old_logprobs,
-    check_ranks,
-    check_workers,
-    group_callback,
-    kept_entries,
-    rollout_program,
-)
+from .build_checks import check_learning, check_lengths, check_old_logprobs, check_ranks, kept_entries
 from .build_learning import corrects, inert, objective
+from .build_sampling import budget, check_backend, check_hints, group_callback, rollout_program
+from .build_workers import check_workers
 from .recipes import flat, read_recipe
 from .sizes import read_sizes
 

@@ -36,7 +36,8 @@ from ..rollout.modelled import (
     Times,
 )
 from ..settings import TrainConfig
-from .build import budget, check_lengths
+from .build_checks import check_lengths
+from .build_sampling import budget
 from .sizes import BYTES, ModelSizes, read_sizes
 
 TO_STORE, NETWORK = 10e9, 12.5e9

@@ -16,12 +16,14 @@ from ..data.tree import TokenTree
 from ..loop.buffer import Buffer, Group
 from ..loop.controller import Controller
 from ..loop.metrics import Stopwatch
+from ..loop.prompts import held_out
 from ..loop.publication import TrainedModel
 from ..loop.replay import write_groups
-from ..loop.sources import PromptSource, held_out
+from ..loop.sources import PromptSource
 from ..parts.context import Context
 from ..settings import TrainConfig
-from .build import kept_entries, make_engine, make_run_rewards, prepare_model, sampling_parts
+from .build_checks import kept_entries
+from .build_sampling import make_engine, make_run_rewards, prepare_model, sampling_parts
 from .console import Console, Terminal
 from .printable import printable
 

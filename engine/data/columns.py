@@ -153,7 +153,7 @@ for _column in (
     Column(
         "routes", np.int16, "token", "experts [layers, k] that computed it when sampling, -1: unknown", fill=-1, axes=2
     ),
-    Column("token_reward", np.float32, "path", "reward of what ends with it, beside its response's", fill=np.nan),
+    Column("token_reward", np.float32, "path", "reward of what ends with it, added to its response's", fill=np.nan),
     Column(
         "value", np.float32, "token", "return the critic expects before it", fill=np.nan, merge="first", to_device=True
     ),

@@ -24,7 +24,7 @@ from ..data.concat import join
 from ..data.tree import TokenTree
 from ..rewards import RewardResult
 from .budget import Budget
-from .sources import Prompt
+from .prompts import Prompt
 
 
 class State(StrEnum):

@@ -33,9 +33,9 @@ from .buffer import Buffer, Group, State
 from .judging import Judging, TraceCall, no_trace
 from .metrics import Stopwatch
 from .parts import SamplingParts
+from .prompts import Prompt, pictures_of
 from .publication import Publication
 from .runtime import Cores, Progress
-from .sources import Prompt, pictures_of
 from .unfinished import group_state
 
 MOST_ATTEMPTS = 64

@@ -18,7 +18,7 @@ from ..settings import DataConfig
 
 if TYPE_CHECKING:
     from .buffer import Group
-    from .sources import Prompt
+    from .prompts import Prompt
 
 
 class HasEntry(Protocol):

@@ -20,7 +20,7 @@ from ..rewards import RewardItem, RewardResult, Rewards
 from ..rewards.verdicts import put_rewards
 from .buffer import Group, Responses
 from .failures import unsampled
-from .sources import Prompt, pictures_of
+from .prompts import Prompt, pictures_of
 
 
 def no_trace(track: str, name: str, begin: float, end: float) -> None:

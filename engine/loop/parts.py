@@ -33,9 +33,11 @@ from ..train.group import ALONE, Group
 from ..train.phases import Span
 from ..train.terms import LossTerm
 from .budget import Budget
+from .demonstrations import Demonstrations
 from .metrics import Stopwatch, Sums
+from .prompts import Prompt
 from .runtime import Progress
-from .sources import Demonstrations, Prompt, PromptSource
+from .sources import PromptSource
 from .workers import Workers
 
 if TYPE_CHECKING:

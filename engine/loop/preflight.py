@@ -30,7 +30,7 @@ from ..parts.context import NotReadyError
 from ..programs import GroupState, RolloutProgram
 from ..train import checkpoint
 from ..train.terms import LossTerm
-from .sources import Prompt
+from .prompts import Prompt
 
 TRIED = 8
 """Number of prompts for which the program begins a group as a test."""

@@ -26,7 +26,7 @@ from .controller import Controller
 from .fleet import Fleet
 from .metrics import Stopwatch
 from .parts import SamplingParts
-from .sources import Prompt
+from .prompts import Prompt
 from .virtual import HostModel, JudgingModel, Lengths, ModelledTree, VirtualWorkers
 
 LLAMA_3_FAILURES = 419 / (54 * 86400 * 16384)

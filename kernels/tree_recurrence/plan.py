@@ -2,7 +2,7 @@
 
 A *segment* is a run of rows without a branch. It begins with the state with which its parent segment ends. A chunk
 never crosses the end of a segment, and its size depends on the segment's length alone, so a result does not depend on
-what is packed beside it. Everything within a chunk is independent of the tree and is computed for all chunks at once;
+what is packed with it. Everything within a chunk is independent of the tree and is computed for all chunks at once;
 only the state goes from chunk to chunk. Chunks of one *level* (the number of chunks above them on their path) do not
 depend on each other, so there are as many steps as the longest path has chunks.
 

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
 from rolltree.engine import load_config
-from rolltree.engine.app.build import make_engine, prepare_model, rollout_program, sampling_params
 from rolltree.engine.app.build_learning import learning_parts
+from rolltree.engine.app.build_sampling import make_engine, prepare_model, rollout_program, sampling_params
 from rolltree.engine.data import distribute as distributing
 from rolltree.engine.loop import learner as learning
 from rolltree.engine.loop.learner import Learner

@@ -18,7 +18,8 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from rolltree.engine.app.cli import main
 from rolltree.engine.data.media import FIRST_ID, PromptMedia
 from rolltree.engine.errors import UserError
-from rolltree.engine.loop.sources import PromptSource, held_out, make_prompts, pictures_of
+from rolltree.engine.loop.prompts import held_out, make_prompts, pictures_of
+from rolltree.engine.loop.sources import PromptSource
 from rolltree.engine.settings import DataConfig
 from rolltree.engine.tasks import problem_of, read_problems
 

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from rolltree.engine import UserError
-from rolltree.engine.app import build
+from rolltree.engine.app import build, build_sampling, build_workers
 from rolltree.engine.errors import RunError
 from rolltree.engine.loop import ranks as ranks_module
 from rolltree.engine.loop.orchestrator import Orchestrator
@@ -97,15 +97,16 @@ class Started(InThreads):
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Started:
-    made, lock, load_model = Started(), threading.Lock(), build.load_model
+    made, lock, load_model = Started(), threading.Lock(), build_sampling.load_model
 
     def one_at_a_time(*args: Any, **options: Any) -> Any:  # transformers changes torch's functions meanwhile
         with lock:
             return load_model(*args, **options)
 
-    monkeypatch.setattr(build, "load_model", one_at_a_time)
+    for module in (build_sampling, build_workers):
+        monkeypatch.setattr(module, "load_model", one_at_a_time)
     monkeypatch.setattr(build, "make_workers", lambda config: made)
-    monkeypatch.setattr(build, "Rank", Replica)
+    monkeypatch.setattr(build_workers, "Rank", Replica)
     return made
 
 

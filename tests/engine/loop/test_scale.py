@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rolltree.engine import load_config
-from rolltree.engine.app import build
+from rolltree.engine.app import build, build_sampling, build_workers
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.errors import RunError, UserError
 from rolltree.engine.loop import fleet as fleet_module
@@ -61,13 +61,14 @@ def alone(toml: Path) -> Path:
 @pytest.fixture(autouse=True)
 def one_load_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers changes torch's functions while it loads a model, which threads of one process would see."""
-    lock, load_model = threading.Lock(), build.load_model
+    lock, load_model = threading.Lock(), build_sampling.load_model
 
     def alone(*args: Any, **options: Any) -> Any:
         with lock:
             return load_model(*args, **options)
 
-    monkeypatch.setattr(build, "load_model", alone)
+    for module in (build_sampling, build_workers):
+        monkeypatch.setattr(module, "load_model", alone)
 
 
 @pytest.fixture
@@ -173,7 +174,8 @@ def test_reward_hosts_give_the_bits_of_one_process(
 ) -> None:
     """With an engine elsewhere and without; all verdicts come from the hosts."""
     hosts = kept_hosts(monkeypatch)
-    monkeypatch.setattr(build, "make_rewards", no_verifier_here)
+    for module in (build_sampling, build_workers):
+        monkeypatch.setattr(module, "make_rewards", no_verifier_here)
     for engines, count in ((1, 1), (0, 2)):
         arguments = [f"--name={engines}", f"--rollout.engines={engines}", f"--reward.hosts={count}"]
         config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *arguments])
@@ -187,7 +189,7 @@ def test_colocated_engines_sleep_during_updates_and_give_the_bits_of_one_process
     toml: Path, alone: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts: list[Host] = []
-    make, update, states = build.engine_host, Learner.update, []
+    make, update, states = build_workers.engine_host, Learner.update, []
 
     def kept(config: Any) -> Host:
         hosts.append(make(config))
@@ -197,7 +199,7 @@ def test_colocated_engines_sleep_during_updates_and_give_the_bits_of_one_process
         states.append([host.engine._asleep for host in hosts])  # type: ignore[attr-defined]
         return update(self, *given)
 
-    monkeypatch.setattr(build, "engine_host", kept)
+    monkeypatch.setattr(build_workers, "engine_host", kept)
     monkeypatch.setattr(Learner, "update", spy)
     for layout in ("colocated", "split"):
         arguments = [f"--name={layout}", "--rollout.engines=1", f"--placement.layout={layout}"]
@@ -211,8 +213,8 @@ def test_colocated_engines_sleep_during_updates_and_give_the_bits_of_one_process
 def test_the_plan_tells_where_the_work_is_and_what_does_not_fit_is_refused(
     toml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = build.importlib.util.find_spec
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name == "ray" or find(name))
+    find = build_workers.importlib.util.find_spec
+    monkeypatch.setattr(build_workers.importlib.util, "find_spec", lambda name: name == "ray" or find(name))
     given = ["--reward.hosts=2", "--reward.workers=3", "--rollout.engines=1", "--placement.layout=colocated"]
     plan = "\n".join(plan_lines(load_config(toml, given)))
     assert "in 3 processes, at each of 2 reward hosts" in plan
@@ -241,7 +243,7 @@ def kept_hosts(monkeypatch: pytest.MonkeyPatch) -> list[RewardHost]:
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(build, "HostedRewards", partial(HostedRewards, make=Kept))
+    monkeypatch.setattr(build_workers, "HostedRewards", partial(HostedRewards, make=Kept))
     return made
 
 
@@ -257,7 +259,8 @@ def test_programs_that_judge_ask_the_reward_hosts(
 ) -> None:
     """In the engine's process there is no verifier; a host that ends is no loss to them either."""
     hosts, seen = kept_hosts(monkeypatch), []
-    monkeypatch.setattr(build, "make_rewards", no_verifier_here)
+    for module in (build_sampling, build_workers):
+        monkeypatch.setattr(module, "make_rewards", no_verifier_here)
     answer = Host.answer
 
     def spy(self: Host, values: Any) -> None:
@@ -305,8 +308,8 @@ def kill_worker(engine: Any) -> None:
 def test_without_ray_asking_for_processes_is_one_sentence(
     toml: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    find = build.importlib.util.find_spec
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
+    find = build_workers.importlib.util.find_spec
+    monkeypatch.setattr(build_workers.importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
     with pytest.raises(UserError, match=rf"{key} = 1 needs Ray.*install rolltree\[ray\]"):
         train(toml, [f"--output_dir={toml.parent}/none", f"--{key}=1"])
     assert not (toml.parent / "none").exists()
@@ -366,7 +369,8 @@ def test_one_process_of_ray_gives_the_bits_of_this_process(ray: Any, toml: Path,
 def test_an_engine_and_a_reward_host_of_ray_give_the_bits_of_this_process(
     ray: Any, toml: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "make_rewards", no_verifier_here)
+    for module in (build_sampling, build_workers):
+        monkeypatch.setattr(module, "make_rewards", no_verifier_here)
     arguments = ["--rollout.engines=1", "--reward.hosts=1", "--placement.layout=colocated"]
     config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *arguments])
     assert_same_run(config.run_dir, alone)
