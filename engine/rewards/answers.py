@@ -57,6 +57,8 @@ _HASHES = re.compile(r"(?<!#)####(?!#)")
 _SENTENCE = re.compile(rf"(?:{SAID})[ \t]*[:：]?", re.IGNORECASE)
 _VALUE = re.compile(r"[*_]*(?!\d+[.):]\s)(?:[-+−]?[$€£¥]?\s?[-+−]?\.?\d|\$|\\[(\[a-zA-Z]|[-+−]?[√π∞(\[{])")
 _TOGETHER = re.compile(r"\s*\$?[\s,;]*(?:(?:and|or|und|oder|et|ou|y|o|和|或)\b|[,;、])?[\s,;]*\$?\s*", re.IGNORECASE)
+_ABBREVIATED = r"(?<!\b[MD]r)(?<!\b[MS]t)(?<!\bMrs)(?<!\bM[sx])(?<!\bNo)(?<!\bProf)"
+"""Looks back for no abbreviation whose full stop ends no sentence."""
 _EMPHASIS = re.compile(r"(?<![\w*)}\]\\])(?<!\d\s)(\*{1,3}|__|`)(?=[^\s*])([^*\n]*?[^\s*])\1(?![\w*])")
 _PICTURES = re.compile("[\u2600-\u27bf\ufe0f\u200b-\u200d\u2060\ufeff\U0001f000-\U0001faff]")
 """Emoji, check marks and characters without width."""
@@ -166,4 +168,4 @@ def _line_after(text: str, start: int) -> str:
 
 def _sentence_after(text: str, start: int) -> str:
     """Return the rest of the sentence, up to a full stop before white space or the end of the line."""
-    return re.split(r"[.!?](?=\s|$)|。", _line_after(text, start), maxsplit=1)[0]
+    return re.split(rf"{_ABBREVIATED}[.!?](?=\s|$)|。", _line_after(text, start), maxsplit=1)[0]

@@ -63,6 +63,7 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 
+_NOUN = re.compile(r"(?<=[\d.])\s*\(([^\W\d_]{2,}(?:[\s-]+[^\W\d_]{2,})+|[^\W\d_]{4,})\)$")
 _ONLY_TEXT = re.compile(r"^\\(?:text|mathrm|textbf|textit|mbox)\s*\{([^{}\d]*)\}$")
 
 
@@ -200,6 +201,7 @@ def read(text: str, *, reference: bool = False) -> Answer | None:
         AmbiguousError: the text holds several answers.
     """
     text = tidy(re.sub(r"(?<!\w)([ap])\.\s?m(?:\.|(?!\w))", r"\1m", text, flags=re.I))
+    text = _NOUN.sub(r" \\text{\1}", text)
     spelled = _ONLY_TEXT.sub(r"\1", text)
     if (counted := in_digits(spelled, whole=reference)) != spelled:
         text = counted

@@ -184,6 +184,10 @@ WRITTEN: list[tuple[str, list[str], list[str]]] = [
     (r"\boxed{\frac{5}{6}}", ["5/6"], ["5"]),
     (r"$\frac{5}{6}$.", ["5/6"], ["5"]),
     ("{{42}}", ["42"], ["4"]),
+    ("32 (pet fish)", ["32", "32 pet fish", "32 (fish)"], ["23"]),
+    ("3", ["(1)(3)", "1(3)"], ["4", "13"]),
+    ("4", ["(2)(2)"], ["(1)(3)", "(1)(4)(2)"]),
+    ("5:1", ["5:1", "5 : 1"], ["1:5"]),
     ("42.", ["42"], ["4"]),
     ("42.0", ["42"], ["420"]),
     ("#### 42", ["42"], ["4"]),
@@ -315,6 +319,7 @@ SAID: list[tuple[str, list[str], list[str]]] = [
             "Answer: No", "Answer: no, yes",
         ],
     ),
+    ("Mrs. Hilt", ["The answer is Mrs. Hilt.", "Answer: Mrs. Hilt", "Mrs. Hilt"], ["The answer is Mr. Hilt."]),
     (
         "B",
         [
