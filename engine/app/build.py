@@ -33,7 +33,7 @@ from ..rollout import RolloutEngine
 from ..settings import TrainConfig
 from ..train import checkpoint
 from .build_checks import check_learning, check_lengths, check_old_logprobs, check_ranks, kept_entries
-from .build_learning import learning_parts, learning_state, rescores, stateful
+from .build_learning import learning_parts, rescores, stateful
 from .build_policies import further_policies, make_policies, roles_of
 from .build_sampling import (
     check_hints,
@@ -108,17 +108,13 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         context = Context(tokenizer)
         source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config), context)
         rewards = make_run_rewards(config, sampler, tokenizer, context) if hosted is None else hosted
-        own: dict[str, Any] = {}
         if ranks is None:
             assert model is not None
             trained: Trained = TrainedModel(model)
             merges = getattr(sampler, "model", None) is not model
             learning = learning_parts(config, model, context=Context(tokenizer), merges=merges)
             learner: Any = partial(Learner, learning)
-            own = learning_state(learning)
             others = {name: policy.learning(tokenizer) for name, policy in policies.items()}
-            for name, parts in others.items():
-                own |= {f"models.{name}.{key}": part for key, part in learning_state(parts).items()}
             if others:
                 learner = partial(make_policies, learning, others)
         else:
@@ -173,7 +169,6 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
                 "data.curriculum": source.curriculum,
                 "loop.callback": sampling.callback,
             }
-            | own
         ),
     )
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -91,13 +92,20 @@ class Judging:
         self.ask([group for group, _, _ in finished])
 
     def ask(self, groups: Sequence[Group]) -> None:
-        """Request verdicts on each group's newest responses; those that could not be sampled are not judged."""
+        """Request verdicts on each group's newest responses, or on all of them where they are compared; those that
+        could not be sampled are not judged."""
         for group in groups:
-            last = group.parts[-1]
-            judged = [leaf for leaf in range(len(last.texts)) if leaf not in last.unsampled]
-            items = [item(group.asked, last, leaf, self._text_of) for leaf in judged]
+            items = [
+                replace(item(group.asked, part, leaf, self._text_of), group=group.ticket)
+                for part in self._asked_parts(group)
+                for leaf in range(len(part.texts))
+                if leaf not in part.unsampled
+            ]
             self._waiting.append((group, items))
         self._send()
+
+    def _asked_parts(self, group: Group) -> list[Responses]:
+        return group.parts if self._rewards.by_group else group.parts[-1:]
 
     def _send(self) -> None:
         """Send all waiting responses to the verifiers in one call, because each call costs time that sampling loses."""
@@ -142,8 +150,9 @@ class Judging:
 
     def _share(self, asked: Sequence[tuple[Group, list[RewardItem]]], verdicts: Sequence[RewardResult]) -> None:
         left = iter(verdicts)
-        for group, items in asked:
-            group.parts[-1].verdicts = list(islice(left, len(items)))
+        for group, _ in asked:
+            for part in self._asked_parts(group):
+                part.verdicts = list(islice(left, len(part.texts) - len(part.unsampled)))
             self._judged.append(group)
 
     def given(self, group: Group, responses: Sequence[str], rewards: Sequence[float]) -> Responses:
@@ -162,17 +171,21 @@ class Judging:
         return Responses(tree, list(responses), {})
 
     def _put_rewards(self, group: Group) -> None:
-        """Write rewards and metadata to the newest tree; NaN where there is no verdict."""
+        """Write rewards to the trees whose responses were judged, and metadata to the newest; NaN where there is no
+        verdict."""
         last, prompt, on_failure = group.parts[-1], group.prompt, self._on_failure
-        broken = [verdict.reason for verdict in last.verdicts if verdict.reason is not None]
+        parts = self._asked_parts(group)
+        broken = [verdict.reason for part in parts for verdict in part.verdicts if verdict.reason is not None]
         if broken and on_failure == "raise":
             raise RunError(
                 f"The verifier failed on a response to '{prompt.id}' ({broken[0]}); repair it, or set "
                 "reward.on_failure to 'drop' or 'zero'."
             )
-        tree, verdicts = last.tree, iter(last.verdicts)
-        of_leaves = [None if leaf in last.unsampled else next(verdicts) for leaf in range(tree.num_leaves)]
-        put_rewards(tree, of_leaves, self._text_of, failed=0.0 if on_failure == "zero" else np.nan)
+        for part in parts:
+            verdicts = iter(part.verdicts)
+            of_leaves = [None if leaf in part.unsampled else next(verdicts) for leaf in range(part.tree.num_leaves)]
+            put_rewards(part.tree, of_leaves, self._text_of, failed=0.0 if on_failure == "zero" else np.nan)
+        tree = last.tree
         tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
         tree.meta["attempt"] = group.attempt
         if group.other is not None:

@@ -97,6 +97,14 @@ class Learning(Protocol):
         """Write the policy as a Hugging Face directory that plain transformers loads."""
         ...
 
+    def states(self) -> dict[str, Any]:
+        """Return the states of the learner's functions that have one, by the keys of the configuration."""
+        ...
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Give the functions the states that `states` returned."""
+        ...
+
     def spans(self) -> list[Span]:
         """Return the phases of the updates since the last call, in order."""
         ...
@@ -136,6 +144,8 @@ class LearningParts:
         group: the ranks that train together; ``model`` and those of roles and critic are sharded over them.
         context: the run's values that its functions ask for; the learner keeps step and metrics of it up to date.
         merges: the sampler gets the weights of the model's adapter merged into those below it.
+        stateful: those of the functions whose state is in checkpoints, by the key of the configuration that names each;
+            they have ``state_dict`` and ``load_state_dict``.
     """
 
     model: PreTrainedModel
@@ -159,6 +169,7 @@ class LearningParts:
     group: Group = ALONE
     context: Context = field(default_factory=Context)
     merges: bool = False
+    stateful: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -260,8 +271,7 @@ class Parts:
         store: groups of earlier steps to train on again.
         context: the run's values that parts outside of the learner ask for.
         workers: starts the run's other processes; the run closes it. None if it has none.
-        stateful: objects whose state is in checkpoints, by the key of the configuration that names each; they have
-            ``state_dict`` and ``load_state_dict``.
+        stateful: objects outside of the learner whose state is in checkpoints; see `LearningParts.stateful`.
     """
 
     options: RunOptions

@@ -63,13 +63,13 @@ class Policies:
         for number, learner in enumerate(self._all):
             scored = [replace(tree, columns=dict(tree.columns)) for tree in trees]
             for by_policy in scored:  # a role writes in place where the column is there
-                for role in learner.roles:
-                    by_policy.columns.pop(role.column, None)
+                for column in _scored(learner):
+                    by_policy.columns.pop(column, None)
             learner.score(scored, temperature)
             for tree, by_policy in zip(trees, scored, strict=True):
-                for role in learner.roles:
-                    own = by_policy.columns[role.column]
-                    tree.set(role.column, np.where(tree.model == number, own, getattr(tree, role.column)))
+                for column in _scored(learner):
+                    own = by_policy.columns[column]
+                    tree.set(column, np.where(tree.model == number, own, getattr(tree, column)))
 
     @property
     def updates(self) -> int:
@@ -112,6 +112,25 @@ class Policies:
     def export(self, directory: Path) -> None:
         self.first.export(directory)
 
+    def states(self) -> dict[str, Any]:
+        """Return the states of the functions of all policies; see `Learned.states`."""
+        theirs = {_key(name, key): s for name, one in self.policies.items() for key, s in one.states().items()}
+        return self.first.states() | theirs
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Restore the result of `states`."""
+        self.first.restore(states)
+        for name, one in self.policies.items():
+            one.restore({key: states[_key(name, key)] for key in one.parts.stateful})
+
+
+def _key(policy: str, key: str) -> str:
+    return f"models.{policy}.{key}"
+
 
 def _seen(trees: Sequence[TokenTree], policy: int) -> list[TokenTree]:
     return [seen for tree in trees if (seen := sampled_by(tree, policy)) is not None]
+
+
+def _scored(learner: Learner) -> list[str]:
+    return [column for role in learner.roles for column in role.columns]

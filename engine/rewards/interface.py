@@ -28,6 +28,8 @@ class RewardItem:
     """The texts of the roles that wrote the response, by name; None where all of it is of one role."""
     judged: float | None = None
     """The value of the part that `Rewards.reads_part` names; None if it has none."""
+    group: int | None = None
+    """Number of the group that it belongs to, whose responses follow each other; None: it is alone."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,14 @@ class Rewards(ABC):
         in_turn: it uses the rollout engine, so `score` must be called by the engine's thread, between two steps.
         at_once: number of concurrent calls of `score` that keep all verifiers busy, each with what had to be judged by
             then.
+        by_group: it compares the responses of a group, so `score` needs all of them at once.
         asked_again: number of items so far whose process was lost and that were given to another.
     """
 
     note: str = ""
     in_turn: bool = False
     reads_part: str = ""
+    by_group: bool = False
     at_once: int = 2
     asked_again: int = 0
 

@@ -48,7 +48,9 @@ def make_rewards(
     if config.parts:
         parts = []
         for part in config.parts:
-            alone = config.model_copy(update={"verifier": part.verifier, "options": part.options, "parts": ()})
+            alone = config.model_copy(
+                update={"verifier": part.verifier, "options": part.options, "group": part.group, "parts": ()}
+            )
             try:
                 parts.append((part, make_rewards(alone, tasks, score, context)))
             except UserError as error:

@@ -85,6 +85,7 @@ class RewardParts(Rewards):
             if not isinstance(schedule, int | float):
                 context.schedules[f"reward.{part.name}.weight"] = Changing(partial(at_step, schedule), context)
         self.in_turn = any(rewards.in_turn for _, rewards in parts)
+        self.by_group = any(rewards.by_group for _, rewards in parts)
 
     def __enter__(self) -> Self:
         with ExitStack() as started:

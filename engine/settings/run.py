@@ -186,6 +186,11 @@ class TrainConfig(Section):
                 f"{self.replayed} groups, which leaves none {'to draw' if not self.replayed else 'to sample'}; change "
                 "one of them"
             )
+        if evaluation.problems and self.reward.by_group:
+            raise ValueError(
+                "held-out problems are answered once, and a judge of groups cannot judge one response; set "
+                "`evaluation.problems` to 0"
+            )
         if evaluation.every and not evaluation.problems:
             raise ValueError("`evaluation.every` is given but `evaluation.problems` is 0; give both or neither")
         return self
