@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import re
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +32,8 @@ from rolltree.engine.loop.controller import Controller
 
 from ..methods.real_step import Shared, leaves_of, plain_logprobs
 from ..tiny import write_job
-from .test_durability import CrashError, assert_same_run, kill
+from .processes import Process
+from .test_durability import CrashError, assert_same_run
 
 JUDGES = """
 def odd(text, entry):
@@ -353,9 +357,16 @@ def test_a_crash_changes_not_a_bit(two: Two, toml: Path, tmp_path: Path, monkeyp
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_at_any_moment(server: subprocess.Popen[bytes], toml: Path, tmp_path: Path) -> None:
-    from .processes import Process
-
-    command = kill(server, ["train", str(toml), f"--output_dir={tmp_path}"], 5)
+    command, moment = ["train", str(toml), f"--output_dir={tmp_path}", "--trainer.steps=8"], random.Random(0)
+    log = tmp_path / "tiny" / "metrics.jsonl"
+    for number in range(3):
+        process = Process(server, [*command, *(["--resume"] if number else [])])
+        process.await_row(log, 2 * number + 2)
+        time.sleep(moment.uniform(0, 0.3))
+        assert not process.ended(), "the run ended before it was killed"
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert Process(server, [*command, "--resume"]).wait() == 0
     assert Process(server, [*command, "--name=whole"]).wait() == 0
     assert_same_run(tmp_path / "tiny", tmp_path / "whole", policies=2)
 
