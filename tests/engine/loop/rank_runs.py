@@ -70,6 +70,7 @@ CASES = {
     ADAPTER: Case(
         (
             "--model.lora={rank=4,alpha=8.0}",
+            "--trainer.reshard=false",
             "--roles.reference={}",
             "--algorithm.objective_options={kl_coef=0.1}",
             "--trainer.updates_per_step=2",
