@@ -39,6 +39,7 @@ from ..train.critic import Critic
 from ..train.group import ALONE, Group
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
 from ..train.user_term import FIELDS, UserTerm
+from .build_statistics import statistics
 
 TERMS = "algorithm.terms."
 """Beginning of the keys of loss terms."""
@@ -67,22 +68,25 @@ def learning_parts(
     context = context or Context()
     spread = spreading(config, group, model.device.type)
     spread(model)
-    of_credit, of_rewards, terms = credit(config, context), shapings(config, context), loss_terms(config, context)
-    functions: dict[str, Any] = {"algorithm.advantage": of_credit} | dict(of_rewards)
+    estimator, shaped, terms = credit(config, context), shapings(config, context), loss_terms(config, context)
+    functions: dict[str, Any] = {"algorithm.advantage": estimator, **dict(shaped)}
     functions |= {f"{TERMS}{term.name}": getattr(term, "own", None) for term, _ in terms}
     return LearningParts(
         model=model,
         optimizer=trainer.optimizer(),
-        credit=of_credit,
+        credit=estimator,
         credit_name=config.algorithm.advantage,
-        shapings=of_rewards,
+        shapings=shaped,
         terms=terms,
         lr_scale=find_schedule("trainer.lr_scale", trainer.lr_scale, trainer.lr_scale_options),
         temperature_scale=find_schedule(
             "loop.temperature_scale", loop.temperature_scale, loop.temperature_scale_options
         ),
         length_scale=find_schedule("loop.length_scale", loop.length_scale, loop.length_scale_options),
-        roles=roles(config, model, spread),
+        roles=[
+            *statistics(config, model, [estimator, *(shaping for _, shaping in shaped)]),
+            *roles(config, model, spread),
+        ],
         critic=critic(config, group, spread),
         temperature=config.rollout.temperature,
         updates_per_step=trainer.updates_per_step,

@@ -167,5 +167,5 @@ def engine_host(config: TrainConfig) -> Host:
     if config.reward.hosts:
         asked = Questions()
         return Host(engine, program.with_verifier(asked), partial(decode, tokenizer), asked=asked)
-    verifier = ProgramVerifier(make_rewards(config.reward, config.data.tasks), starts=True)
+    verifier = ProgramVerifier(make_rewards(config.reward, config.data.tasks, roles=program.roles), starts=True)
     return Host(engine, program.with_verifier(verifier), partial(decode, tokenizer))

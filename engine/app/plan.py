@@ -118,6 +118,10 @@ def make_plan(config: TrainConfig, gpus: int, device: str = "H100", run: Path | 
     Raises:
         UserError: something is missing that the plan needs, or is not modelled.
     """
+    if config.models:
+        raise UserError(
+            f"A plan is for one policy, and the run trains `models.{next(iter(config.models))}` too; leave it out."
+        )
     sizes = _sizes(config)
     check_lengths(config, sizes.positions)
     staleness = config.loop.staleness

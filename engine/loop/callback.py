@@ -78,7 +78,10 @@ class Callback:
                     group.prompt = prompt
                 self.buffer.discard(group, "retried")
                 return answer
-            case Add(responses, rewards) if len(responses) == len(rewards):
+            case Add(responses, rewards, leaves) if len(responses) == len(rewards):
+                if leaves is not None:
+                    with self._mistakes_told():
+                        self.buffer.keep(group, leaves, "replaced")
                 group.parts.append(self._given(group, responses, rewards))
                 self.buffer.to(group, State.READY)
             case _:

@@ -34,7 +34,7 @@ from .judging import Judging, TraceCall, no_trace
 from .metrics import Stopwatch
 from .parts import SamplingParts
 from .prompts import pictures_of
-from .publication import Publication
+from .publication import NONE, Further, Publication
 from .runtime import Cores, Progress
 from .unfinished import group_state
 
@@ -107,7 +107,8 @@ class Controller:
             with self._changed:
                 self._params = params
         if self.buffer.budget.staleness == 0:
-            self.sampler.forget_prefixes()  # so that the samples follow from this step alone
+            for sampler in (self.sampler, *self.parts.others.values()):
+                sampler.forget_prefixes()  # so that the samples follow from this step alone
         if self.parts.overlaps and self._thread is None:
             self._thread = threading.Thread(target=self._keep_sampling, name="rolltree-sampling", daemon=True)
             self._thread.start()
@@ -118,15 +119,17 @@ class Controller:
                         return batch
                 self.advance() if self._thread is None else self._await_change()
 
-    def end_step(self, batch: Sequence[Group], weights: WeightSource | None, version: int) -> None:
-        """End the step that trained ``batch``; ``weights`` are the policy's, None if they did not change.
+    def end_step(
+        self, batch: Sequence[Group], weights: WeightSource | None, version: int, others: Further = NONE
+    ) -> None:
+        """End the step that trained ``batch``; ``weights`` are the policy's, None if no policy has changed.
 
         Raises:
             RunError: the sampler does not sample the policy that was sent.
         """
         with self.watch.part("sync"), self.paused():
             if weights is not None:
-                self.publication.send(weights, version)
+                self.publication.send(weights, version, others)
             with self._changed:
                 self.buffer.end_step(batch)
                 self.callback.begin_step()

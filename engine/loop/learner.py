@@ -35,6 +35,9 @@ from .metrics import Stopwatch, Sums
 from .parts import LearningParts
 from .utilization import Mfu
 
+Score = Callable[[Sequence[TokenTree], float], object]
+"""Scores trees into their columns, at a temperature."""
+
 
 class Learner(Learned):
     """Turns judged trees into updates of the policy.
@@ -53,6 +56,7 @@ class Learner(Learned):
         super().__init__(parts, self.phases)
         self.terms = list(parts.terms)
         self.scales = {"temperature_scale": parts.temperature_scale, "length_scale": parts.length_scale}
+        self.policies: dict[str, Learner] = {}  # no other one learns with this one
         self.mfu = Mfu.of(parts.model, self.group.count)
         self.cost = CostModel.of(parts.model)
         self.max_tokens = parts.max_tokens  # halved by each update that runs out of memory
@@ -68,18 +72,26 @@ class Learner(Learned):
             UserError: a schedule returned a number out of range, or a term needs whole trees that do not fit.
             torch.OutOfMemoryError: not even one sequence fits into memory; or, with several ranks, an update does not.
         """
-        parts = self.parts
-        parts.context.at(step, self.metrics)
-        self.terms = [(term.now(), weight) for term, weight in parts.terms]
-        if step == 1:
-            for sentence in parts.inert:
-                self.note(sentence)
-        kept = self.credit(trees, step)
+        return self.learn(self.judged(trees, step, sums), given, step, sums)
+
+    def judged(self, trees: list[TokenTree], step: int, sums: Sums, score: Score | None = None) -> list[TokenTree]:
+        """Begin the update of ``step``: give ``trees`` their credit and return those with verdicts; see `credit`."""
+        self.parts.context.at(step, self.metrics)
+        for sentence in self.parts.inert if step == 1 else ():
+            self.note(sentence)
+        kept = self.credit(trees, step, score)
         with self.watch.part("pack"):
             sums.count("filter/zero_variance_groups", sum(np.ptp(t.rewards["reward"]) == 0 for t in kept))
             sums.count("filter/failed_groups", len(trees) - len(kept))
-            left = _sampled(trees) - _sampled(kept)
-            sums.count("filter/failed_tokens", left)
+            sums.count("filter/failed_tokens", _sampled(trees) - _sampled(kept))
+        return kept
+
+    def learn(self, kept: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
+        """Update the policy on trees that have their credit, and on ``given`` trees; arguments as for `update`."""
+        parts = self.parts
+        parts.context.at(step, self.metrics)
+        self.terms = [(term.now(), weight) for term, weight in parts.terms]
+        with self.watch.part("pack"):
             kept = _counted(kept, sums)
             if parts.replay_routes:
                 for tree in kept:
@@ -96,18 +108,22 @@ class Learner(Learned):
         self.metrics = sums.means()
         return updated
 
-    def credit(self, trees: Sequence[TokenTree], step: int) -> list[TokenTree]:
-        """Shape the rewards of ``trees``, let the roles score them and give them credit; return them without responses
-        whose judging failed."""
+    def credit(self, trees: Sequence[TokenTree], step: int, score: Score | None = None) -> list[TokenTree]:
+        """Let the roles score ``trees``, shape their rewards and give them credit; return them without responses whose
+        judging failed.
+
+        Args:
+            score: scores trees at the temperature of the step. Default: `score`, for a tree that one policy sampled.
+        """
         parts = self.parts
         with self.watch.part("pack"):
             failed = [np.isnan(tree.rewards["reward"]) for tree in trees]
             judged = [t.without_leaves(drop) if drop.any() else t for t, drop in zip(trees, failed, strict=True)]
             kept = [tree for tree in judged if tree is not None]
+        (score or self.score)(kept, self.temperature(step))
+        with self.watch.part("pack"):
             for tree in kept:
                 shape_rewards(parts.shapings, tree)
-        self._score(kept, self.temperature(step))
-        with self.watch.part("pack"):
             if kept:
                 give_credit(parts.credit, parts.credit_name, kept)
             for tree in kept:
@@ -259,16 +275,20 @@ class Learner(Learned):
         for name, option in self.parts.context.schedules.items():
             sums.add(f"schedule/{name}", option.now())
 
-    def _score(self, trees: Sequence[TokenTree], temperature: float) -> None:
+    def score(self, trees: Sequence[TokenTree], temperature: float) -> None:
+        """Let the roles and the critic score ``trees`` into their columns."""
         if not trees:
             return
         with self.watch.part("old_log_prob"):
             if self.roles:
+                for role in self.roles:
+                    role.prepare(trees)
                 flat = self._shares_nothing(trees)
                 batches = self._to_score(trees, in_pieces=not flat, flat=flat)
                 for role in self.roles:
                     role.score(trees, batches, temperature=temperature)
-                    self._exchange(trees, batches, role.column)
+                    for column in role.columns:
+                        self._exchange(trees, batches, column)
             if self.critic is not None:
                 batches = self._to_score(trees)
                 self.critic.score(trees, batches)

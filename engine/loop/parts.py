@@ -60,6 +60,11 @@ class Learning(Protocol):
         ...
 
     @property
+    def policies(self) -> Mapping[str, Learning]:
+        """The learners of further policies, by name; empty for a run of one policy."""
+        ...
+
+    @property
     def device(self) -> torch.device:
         """The device of this process on which the policy is trained; the CPU if others train it."""
         ...
@@ -187,6 +192,7 @@ class SamplingParts:
         seed: seed of the run; a group's seed follows from it and the ticket.
         trained: the trained policy, with which a sampler that has a copy of its own is compared after each publication;
             None for no comparison.
+        others: the samplers of further policies, by name; ``sampler`` asks them for the roles that they play.
     """
 
     sampler: Sampler
@@ -207,6 +213,7 @@ class SamplingParts:
     keep_keys: bool = False
     colocated: bool = False
     trained: Trained | None = None
+    others: Mapping[str, Sampler] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ class Ranks:
         self.max_tokens, self._restarts, self._note = max_tokens, restarts, note
         self._timeout_s, self._start_s = timeout_s, start_s
         self.updates, self.pids = 0, list[int]()
+        self.policies: dict[str, Any] = {}  # several ranks train one policy
         self._known: Facts | None = None  # None: the ranks have not joined yet
         self._lost = 0  # times since the newest step
         self._newest = 0  # newest step that was learned
