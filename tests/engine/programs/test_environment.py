@@ -19,12 +19,13 @@ from rolltree.engine import LeafStatus, SamplingParams
 from rolltree.engine.app.build import build
 from rolltree.engine.app.config import load_config, training_config
 from rolltree.engine.app.console import Console
+from rolltree.engine.data.policies import in_role
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.loop.failures import kind, unsampled
 from rolltree.engine.loop.orchestrator import Orchestrator
-from rolltree.engine.programs import EnvironmentTurns, Observation
+from rolltree.engine.programs import EnvironmentTurns, GenerateThenVerify, Observation, RolloutProgram
 from rolltree.engine.programs.chat import added_ids, tool_schema
 from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.train import checkpoint
@@ -63,7 +64,7 @@ def spoken(script: Script) -> Callable[[Any], list[int]]:
 def talk(
     engine: NativeEngine,
     script: Script,
-    program: EnvironmentTurns,
+    program: RolloutProgram,
     *,
     n: int = 1,
     tools: tuple[str, ...] = (),
@@ -101,6 +102,21 @@ def test_a_tools_answer_is_appended_as_the_template_writes_it(engine: NativeEngi
     assert (leaf.loss_mask == (origin == Origin.SAMPLED)).all()
     assert leaf.status == LeafStatus.STOP
     assert "given_rewards" not in tree.meta
+
+
+def test_a_verifier_is_asked_as_the_template_writes_it(engine: NativeEngine) -> None:
+    program = GenerateThenVerify(60, question="\nIs it right?\n")
+    tree = talk(engine, lambda before: "Verdict: correct" if "<user>Is" in before else "It is 42", program)
+    whole = [*QUESTION, {"role": "assistant", "content": "It is 42"}, {"role": "user", "content": "Is it right?"},
+             {"role": "assistant", "content": "Verdict: correct"}]  # fmt: skip
+    (leaf,) = tree.flatten()
+    assert WORDS.decode([*leaf.prompt, *leaf.response]) + "\n" == WORDS.apply_chat_template(whole, tokenize=False)
+    rows = tree.response_rows(0)
+    said = [WORDS.decode(tree.token_id[rows][in_role(tree, role)[rows]]) for role in (0, 1)]
+    assert said == ["It is 42<end>", "Verdict: correct<end>"]
+    assert leaf.status == LeafStatus.STOP
+    with pytest.raises(ValueError, match="ends turns of a chat by the template's tokens"):
+        talk(engine, lambda before: "no", GenerateThenVerify(60, stop=["x"]))
 
 
 @pytest.mark.parametrize(
