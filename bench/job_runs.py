@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rolltree.engine.app.build import build, make_run_rewards
+from rolltree.engine.app.build import build
+from rolltree.engine.app.build_sampling import make_run_rewards
 from rolltree.engine.loop.evaluation import Evaluation
 from rolltree.engine.loop.orchestrator import Orchestrator
-from rolltree.engine.loop.sources import Prompt, PromptSource, held_out
+from rolltree.engine.loop.prompts import Prompt, held_out
+from rolltree.engine.loop.sources import PromptSource
 from rolltree.engine.model.loading import choose_device
 from rolltree.engine.parts.context import Context
 from rolltree.engine.rewards import RewardItem, Rewards

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
-from rolltree.engine.app.build import budget, sampled_model
 from rolltree.engine.app.build_learning import learning_parts
+from rolltree.engine.app.build_sampling import budget, sampled_model
 from rolltree.engine.loop.buffer import Buffer
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.learner import Learner
 from rolltree.engine.loop.metrics import Stopwatch, Sums
 from rolltree.engine.loop.parts import SamplingParts
-from rolltree.engine.loop.sources import Prompt
+from rolltree.engine.loop.prompts import Prompt
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.rollout.sampler import LocalSampler
 from rolltree.engine.settings import TrainConfig

@@ -56,11 +56,9 @@ def _inputs(device: torch.device, rows: int, text: int, response: int, n: int, *
     patches = {"pixel_values": rng.normal(size=(4 * rows, 3 * PATCH**2)).astype(np.float32)}
     patches["image_grid_thw"] = np.array([[1, 2 * side, 2 * side]])
     picture = Picture.of(patches, rows, (1, side, side))
-    words = partial(rng.integers, 0, WORDS)
-    tree = TokenTree.from_sequences(
-        [*picture.ids, *words(text).tolist()], list(words((n, response))), advantages=rng.normal(size=n),
-        pictures=[picture],
-    )  # fmt: skip
+    prompt = [*picture.ids, *rng.integers(0, WORDS, text).tolist()]
+    responses = rng.integers(0, WORDS, (n, response)).tolist()
+    tree = TokenTree.from_sequences(prompt, responses, advantages=rng.normal(size=n).tolist(), pictures=[picture])
     return Inputs(model, picture, tree)
 
 

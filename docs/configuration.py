@@ -1,4 +1,4 @@
-"""Writes configuration.md, every key of a run's TOML file, from the models in `engine/settings.py`:
+"""Writes configuration.md, every key of a run's TOML file, from the models in `engine/settings/`:
 ``python docs/configuration.py``."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ A run is one TOML file; each key can also be given on the command line (`--train
 error that names the nearest one. `rolltree train CONFIG --dry-run` prints the resolved file, with defaults, and what
 it would do. Where a key names a part (`file.py:function`), the path is relative to the TOML file.
 
-This page is generated from `engine/settings.py`.
+This page is generated from `engine/settings/`.
 """
 
 
@@ -35,7 +35,7 @@ def reference() -> str:
         for name, field in model.model_fields.items():
             inner, many = section_of(field.annotation)
             if inner is not None:
-                below.append((f"{path}.{name}".lstrip("."), inner, many))
+                below.append((f"{path}.{name}{any_name(field.annotation)}".lstrip("."), inner, many))
                 continue
             cells = (
                 f"`{name}`",
@@ -60,6 +60,11 @@ def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
         if isinstance(argument, type) and issubclass(argument, BaseModel):
             return argument, listed
     return None, False
+
+
+def any_name(annotation: Any) -> str:
+    """What follows the name of a key that holds tables by their names."""
+    return ".NAME" if typing.get_origin(annotation) is dict else ""
 
 
 def spelled(annotation: Any) -> str:

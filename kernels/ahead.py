@@ -48,6 +48,19 @@ TARGETS = {
 
 
 @dataclass(frozen=True)
+class Recurrent:
+    """The properties of recurrent layers that kernels depend on; without ``heads`` there is a convolution alone."""
+
+    rule: str  # delta, kimi (one decay a channel) or mamba
+    heads: int  # of values
+    groups: int  # heads of keys
+    dim: int  # key channels of a head
+    values: int
+    taps: int  # of the convolution
+    channels: int  # of the convolution
+
+
+@dataclass(frozen=True)
 class Model:
     """The properties of a model that kernels depend on."""
 
@@ -61,6 +74,7 @@ class Model:
     logit_softcap: float | None = None
     page: int = 16  # keys of a page of the KV cache
     hidden: int = 0  # width of its layers; 0: the passes between their products are not built
+    recurrent: Recurrent | None = None
 
 
 class Built(NamedTuple):
@@ -110,6 +124,10 @@ def steps(
         yield "attention, flash: lists", functools.partial(_lists, target, model)
     if model.hidden:
         yield "layers", functools.partial(_layers, model)
+    if model.recurrent is not None:
+        for given in (False, True):
+            name = f"recurrent layers{', states given' if given else ''}"
+            yield name, functools.partial(_recurrent, model.recurrent, model.dtype, given)
     yield "decode attention", functools.partial(_decode, model)
     for names in filters:
         yield f"sampling{''.join(f', {name}' for name in names)}", functools.partial(_sample, model, names)
@@ -224,6 +242,33 @@ def _layers(model: Model, rows: int = ROWS) -> None:
     angles = torch.empty(1, rows, model.head_dim, dtype=model.dtype)
     torch.autograd.backward(rotate(q, k, angles, angles), (q.detach(), k.detach()))
     silu_mul(empty(rows, 16), empty(rows, 16)).sum().backward()
+
+
+def _recurrent(of: Recurrent, dtype: torch.dtype, given: bool, rows: int = ROWS) -> None:
+    """Launch the pass over a tree of two segments and its convolution, whose rows are float32, both ways."""
+    import numpy as np
+
+    from .tree_recurrence import RecurrencePlan, Segments, tree_convolution, tree_recurrence
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, requires_grad=True)
+
+    ends, start = np.zeros(1, np.int64), np.array([0, rows // 2])
+    lengths = np.array([rows // 2, rows - rows // 2])
+    segments = Segments(start, lengths, np.array([-1, 0]), np.array([-1 + given, -1]))
+    plan = RecurrencePlan.make(segments, ends=ends, states=int(given))
+    history = empty(1, of.taps - 1, of.channels) if given else None
+    weight, bias = empty(of.channels, of.taps), empty(of.channels)
+    for b in (None, bias):
+        tree_convolution(empty(rows, of.channels), weight, b, plan, history=history)[0].sum().backward()
+    if of.heads:
+        key = (rows, of.groups, of.dim)
+        decay = empty(rows, of.heads, *([of.dim] if of.rule == "kimi" else []))
+        beta = None if of.rule == "mamba" else empty(rows, of.heads)
+        q, k, v = (empty(*shape, dtype=dtype) for shape in (key, key, (rows, of.heads, of.values)))
+        first = empty(1, of.heads, of.dim, of.values) if given else None
+        out, _ = tree_recurrence(q, k, v, decay, beta, plan, initial=first)
+        out.sum().backward()
 
 
 def _decode(model: Model) -> None:

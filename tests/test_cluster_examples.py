@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 
-from rolltree.engine.app import build
 from rolltree.engine.app.cli import main
 from rolltree.engine.app.config import load_config
 
@@ -43,8 +43,8 @@ WORKERS = {
 
 @pytest.fixture
 def no_ray_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = build.importlib.util.find_spec
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: object() if name == "ray" else find(name))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "ray" else find(name))
 
 
 def test_the_toml_of_all_examples_can_be_planned(

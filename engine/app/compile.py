@@ -23,8 +23,8 @@ from ..errors import UserError
 from ..rollout.native.draws import FILTERS
 from ..rollout.native.engine import EngineConfig
 from ..train.terms import LossTerm, TokenTerm
-from .build import sampling_params
 from .build_learning import loss_terms
+from .build_sampling import sampling_params
 from .config import load_config
 
 
@@ -167,4 +167,27 @@ def kernels_model(path: Path, dtype: str) -> ahead.Model:
         logit_softcap=getattr(config, "final_logit_softcapping", None),
         page=EngineConfig.page_size,
         hidden=config.hidden_size,
+        recurrent=recurrent_of(config),
     )
+
+
+def recurrent_of(config: Any) -> ahead.Recurrent | None:
+    """Return the properties of the recurrent layers of a configuration, by the names that Transformers gives them."""
+
+    def first(*names: str) -> int:
+        return next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
+
+    if channels := first("linear_head_dim"):
+        heads, taps = first("linear_num_heads"), first("linear_conv_kernel_dim")
+        return ahead.Recurrent("kimi", heads, heads, channels, channels, taps, 3 * heads * channels)
+    if heads := first("linear_num_value_heads"):  # keys come repeated for them
+        dim, values, taps = (first(f"linear_{of}") for of in ("key_head_dim", "value_head_dim", "conv_kernel_dim"))
+        width = 2 * first("linear_num_key_heads") * dim + heads * values
+        return ahead.Recurrent("delta", heads, heads, dim, values, taps, width)
+    if heads := first("mamba_num_heads", "mamba_n_heads"):
+        groups, dim = first("n_groups", "mamba_n_groups"), first("ssm_state_size", "mamba_d_state")
+        values, taps = first("mamba_head_dim", "mamba_d_head"), first("conv_kernel", "mamba_d_conv")
+        return ahead.Recurrent("mamba", heads, groups, dim, values, taps, heads * values + 2 * groups * dim)
+    if taps := first("conv_L_cache"):
+        return ahead.Recurrent("mamba", 0, 0, 0, 0, taps, config.hidden_size)
+    return None

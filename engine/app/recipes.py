@@ -101,8 +101,8 @@ def combined(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     """Return the keys of ``recipe`` with those of ``given`` over them.
 
     Tables are combined key by key, and lists of tables by their ``name``: a table of the recipe's name is combined with
-    it, others follow; an empty list takes them away. If ``given`` replaces a part (a key beside ``<key>_options``, or
-    `reward.verifier` beside `reward.options`), the recipe's options of the old part do not apply to the new one.
+    it, others follow; an empty list takes them away. If ``given`` replaces a part (a key that has ``<key>_options``, or
+    `reward.verifier`, which has `reward.options`), the recipe's options of the old part do not apply to the new one.
     """
     result = dict(recipe)
     for key, value in given.items():

@@ -2,7 +2,7 @@
 
 The ids of a picture's rows follow from a hash of its content and lie above every vocabulary. Prefixes merge, keys are
 reused and prompts compare by token ids alone, so two prompts of equal text and different pictures share nothing from
-their first picture on, and the same picture is the same prefix in every process. The pixels lie beside the tree,
+their first picture on, and the same picture is the same prefix in every process. The pixels are stored with the tree,
 once a picture (`TokenTree.pictures`).
 """
 

@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from . import checks
-from .build import check_count, merge, order_nodes
+from .build import check_count, merge
 from .columns import COLUMNS, Array, find_column
 from .media import Picture, distinct
+from .order import check_nodes, order_nodes, without_empty
 from .segment import LeafStatus, Origin, Segment, Sequence
 
 
@@ -184,28 +185,13 @@ class TokenTree:
             ValueError: the prompt is empty, no leaf is given, a parent does not precede its child, a leaf's node does
                 not exist, a status is unknown, or a childless node is no leaf's.
         """
-        checks.all_of("segments", segments, Segment)
-        if not segments or not len(segments[0]):
-            raise ValueError("A TokenTree needs a prompt of at least one token; the root segment is empty.")
-        if checks.count("leaf_nodes", leaf_nodes) == 0:
-            raise ValueError("A TokenTree needs at least one leaf; no responses were given.")
-        if checks.count("parents", parents) != len(segments) or len(leaf_nodes) != checks.count("statuses", statuses):
-            raise ValueError(
-                f"Got {len(parents)} parents for {len(segments)} segments and {len(leaf_nodes)} leaves for "
-                f"{len(statuses)} statuses; give one of each."
-            )
-        parents = checks.integers("parents", parents).tolist()
-        leaf_nodes = checks.integers("leaf_nodes", leaf_nodes).tolist()
-        if parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents) if i):
-            raise ValueError("parents[0] must be -1 and every other parent must precede its child.")
-        if min(leaf_nodes) < 0 or max(leaf_nodes) >= len(parents):
-            raise ValueError(f"leaf_nodes must be in 0..{len(parents) - 1}, got {min(leaf_nodes)}..{max(leaf_nodes)}.")
+        check_nodes(parents, segments, leaf_nodes, statuses)
         names = dict.fromkeys(name for segment in segments if len(segment) for name in segment.columns)
         lengths = [len(s) for s in segments]
         columns = {name: COLUMNS[name].joined([s.columns.get(name) for s in segments], lengths) for name in names}
         tokens = Segment(np.concatenate([segment.token_ids for segment in segments]), columns)
         status = checks.codes("statuses", statuses, LeafStatus)
-        tree = of_runs(parents, [len(segment) for segment in segments], tokens, leaf_nodes, status)
+        tree = of_runs(parents, lengths, tokens, leaf_nodes, status)
         tree.pictures = distinct(pictures)
         return tree
 
@@ -309,17 +295,8 @@ class TokenTree:
             "leaf": keep_leaf,
             "path": np.repeat(keep_leaf, self.response_length),
         }
-        tree = in_order(
-            parent,
-            self.length[keep_node],
-            self.token_id[keep["token"]],
-            renumber[self.leaf_node[keep_leaf]].astype(np.int32),
-            self.leaf_prompt[keep_leaf],
-            {name: values[keep[COLUMNS[name].per]] for name, values in self.columns.items()},
-        )
-        tree.rewards = {name: values[keep_leaf] for name, values in self.rewards.items()}
-        tree.meta, tree.pictures = dict(self.meta), self.pictures
-        return tree
+        leaf_node = renumber[self.leaf_node[keep_leaf]].astype(np.int32)
+        return self._part(keep, parent, self.length[keep_node], leaf_node)
 
     def chain(self, leaf: int) -> TokenTree:
         """The path to ``leaf`` alone; its prompt is one node, and its response has the nodes of the path."""
@@ -335,15 +312,19 @@ class TokenTree:
             "leaf": np.array([leaf]),
             "path": np.arange(first[leaf], first[leaf] + self.response_length[leaf]),
         }
+        return self._part(keep, np.arange(len(length)) - 1, length, np.array([len(length) - 1]))
+
+    def _part(self, keep: dict[str, Array], parent: Array, length: Array, leaf_node: Array) -> TokenTree:
+        """The tree of some nodes and leaves; ``keep`` selects the values of a token, node, leaf and path."""
         tree = in_order(
-            np.arange(len(length)) - 1,
+            parent,
             length,
-            self.token_id[rows],
-            np.array([len(length) - 1]),
-            self.leaf_prompt[[leaf]],
+            self.token_id[keep["token"]],
+            leaf_node,
+            self.leaf_prompt[keep["leaf"]],
             {name: values[keep[COLUMNS[name].per]] for name, values in self.columns.items()},
         )
-        tree.rewards = {name: values[[leaf]] for name, values in self.rewards.items()}
+        tree.rewards = {name: values[keep["leaf"]] for name, values in self.rewards.items()}
         tree.meta, tree.pictures = dict(self.meta), self.pictures
         return tree
 
@@ -442,14 +423,7 @@ def of_runs(
     status: Array,  # [L] int8
 ) -> TokenTree:
     """Make a tree like :meth:`TokenTree.from_nodes`, unchecked, from the joined tokens of nodes of ``lengths``."""
-    new: list[int] = []  # an empty node is replaced by its nearest non-empty ancestor
-    kept = 0
-    for node_parent, node_length in zip(parents, lengths, strict=True):
-        new.append(kept if node_length else new[node_parent])
-        kept += node_length > 0
-    parent = np.array([-1] + [new[p] for p, n in zip(parents[1:], lengths[1:], strict=True) if n], np.int32)
-    leaf_node = np.array([new[n] for n in leaf_nodes], np.int32)
-    length = np.array([n for n in lengths if n], np.int32)
+    parent, length, leaf_node = without_empty(parents, lengths, leaf_nodes)
     columns = {**tokens.columns, "status": status}
     return in_order(parent, length, tokens.token_ids, leaf_node, np.full(len(leaf_node), length[0]), columns)
 

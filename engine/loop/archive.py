@@ -22,7 +22,7 @@ from ..programs import Given, SegmentReport
 from ..rewards import RewardResult
 from ..rollout.branch import sample_dtype
 from .buffer import Responses
-from .sources import Prompt
+from .prompts import Prompt
 
 Json = Any
 KEPT: dict[str, type] = {

@@ -11,8 +11,8 @@ from .buffer import Responses
 from .failures import unsampled
 from .judging import decode, item
 from .parts import EvaluationParts
+from .prompts import pictures_of
 from .runtime import Progress
-from .sources import pictures_of
 
 SOLVED = 1.0 - 1e-6
 """Smallest reward that counts as a correct answer."""

@@ -15,7 +15,7 @@ from ..rollout import SamplingParams
 from .archive import Archive
 from .buffer import Group, Responses, State
 from .controller import Controller
-from .sources import Prompt
+from .prompts import Prompt
 
 Recorded = tuple[Prompt, list[Responses]]
 

@@ -25,8 +25,8 @@ from ..data.tree import TokenTree
 from ..errors import UserError
 from ..settings import ReplayConfig
 from .buffer import Group, Responses, State
+from .prompts import Prompt
 from .replay import Recorded, read_groups, write_groups
-from .sources import Prompt
 
 DRAWN = 0x5E91A
 """Part of the seed of the draws."""

@@ -26,7 +26,7 @@ from .controller import Controller
 from .fleet import Fleet
 from .metrics import Stopwatch
 from .parts import SamplingParts
-from .sources import Prompt
+from .prompts import Prompt
 from .virtual import HostModel, JudgingModel, Lengths, ModelledTree, VirtualWorkers
 
 LLAMA_3_FAILURES = 419 / (54 * 86400 * 16384)
@@ -128,7 +128,9 @@ class Simulation:
         self.busy: Counter[str] = Counter()
         host = (scenario.engine, scenario.lengths, scenario.prompt, scenario.rows, scenario.start_s, scenario.load_s)
         make: Any = HostModel
-        self.fleet = Fleet(self.workers, scenario.engines, make, *host, self.busy, hang_s=1e9, restarts=1_000_000)
+        self.fleet = Fleet(
+            self.workers, scenario.engines, make, *host, self.busy, hang_s=1e9, start_s=1e9, restarts=1_000_000
+        )
         self.buffer = Buffer(scenario.budget)
         prompts, quiet = _Prompts(), _Quiet()
         parts = SamplingParts(

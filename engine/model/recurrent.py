@@ -225,7 +225,7 @@ def _delta_rule(
     q, k = _wide(query[0]), _wide(key[0])
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    out = _scan(running, q, k, value[0], g[0], beta[0], query.shape[-1] ** -0.5)
+    out = _scan(running, q, k, value[0], g[0], beta[0], query.shape[-1] ** -0.5, query.dtype)
     return out[None].to(query.dtype), None
 
 
@@ -252,22 +252,35 @@ def _mamba(
     if dt_softplus:
         step = F.softplus(step)
     step = step.clamp(*dt_limit)
-    out = _scan(running, C[0], B[0], x * step[..., None], step * A, None, 1.0)
+    out = _scan(running, C[0], B[0], x * step[..., None], step * A, None, 1.0, hidden_states.dtype)
     if D is not None:
         out = out + x * D[:, None]
     return out[None].to(hidden_states.dtype)
 
 
 def _scan(
-    running: _Running, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, scale: float
+    running: _Running,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    scale: float,
+    dtype: torch.dtype,
 ) -> Tensor:
-    q, k, v, decay = (_wide(x) for x in (q, k, v, decay))
+    decay, beta = _wide(decay), None if beta is None else _wide(beta)
+    q, k, v = (x.to(dtype) if _in_half(dtype, x.device) else _wide(x) for x in (q, k, v))
     recurrence, layer = running.recurrence, running.layer
-    beta = None if beta is None else _wide(beta)
-    needs = next((x for x in (v, k, decay, beta) if x is not None and x.requires_grad), v)
+    needs = next((x for x in (v, k, decay, beta) if x is not None and x.requires_grad), decay)
     initial = recurrence.initial(layer, "state", (v.shape[1], k.shape[-1], v.shape[-1]), needs)
     out, ends = tree_recurrence(q, k, v, decay, beta, recurrence.plan, initial=initial, scale=scale)
     return recurrence.keep(layer, "state", ends, out)
+
+
+def _in_half(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether products are of rows in the model's dtype: in bfloat16 on a GPU, whose tensor cores take them.
+    States and decays are float32 there too."""
+    return dtype == torch.bfloat16 and device.type == "cuda"
 
 
 def _separately(*_: Any, **__: Any) -> None:

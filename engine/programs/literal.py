@@ -4,7 +4,7 @@ A control token is an added token of the tokenizer, special or not, that is more
 ``<tool_call>``, ``</think>``. An environment's text may spell one; it must reach the model as ordinary characters. The
 tokenizer is copied with every control token renamed to a private name, so that text can no longer spell one, and the
 template's own control tokens are written by these names. One call tokenises the whole text, so that normalisation,
-pre-tokenisation and the white space beside control tokens are the tokenizer's own.
+pre-tokenisation and the white space next to control tokens are the tokenizer's own.
 """
 
 from __future__ import annotations

@@ -11,18 +11,18 @@ from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequen
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..data.media import FIRST_ID, Picture, PromptMedia
+from ..data.media import Picture
 from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..programs import BranchId, RolloutProgram, make_program
 from .branch import Request
+from .checks import check_params, media_of, signed, token_ids
 from .digest import Held
-from .sampling_params import INT32, MOST_TOP_LOGPROBS, SEEDS, SamplingParams, check_integer, check_text
+from .sampling_params import INT32, MOST_TOP_LOGPROBS, SEEDS, SamplingParams, check_integer
 from .steering import Steering
 
 Array = npt.NDArray[Any]
@@ -417,7 +417,7 @@ class RolloutEngine(ABC):
                 raise ValueError("New prompts need SamplingParams; only aborted requests bring their own.")
             shown = () if pictures is None else pictures[i]
             tokens = self._token_ids(i, prompt, shown)
-            self._check_tokens(i, tokens, own)
+            check_params(i, len(tokens), own, self.vocabulary, self.longest)
             mine = copy.deepcopy(program)
             mine.tokenizer, mine.end_token_ids = self.tokenizer, self.end_token_ids
             mine.context = None if contexts is None else contexts[i]
@@ -427,70 +427,11 @@ class RolloutEngine(ABC):
                 )
             seed = own.seed if seeds is None else seeds[i]
             check_integer(f"The seed of prompt {i}", seed, *SEEDS)
-            request = Request(self._numbers, tokens, _signed(seed), own, mine, _media_of(i, tokens, shown))
+            request = Request(self._numbers, tokens, signed(seed), own, mine, media_of(i, tokens, shown))
             self._check(i, request)
             self._numbers += 1
             requests.append(request)
         return requests
 
     def _token_ids(self, index: int, prompt: Prompt, pictures: Sequence[Picture] = ()) -> Array:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("Prompts are given as text but the engine has no tokenizer; pass one, or token ids.")
-            check_text(f"Prompt {index}", prompt)
-            prompt = self.tokenizer(prompt)["input_ids"]
-        try:
-            ids = np.asarray(prompt)
-        except (ValueError, OverflowError):  # lists of different lengths
-            ids = np.zeros((1, 0))
-        if ids.shape == (0,):
-            raise ValueError(f"Prompt {index} is empty; a prompt needs at least one token.")
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError(f"Prompt {index} is neither a text nor a list of integer token ids that fit 64 bits.")
-        words = ids[ids < FIRST_ID] if len(pictures) else ids
-        if (ids.min() < 0 or words.max(initial=0) >= self.vocabulary) or ids.max() >= 2**31:
-            raise ValueError(f"Prompt {index} has token ids outside the model's vocabulary of {self.vocabulary}.")
-        if len(found := np.intersect1d(words, list(self.placeholder_ids))):
-            raise ValueError(
-                f"Prompt {index} holds token {found[0]}, which stands for a picture and is no text; put the ids of a "
-                "picture's rows in its place (media.expand) and pass the picture, or leave it out."
-            )
-        return ids.astype(np.int32)
-
-    def _check_tokens(self, index: int, ids: Array, params: SamplingParams) -> None:
-        if self.longest is not None and len(ids) + params.max_new_tokens > self.longest:
-            raise ValueError(
-                f"Prompt {index} of {len(ids)} tokens and max_new_tokens={params.max_new_tokens} exceed the model's "
-                f"{self.longest} positions; shorten them."
-            )
-        for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
-            if any(token >= self.vocabulary for token in getattr(params, name) or ()):
-                raise ValueError(
-                    f"SamplingParams.{name} names tokens outside the model's vocabulary of {self.vocabulary}."
-                )
-
-
-def _media_of(index: int, ids: Array, pictures: Sequence[Picture]) -> PromptMedia | None:
-    """Return the media of prompt ``index``.
-
-    Raises:
-        ValueError: its token ids do not hold the rows of ``pictures``.
-    """
-    if not len(pictures):
-        return None
-    try:
-        media = PromptMedia.of(ids, pictures)
-    except ValueError as error:
-        raise ValueError(f"Prompt {index}: {error}") from error
-    shown = set() if media is None else {picture.digest for picture in media.pictures}
-    if missing := sum(picture.digest not in shown for picture in pictures):
-        raise ValueError(
-            f"Prompt {index} does not hold the rows of {missing} of its {len(pictures)} pictures; put their ids in "
-            "place of the placeholders (media.expand)."
-        )
-    return media
-
-
-def _signed(seed: int) -> int:
-    """Return the seed modulo 2**64, as an int64."""
-    return (int(seed) + 2**63) % 2**64 - 2**63
+        return token_ids(index, prompt, self.tokenizer, self.vocabulary, self.placeholder_ids, pictures)

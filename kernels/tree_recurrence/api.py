@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..checks import Arguments
-from . import reference
+from .op import Convolution, Recurrence, Rows
 from .plan import RecurrencePlan
 
 
@@ -56,14 +54,14 @@ def tree_recurrence(
     check.floats("decay", decay, shape, " like value")
     if beta is not None:
         check.floats("beta", beta, (rows, heads), " like value")
-    check.require(plan.num_rows == rows, f"the plan is for {plan.num_rows} rows, and query has {rows}")
+    _check_plan(check, plan, rows, "query")
     if initial is None:
         check.require(plan.states == 0, f"the plan begins with {plan.states} given states; give initial")
     else:
         wanted = (plan.states, heads, width, value.shape[-1])
         check.floats("initial", initial, wanted, ", one for each given state of the plan")
     check.number("scale", scale)
-    out, ends = _Recurrence.apply(query, key, value, decay, beta, initial, plan, float(scale))
+    out, ends = Recurrence.apply(query, key, value, decay, beta, initial, plan, float(scale))
     return out, ends
 
 
@@ -96,81 +94,19 @@ def tree_convolution(
     check.require(taps > 0, "weight must have a column for a row's own input")
     if bias is not None:
         check.floats("bias", bias, (width,), " like x", (x.dtype,))
-    check.require(plan.num_rows == rows, f"the plan is for {plan.num_rows} rows, and x has {rows}")
-    before, last = plan.windows(taps)
+    _check_plan(check, plan, rows, "x")
+    windows = plan.windows(taps)
     given = []
     if history is None:
         check.require(plan.states == 0, f"the plan begins with {plan.states} given states; give history")
     else:
         given.append(check.floats("history", history, (plan.states, taps - 1, width), "", (x.dtype,)).flatten(0, 1))
     extended = torch.cat([x, *given, x.new_zeros(1, width)])
-    out = _Convolution.apply(extended, weight, bias, before)
-    return out, _Rows.apply(extended, last.flatten()).view(*last.shape, width)
+    out = Convolution.apply(extended, weight, bias, windows)
+    return out, Rows.apply(extended, windows.last.flatten()).view(*windows.last.shape, width)
 
 
-class _Recurrence(torch.autograd.Function):
-    """Keeps the inputs only; the backward pass computes the chunks again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-        beta: Tensor | None,
-        initial: Tensor | None,
-        plan: RecurrencePlan,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.plan, ctx.scale = plan, scale
-        ctx.save_for_backward(query, key, value, decay, beta, initial)
-        with torch.autocast(query.device.type, enabled=False):
-            return reference.tree_recurrence_forward(query, key, value, decay, beta, initial, plan, scale)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        asked = [i for i in range(len(saved)) if ctx.needs_input_grad[i]]
-        with torch.enable_grad(), torch.autocast(saved[0].device.type, enabled=False):
-            inputs: Any = [None if t is None else t.detach().requires_grad_(i in asked) for i, t in enumerate(saved)]
-            q, k, v, decay, beta, initial = inputs
-            outputs = reference.tree_recurrence_forward(q, k, v, decay, beta, initial, ctx.plan, ctx.scale)
-            # without an end in the plan the second output has no graph
-            pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
-            found = torch.autograd.grad(
-                [o for o, _ in pairs], [inputs[i] for i in asked], [g for _, g in pairs], allow_unused=True
-            )
-        made: list[Tensor | None] = [None] * (len(saved) + 2)
-        for i, gradient in zip(asked, found, strict=True):
-            made[i] = gradient
-        return tuple(made)
-
-
-class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, before)
-        return reference.tree_convolution_forward(x, weight, bias, before)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, before = ctx.saved_tensors
-        dx, dweight, dbias = reference.tree_convolution_backward(grads[0], x, weight, before)
-        return dx, dweight, dbias if ctx.needs_input_grad[2] else None, None
-
-
-class _Rows(torch.autograd.Function):
-    """Returns ``x[rows]``; its gradient adds up in a fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.shape = x.shape
-        return x.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].new_zeros(ctx.shape)
-        reference.add_rows(total, ctx.saved_tensors[0], grads[0])
-        return total, None
+def _check_plan(check: Arguments, plan: RecurrencePlan, rows: int, name: str) -> None:
+    check.require(plan.num_rows == rows, f"the plan is for {plan.num_rows} rows, and {name} has {rows}")
+    where = plan.place.device
+    check.require(where == check.device, f"the plan is on {where} and {name} on {check.device}; make it there")

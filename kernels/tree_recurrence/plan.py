@@ -2,7 +2,7 @@
 
 A *segment* is a run of rows without a branch. It begins with the state with which its parent segment ends. A chunk
 never crosses the end of a segment, and its size depends on the segment's length alone, so a result does not depend on
-what is packed beside it. Everything within a chunk is independent of the tree and is computed for all chunks at once;
+what is packed with it. Everything within a chunk is independent of the tree and is computed for all chunks at once;
 only the state goes from chunk to chunk. Chunks of one *level* (the number of chunks above them on their path) do not
 depend on each other, so there are as many steps as the longest path has chunks.
 
@@ -12,6 +12,7 @@ A plan is made on the host from the structure alone, once for a batch and all of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from .segment_lists import SegmentLists
 
 Array = npt.NDArray[Any]
 
@@ -67,6 +70,24 @@ class Level(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class Windows:
+    """The inputs that a convolution of K taps reads: int64 indices among the rows, the K - 1 inputs before each given
+    state, and a row of zeros; ``N`` in all."""
+
+    before: Tensor  # [K - 1, T], nearest first
+    last: Tensor  # [E, K - 1], the last inputs at each end, oldest first
+    inputs: int  # N
+
+    @cached_property
+    def readers(self) -> tuple[Tensor, Tensor]:
+        """The rows that read each input, as ``tap T + row`` by tap and row [K T] int64, and where those of each input
+        begin [N + 1] int64."""
+        own = torch.arange(self.before.shape[1], device=self.before.device)
+        read, order = torch.cat([own, self.before.flatten()]).sort(stable=True)
+        return order, torch.searchsorted(read, torch.arange(self.inputs + 1, device=own.device))
+
+
+@dataclass(frozen=True, eq=False)
 class RecurrencePlan:
     """The chunks of a batch of ``T`` rows with ``R`` given states, of which ``E`` end states are returned."""
 
@@ -77,7 +98,10 @@ class RecurrencePlan:
     end_order: Tensor  # [E] int64, each returned state's place among those that the levels keep
     end_row: Tensor  # [E] int64, the last row of each segment whose end state is returned
     states: int  # R
-    _windows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    segments: Segments
+    ends: Array  # [E] int64, the segments whose end states are returned
+    _windows: dict[int, Windows] = field(default_factory=dict)
+    _lists: dict[int, SegmentLists] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -90,6 +114,12 @@ class RecurrencePlan:
     @property
     def num_ends(self) -> int:
         return self.end_row.numel()
+
+    def lists(self, size: int) -> SegmentLists:
+        """Return the segments as the Triton kernels read them, in chunks of ``size`` rows."""
+        if size not in self._lists:
+            self._lists[size] = SegmentLists.make(*self.segments, self.ends, self.states, size, self.place.device)
+        return self._lists[size]
 
     @staticmethod
     def make(
@@ -173,11 +203,12 @@ class RecurrencePlan:
             tensor(end_order),
             tensor((start + length - 1)[keep]),
             states,
+            segments,
+            keep,
         )
 
-    def windows(self, taps: int) -> tuple[Tensor, Tensor]:
-        """Return the inputs before each row [taps - 1, T], nearest first, and the last ones at each end [E, taps - 1],
-        oldest first: int64 indices among the rows, the inputs of given states [R (taps - 1)] and a row of zeros."""
+    def windows(self, taps: int) -> Windows:
+        """Return the inputs that a convolution of ``taps`` columns reads."""
         if taps not in self._windows:
             total, before = self.num_rows, taps - 1
             none = total + self.states * before
@@ -196,7 +227,8 @@ class RecurrencePlan:
                 last.append(at)
                 at = ids[at]
             every = torch.stack(found) if found else back.new_empty(0, total)
-            self._windows[taps] = every, torch.stack(last[::-1], 1) if last else at.new_empty(len(at), 0)
+            ends = torch.stack(last[::-1], 1) if last else at.new_empty(len(at), 0)
+            self._windows[taps] = Windows(every, ends, none + 1)
         return self._windows[taps]
 
 

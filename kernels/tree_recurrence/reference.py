@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .plan import SIZES, RecurrencePlan
+from .plan import SIZES, RecurrencePlan, Windows
 
 BLOCK = 16
 """Rows for which decays of single channels are multiplied out pairwise; between blocks one factor is at their edge."""
@@ -81,6 +81,31 @@ def tree_recurrence_forward(
     return joined.index_select(0, plan.place).to(value.dtype), last
 
 
+def tree_recurrence_backward(
+    grad_out: Tensor,  # [T, H, Dv]
+    grad_ends: Tensor,  # [E, H, Dk, Dv]
+    query: Tensor,  # [T, G, Dk]
+    key: Tensor,  # [T, G, Dk]
+    value: Tensor,  # [T, H, Dv]
+    decay: Tensor,  # [T, H] or [T, H, Dk]
+    beta: Tensor | None,  # [T, H]
+    initial: Tensor | None,  # [R, H, Dk, Dv]
+    plan: RecurrencePlan,
+    scale: float,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the six tensors, None for those that are None; the chunks are computed again."""
+    given = query, key, value, decay, beta, initial
+    with torch.enable_grad():
+        q, k, v, g, b, first = inputs = [None if x is None else x.detach().requires_grad_() for x in given]
+        outputs = tree_recurrence_forward(q, k, v, g, b, first, plan, scale)  # type: ignore[arg-type]
+        # without an end in the plan the second output has no graph
+        pairs = [(o, g) for o, g in zip(outputs, (grad_out, grad_ends), strict=True) if o.requires_grad]
+        asked = [x for x in inputs if x is not None]
+        outs, grads = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(outs, asked, grads, allow_unused=True))
+    return tuple(None if x is None else next(found) for x in inputs)
+
+
 def _cut(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, rows: Tensor) -> _Chunks:
     """Cut the rows of one size; of absent rows decay, key and beta are 0, so the state stays."""
 
@@ -137,12 +162,12 @@ def tree_convolution_forward(
     x: Tensor,  # [N, D], rows, inputs of given states and a row of zeros
     weight: Tensor,  # [D, K]
     bias: Tensor | None,  # [D]
-    before: Tensor,  # [K - 1, T]
+    windows: Windows,
 ) -> Tensor:  # [T, D]
     """Return ``bias + sum_j weight[:, K - 1 - j] x[the j-th row before it on its path]``."""
-    own = x[: before.shape[1]]
+    own = x[: windows.before.shape[1]]
     out = own * weight[:, -1] if bias is None else torch.addcmul(bias, own, weight[:, -1])
-    for j, rows in enumerate(before, 2):
+    for j, rows in enumerate(windows.before, 2):
         out = torch.addcmul(out, x.index_select(0, rows), weight[:, -j])
     return out
 
@@ -151,13 +176,13 @@ def tree_convolution_backward(
     grad: Tensor,  # [T, D]
     x: Tensor,  # [N, D]
     weight: Tensor,  # [D, K]
-    before: Tensor,  # [K - 1, T]
+    windows: Windows,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias."""
     dx, dweight = torch.zeros_like(x), torch.empty_like(weight)
     dx[: len(grad)] = grad * weight[:, -1]
     dweight[:, -1] = (grad * x[: len(grad)]).sum(0)
-    for j, rows in enumerate(before, 2):
+    for j, rows in enumerate(windows.before, 2):
         add_rows(dx, rows, grad * weight[:, -j])
         dweight[:, -j] = (grad * x.index_select(0, rows)).sum(0)
     return dx, dweight, grad.sum(0)

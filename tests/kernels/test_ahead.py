@@ -59,8 +59,12 @@ knobs.runtime.jit_cache_hook = note
 def train(rows, _):
     ahead._layers(model, rows)
 
+def recur(rows, given):
+    ahead._recurrent(model.recurrent, model.dtype, bool(given), rows)
+
 target = ahead.TARGETS["90a"]
-model = ahead.Model(heads=4, kv_heads=2, head_dim=64, vocab=5003, window=True, hidden=576)
+model = ahead.Model(heads=4, kv_heads=2, head_dim=64, vocab=5003, window=True, hidden=576,
+                    recurrent=ahead.Recurrent("kimi", 4, 4, 40, 24, 4, 112))
 with ahead.launching_nothing(target):
     for objective in sys.argv[1:]:
         job = command.Job(model, [TokenTerm(Objective.preset(objective))], frozenset(), ("top_k", "top_p"))
@@ -72,7 +76,7 @@ with ahead.launching_nothing(target):
             length, forked, on_policy = number
             print("again", *asks(lambda: command.update(job, command.tree(forked, length), on_policy)))
     few, many = (1, 3, 4, 6), (257, 640, 1000, 2048, 9000)
-    for step, sizes in ((train, (1, 37, 256)), (sample, few), (decode, few), (attend, many)):
+    for step, sizes in ((train, (1, 37, 256)), (recur, (2, 37, 256)), (sample, few), (decode, few), (attend, many)):
         for size in sizes:
             for option in (None, 100):
                 print("again", *asks(lambda: step(size, option)))
@@ -108,11 +112,13 @@ def test_no_batch_asks_for_another_kernel() -> None:
         "list_blocks_kernel", "forward_kernel", "dq_kernel", "dkdv_kernel", "add_kernel", "partial_kernel",
         "norm_kernel", "norm_gradient_kernel", "rotate_kernel", "silu_mul_kernel", "silu_mul_gradient_kernel",
         "merge_kernel", "scan_kernel", "select_kernel", "bracket_kernel", "gather_kernel", "settle_kernel",
-        "race_kernel", "finish_kernel",
+        "race_kernel", "finish_kernel", "convolution_kernel", "convolution_input_kernel", "convolution_weight_kernel",
+        "channel_pairs_kernel", "inverse_kernel", "state_scan_kernel", "state_scan_back_kernel", "weights_kernel",
+        "channel_sums_kernel", "gradients_kernel",
     }  # fmt: skip
     assert sum("_terms" in line for line in lines) >= 3
     again = [line[1:] for line in lines if line[0] == "again"]
-    assert len(again) == 3 * 12 + 2 * (3 + 4 + 4 + 5)
+    assert len(again) == 3 * 12 + 2 * (3 + 3 + 4 + 4 + 5)
     assert not any(again), again
 
 

@@ -18,6 +18,7 @@ from rolltree.kernels.tree_recurrence import (
     tree_recurrence,
 )
 
+from .recurrences import by_token, convolved
 from .trees import random_trees
 
 RULES = ("delta", "kimi", "mamba")
@@ -31,23 +32,6 @@ def inputs(rule: str, rows: int, dtype: torch.dtype = torch.float64, seed: int =
     made += [torch.randn(rows, heads, dv, dtype=dtype)]
     made += [-0.2 * torch.rand(*((rows, heads, dk) if rule == "kimi" else (rows, heads)), dtype=dtype)]
     return [*made, None if rule == "mamba" else torch.rand(rows, heads, dtype=dtype)]
-
-
-def by_token(given: list[Any], parents: list[int], scale: float) -> Tensor:
-    q, k, v, g, beta = given
-    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
-    states: list[Tensor] = []
-    outs = []
-    for t, parent in enumerate(parents):
-        state = states[parent] if parent >= 0 else v.new_zeros(v.shape[1], k.shape[2], v.shape[2])
-        decay = g[t].exp()
-        state = state * (decay[:, None, None] if decay.dim() == 1 else decay[:, :, None])
-        new = v[t]
-        if beta is not None:
-            new = beta[t][:, None] * (new - torch.einsum("hk,hkv->hv", k[t], state))
-        states.append(state + k[t][:, :, None] * new[:, None])
-        outs.append(scale * torch.einsum("hk,hkv->hv", q[t], states[-1]))
-    return torch.stack(outs)
 
 
 def plan_of(end: Any, **options: Any) -> RecurrencePlan:
@@ -139,17 +123,6 @@ def test_a_wrong_tree_is_seen(wrong: str) -> None:
     assert bool((found - convolved(x, w, parents)).abs().max() > 0.1) == (wrong != "nothing")
 
 
-def convolved(x: Tensor, w: Tensor, parents: list[int]) -> Tensor:
-    outs = []
-    for row in range(len(x)):
-        out, at = torch.zeros_like(x[0]), row
-        for tap in range(w.shape[1]):
-            if at >= 0:
-                out, at = out + w[:, -1 - tap] * x[at], parents[at]
-        outs.append(out)
-    return torch.stack(outs)
-
-
 @pytest.mark.parametrize("taps", [1, 2, 4])
 def test_convolutions_follow_the_path(taps: int) -> None:
     end, _, parents = random_trees(60, 2, close=0.6)
@@ -214,5 +187,8 @@ def test_wrong_arguments_are_named() -> None:
         tree_recurrence(*given[:3], given[3][:, :2], given[4], plan)
     with pytest.raises(ValueError, match="the plan begins with 1 given states; give initial"):
         tree_recurrence(*given, RecurrencePlan.make(find_segments(np.full(10, 10)), states=1))
+    elsewhere = RecurrencePlan.make(find_segments(np.full(10, 10)), device="meta")
+    with pytest.raises(ValueError, match="the plan is on meta and query on cpu; make it there"):
+        tree_recurrence(*given, elsewhere)
     with pytest.raises(ValueError, match="history"):
         tree_convolution(torch.zeros(10, 2), torch.zeros(2, 3), None, plan, history=torch.zeros(1, 2, 2))

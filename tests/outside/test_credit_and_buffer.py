@@ -12,7 +12,7 @@ from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.loop.budget import Budget, StalenessError
 from rolltree.engine.loop.buffer import Buffer, Group, State
-from rolltree.engine.loop.sources import Prompt
+from rolltree.engine.loop.prompts import Prompt
 from rolltree.engine.methods.advantages import ADVANTAGES
 from rolltree.engine.methods.credit import gae, reinforce_pp
 

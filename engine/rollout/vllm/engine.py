@@ -243,7 +243,7 @@ def _without_odd_modules() -> Iterator[None]:
 def _digests(model: nn.Module) -> dict[str, Held]:
     """Return the digests of a worker's plain weights by the names of a Hugging Face checkpoint.
 
-    vLLM holds the weights of some layers as one, such as those of queries, keys and values, which are told apart here.
+    vLLM holds the weights of some layers as one, such as those of queries, keys and values, which are separated here.
     Absent are quantised ones, experts, those distributed over devices, and on a CPU the layers that vLLM packs.
     """
     if get_tensor_model_parallel_world_size() > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,14 @@ from transformers import Gemma2Config, Qwen3Config
 
 from rolltree.engine.app import compile as command
 from rolltree.engine.app.cli import main
+from rolltree.engine.data.pack import pack
 from rolltree.engine.errors import UserError
+from rolltree.engine.model import recurrent
+from rolltree.engine.model.logprob import batch_logprob
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.kernels import ahead
+
+from ..model import recurrent_models
 
 
 def test_what_kernels_depend_on(tmp_path: Path) -> None:
@@ -24,6 +30,33 @@ def test_what_kernels_depend_on(tmp_path: Path) -> None:
     )
     Qwen3Config(num_attention_heads=8, num_key_value_heads=4, head_dim=128, vocab_size=99).save_pretrained(tmp_path)
     assert command.kernels_model(tmp_path, "bfloat16") == ahead.Model(8, 4, 128, 99, hidden=4096)
+
+
+@pytest.mark.parametrize(
+    ("family", "rule"), [("qwen3_5", "delta"), ("kimi_linear", "kimi"), ("nemotron_h", "mamba"), ("bamba", "mamba")]
+)
+def test_recurrent_layers_are_read_from_the_configuration(family: str, rule: str) -> None:
+    """The sizes with which a model's layers call the kernels."""
+    model, seen = recurrent_models.make(family), list[tuple[Any, ...]]()
+
+    def note(q: Any, k: Any, v: Any, decay: Any, beta: Any, *_: Any, **__: Any) -> Any:
+        name = "mamba" if beta is None else "kimi" if decay.dim() == 3 else "delta"
+        seen.append((name, v.shape[1], k.shape[1], k.shape[2], v.shape[2]))
+        raise StopIteration
+
+    batch = next(iter(pack(recurrent_models.random_trees(0, 1), max_tokens=1 << 20)))
+    with mock.patch.object(recurrent, "tree_recurrence", note), pytest.raises(StopIteration):
+        batch_logprob(model, batch)
+    found = command.recurrent_of(model.config)
+    assert found is not None
+    assert (found.rule, found.heads, found.groups, found.dim, found.values) == seen[0]
+    convolutions = {(m.kernel_size[0], m.in_channels) for m in model.modules() if isinstance(m, torch.nn.Conv1d)}
+    assert (found.taps, found.channels) in convolutions
+    assert found.rule == rule
+
+
+def test_a_short_convolution_is_read_from_the_configuration() -> None:
+    assert command.recurrent_of(recurrent_models.make("lfm2").config) == ahead.Recurrent("mamba", 0, 0, 0, 0, 3, 32)
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rolltree.engine.app import build_learning
-from rolltree.engine.app.build import rollout_program, sampling_params
+from rolltree.engine.app.build_sampling import rollout_program, sampling_params
 from rolltree.engine.app.config import load_config
-from rolltree.engine.loop.sources import PromptSource, held_out
+from rolltree.engine.loop.prompts import held_out
+from rolltree.engine.loop.sources import PromptSource
 from rolltree.engine.rewards import RewardItem, RewardPool
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen3_gsm8k.toml"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rolltree.engine.app import build
+from rolltree.engine.app import build_workers
 from rolltree.engine.loop.fleet import Fleet
 from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.rollout.host import Host
@@ -160,7 +160,7 @@ def test_a_successor_that_serves_its_first_weights_shows_in_the_difference(
     toml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative: it names the new version, and samples with the weights of the model's directory."""
-    marker, make = toml.parent / "started", build.engine_host
+    marker, make = toml.parent / "started", build_workers.engine_host
 
     def forgetful(config: Any) -> Host:
         host = make(config)
@@ -172,7 +172,7 @@ def test_a_successor_that_serves_its_first_weights_shows_in_the_difference(
         marker.touch()
         return host
 
-    monkeypatch.setattr(build, "engine_host", forgetful)
+    monkeypatch.setattr(build_workers, "engine_host", forgetful)
     given = [*arguments(toml, "treepo", 1), "--name=forgetful", "--trainer.self_check=false"]
     config, _ = train(toml, given, partial(killing, []))
     found = differences(config.run_dir)

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rolltree.engine.app.build import kept_entries
+from rolltree.engine.app.build_checks import kept_entries
 from rolltree.engine.app.cli import main
 from rolltree.engine.errors import UserError
 from rolltree.engine.loop.archive import Archive, NotKeptError

@@ -12,7 +12,8 @@ import pytest
 
 from rolltree.engine import Orchestrator, UserError, load_config
 from rolltree.engine.app import build_learning
-from rolltree.engine.app.build import build, rollout_program
+from rolltree.engine.app.build import build
+from rolltree.engine.app.build_sampling import rollout_program
 from rolltree.engine.app.console import Console
 from rolltree.engine.loop import learner
 

@@ -25,8 +25,9 @@ from rolltree.engine.app.report.trees import build_tree
 from rolltree.engine.data.media import FIRST_ID, PromptMedia
 from rolltree.engine.data.store import read_rollouts
 from rolltree.engine.errors import UserError
+from rolltree.engine.loop.prompts import held_out, make_prompts, pictures_of
 from rolltree.engine.loop.rollout_files import texts_of, write_step
-from rolltree.engine.loop.sources import PromptSource, held_out, make_prompts, pictures_of
+from rolltree.engine.loop.sources import PromptSource
 from rolltree.engine.settings import DataConfig
 from rolltree.engine.tasks import problem_of, read_problems
 

@@ -20,7 +20,7 @@ from rolltree.engine.loop.buffer import Buffer, State
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.metrics import Stopwatch
 from rolltree.engine.loop.parts import SamplingParts
-from rolltree.engine.loop.sources import Prompt
+from rolltree.engine.loop.prompts import Prompt
 from rolltree.engine.programs import make_program
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.rollout import SamplingParams

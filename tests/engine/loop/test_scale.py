@@ -20,10 +20,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rolltree.engine import load_config
-from rolltree.engine.app import build
+from rolltree.engine.app import build, build_sampling, build_workers
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.errors import RunError, UserError
-from rolltree.engine.loop import fleet as fleet_module
+from rolltree.engine.loop import engines as engines_module
 from rolltree.engine.loop import hosted as hosted_module
 from rolltree.engine.loop.fleet import Fleet
 from rolltree.engine.loop.hosted import HostedRewards, RewardHost
@@ -61,13 +61,14 @@ def alone(toml: Path) -> Path:
 @pytest.fixture(autouse=True)
 def one_load_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers changes torch's functions while it loads a model, which threads of one process would see."""
-    lock, load_model = threading.Lock(), build.load_model
+    lock, load_model = threading.Lock(), build_sampling.load_model
 
     def alone(*args: Any, **options: Any) -> Any:
         with lock:
             return load_model(*args, **options)
 
-    monkeypatch.setattr(build, "load_model", alone)
+    for module in (build_sampling, build_workers):
+        monkeypatch.setattr(module, "load_model", alone)
 
 
 @pytest.fixture
@@ -173,7 +174,8 @@ def test_reward_hosts_give_the_bits_of_one_process(
 ) -> None:
     """With an engine elsewhere and without; all verdicts come from the hosts."""
     hosts = kept_hosts(monkeypatch)
-    monkeypatch.setattr(build, "make_rewards", no_verifier_here)
+    for module in (build_sampling, build_workers):
+        monkeypatch.setattr(module, "make_rewards", no_verifier_here)
     for engines, count in ((1, 1), (0, 2)):
         arguments = [f"--name={engines}", f"--rollout.engines={engines}", f"--reward.hosts={count}"]
         config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *arguments])
@@ -187,7 +189,7 @@ def test_colocated_engines_sleep_during_updates_and_give_the_bits_of_one_process
     toml: Path, alone: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts: list[Host] = []
-    make, update, states = build.engine_host, Learner.update, []
+    make, update, states = build_workers.engine_host, Learner.update, []
 
     def kept(config: Any) -> Host:
         hosts.append(make(config))
@@ -197,7 +199,7 @@ def test_colocated_engines_sleep_during_updates_and_give_the_bits_of_one_process
         states.append([host.engine._asleep for host in hosts])  # type: ignore[attr-defined]
         return update(self, *given)
 
-    monkeypatch.setattr(build, "engine_host", kept)
+    monkeypatch.setattr(build_workers, "engine_host", kept)
     monkeypatch.setattr(Learner, "update", spy)
     for layout in ("colocated", "split"):
         arguments = [f"--name={layout}", "--rollout.engines=1", f"--placement.layout={layout}"]
@@ -211,8 +213,8 @@ def test_colocated_engines_sleep_during_updates_and_give_the_bits_of_one_process
 def test_the_plan_tells_where_the_work_is_and_what_does_not_fit_is_refused(
     toml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = build.importlib.util.find_spec
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name == "ray" or find(name))
+    find = build_workers.importlib.util.find_spec
+    monkeypatch.setattr(build_workers.importlib.util, "find_spec", lambda name: name == "ray" or find(name))
     given = ["--reward.hosts=2", "--reward.workers=3", "--rollout.engines=1", "--placement.layout=colocated"]
     plan = "\n".join(plan_lines(load_config(toml, given)))
     assert "in 3 processes, at each of 2 reward hosts" in plan
@@ -222,7 +224,7 @@ def test_the_plan_tells_where_the_work_is_and_what_does_not_fit_is_refused(
         (["--reward.hosts=1", "--placement.layout=colocated"], "are for `rollout.engines`"),
         (["--rollout.engines=1", "--loop.staleness=1", "--placement.layout=colocated"], "set `loop.overlap` to false"),
         (["--reward.hosts=1", "--reward.verifier=policy"], "have no rollout engine"),
-        (["--placement.hang_s=3"], "set `rollout.engines` or `reward.hosts`"),
+        (["--placement.start_s=3"], "set `rollout.engines` or `reward.hosts`"),
     ):
         with pytest.raises(UserError, match=needle):
             load_config(toml, wrong)
@@ -241,7 +243,7 @@ def kept_hosts(monkeypatch: pytest.MonkeyPatch) -> list[RewardHost]:
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(build, "HostedRewards", partial(HostedRewards, make=Kept))
+    monkeypatch.setattr(build_workers, "HostedRewards", partial(HostedRewards, make=Kept))
     return made
 
 
@@ -257,7 +259,8 @@ def test_programs_that_judge_ask_the_reward_hosts(
 ) -> None:
     """In the engine's process there is no verifier; a host that ends is no loss to them either."""
     hosts, seen = kept_hosts(monkeypatch), []
-    monkeypatch.setattr(build, "make_rewards", no_verifier_here)
+    for module in (build_sampling, build_workers):
+        monkeypatch.setattr(module, "make_rewards", no_verifier_here)
     answer = Host.answer
 
     def spy(self: Host, values: Any) -> None:
@@ -305,8 +308,8 @@ def kill_worker(engine: Any) -> None:
 def test_without_ray_asking_for_processes_is_one_sentence(
     toml: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    find = build.importlib.util.find_spec
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
+    find = build_workers.importlib.util.find_spec
+    monkeypatch.setattr(build_workers.importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
     with pytest.raises(UserError, match=rf"{key} = 1 needs Ray.*install rolltree\[ray\]"):
         train(toml, [f"--output_dir={toml.parent}/none", f"--{key}=1"])
     assert not (toml.parent / "none").exists()
@@ -366,7 +369,8 @@ def test_one_process_of_ray_gives_the_bits_of_this_process(ray: Any, toml: Path,
 def test_an_engine_and_a_reward_host_of_ray_give_the_bits_of_this_process(
     ray: Any, toml: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "make_rewards", no_verifier_here)
+    for module in (build_sampling, build_workers):
+        monkeypatch.setattr(module, "make_rewards", no_verifier_here)
     arguments = ["--rollout.engines=1", "--reward.hosts=1", "--placement.layout=colocated"]
     config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *arguments])
     assert_same_run(config.run_dir, alone)
@@ -502,7 +506,7 @@ def test_ranks_of_ray_learn_what_one_process_learns(ray: Any, toml: Path, alone:
 def test_processes_that_are_killed_or_stopped_lose_no_group(
     ray: Any, toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "HEALTH_S", 0.5)
+    monkeypatch.setattr(engines_module, "HEALTH_S", 0.5)
     saboteurs, seen = [], []
 
     def signal_to(number: signal.Signals, engine: Any) -> None:
@@ -528,17 +532,56 @@ def test_processes_that_are_killed_or_stopped_lose_no_group(
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(1800)
+def test_ranks_engines_and_a_reward_host_of_ray_learn_what_one_process_learns(
+    ray: Any, toml: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing listens beyond loopback while all of them are there, the ranks' own connections included."""
+    for module in (build_sampling, build_workers):
+        monkeypatch.setattr(module, "make_rewards", no_verifier_here)
+    seen: list[dict[str, set[str]]] = []
+
+    def watch(run: Orchestrator) -> None:
+        update = run.learner.update
+
+        def looking(*given: Any) -> bool:
+            changed = update(*given)
+            seen.append(listening())
+            return changed
+
+        monkeypatch.setattr(run.learner, "update", looking)
+
+    arguments = ["--rollout.engines=2", "--trainer.ranks=2", "--reward.hosts=1"]
+    config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *arguments], watch)
+    assert_close(config.run_dir, alone, WITHIN)
+    for one, other in zip(rows(config.run_dir), rows(alone), strict=True):
+        for name in ("actor/grad_norm", "reward/mean", "eval/accuracy"):
+            assert one.get(name) == pytest.approx(other.get(name), abs=WITHIN), name
+    assert len(seen) == 3
+    for addresses in seen:
+        assert {"ray::RolltreeRank", "ray::RolltreeEngine", "ray::RolltreeReward"} <= {*addresses}
+        assert set.union(*addresses.values()) <= {"127.0.0.1", "::1"}
+
+
+def listening() -> dict[str, set[str]]:
+    """The addresses on which this process, Ray's and its workers listen, by the beginning of their command lines."""
+    mine = psutil.Process()
+    found: dict[str, set[str]] = {}
+    for process in [mine, *mine.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # a worker of an earlier test has just ended
+            name = "".join(process.cmdline()).partition(".")[0]
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.setdefault(name, set()).add(connection.laddr.ip.removeprefix("::ffff:"))
+    return found
+
+
+@pytest.mark.ray
 def test_nothing_listens_beyond_loopback(ray: Any) -> None:
     """The sockets of this process, of Ray's and of its workers listen on loopback alone."""
-    mine = psutil.Process()
-    known = [mine, *mine.children(recursive=True)]
-    assert len(known) > 3
-    listening = []
-    for process in known:
-        with contextlib.suppress(psutil.NoSuchProcess):  # a worker of an earlier test has just ended
-            listening += [c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    assert len(listening) > 3
-    assert {ip.removeprefix("::ffff:") for ip in listening} <= {"127.0.0.1", "::1"}
+    found = listening()
+    assert len(found) > 3
+    assert set.union(*found.values()) <= {"127.0.0.1", "::1"}
 
 
 @pytest.mark.ray

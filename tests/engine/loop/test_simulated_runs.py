@@ -16,8 +16,8 @@ from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.fleet import Fleet
 from rolltree.engine.loop.metrics import Stopwatch
 from rolltree.engine.loop.parts import SamplingParts
+from rolltree.engine.loop.prompts import Prompt
 from rolltree.engine.loop.simulate import Scenario, simulate
-from rolltree.engine.loop.sources import Prompt
 from rolltree.engine.programs import make_program
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.rollout import SamplingParams
@@ -62,7 +62,7 @@ def run_for_real(made: Scenario, workers: Any) -> Seen:
     quiet, prompts = Quiet(), Prompts()
     host = (RATES.step_s, made.load_s, made.rows)
     make: Any = SleepingHost
-    fleet = Fleet(workers, made.engines, make, *host, hang_s=60.0, restarts=0)
+    fleet = Fleet(workers, made.engines, make, *host, hang_s=60.0, start_s=300.0, restarts=0)
     parts: Any = SamplingParts(
         sampler=fleet,
         tokenizer=quiet,  # type: ignore[arg-type]

@@ -18,7 +18,8 @@ from rich.console import Console as RichConsole
 
 from rolltree.engine import Orchestrator, UserError, load_config, pack
 from rolltree.engine.app import build_learning
-from rolltree.engine.app.build import build, sampling_params
+from rolltree.engine.app.build import build
+from rolltree.engine.app.build_sampling import sampling_params
 from rolltree.engine.app.console import Console
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.errors import RunError

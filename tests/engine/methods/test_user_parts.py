@@ -14,10 +14,12 @@ import pytest
 
 from rolltree.engine import Orchestrator, UserError, load_config
 from rolltree.engine.app import build_learning
-from rolltree.engine.app.build import build, prepare_model
+from rolltree.engine.app.build import build
+from rolltree.engine.app.build_sampling import prepare_model
 from rolltree.engine.app.console import Console
 from rolltree.engine.app.report import write_report
-from rolltree.engine.loop.sources import PromptSource, held_out
+from rolltree.engine.loop.prompts import held_out
+from rolltree.engine.loop.sources import PromptSource
 from rolltree.engine.methods.schedules import at_step, cosine
 
 from ..tiny import write_run

@@ -24,7 +24,7 @@ from rolltree.engine.model import recurrent
 from rolltree.engine.model.decoder import Decoded, decode
 from rolltree.engine.model.head import target_logprob
 from rolltree.engine.model.logprob import batch_logprob
-from rolltree.kernels.tree_recurrence import RecurrencePlan, Segments, find_segments
+from rolltree.kernels.tree_recurrence import RecurrencePlan, Segments, find_segments, op
 
 from .recurrent_models import FAMILIES, flat, gradients, make, random_trees, weights, worst
 
@@ -85,6 +85,45 @@ def test_checkpoints_and_adapters_keep_the_tree(family: str) -> None:
         worker.join()
         found = gradients(model)
         assert all(torch.equal(plain[name], found[name]) for name in plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*QUICK, "kimi_linear"])
+def test_whole_models_by_the_triton_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, called as a GPU's tensors would be; the rest of the model runs as always."""
+    for name in ("_FORWARD", "_BACKWARD", "_CONVOLUTION", "_CONVOLUTION_BACKWARD"):
+        table = getattr(op, name)
+        monkeypatch.setattr(op, name, dict.fromkeys(table, table["triton"]))
+    model, trees = make(family), random_trees(0, 2, 12)
+    right = flat(model, trees)
+    loss(right).backward()
+    expected = gradients(model)
+    found = packed(model, trees)
+    loss(found).backward()
+    assert off(right, found) < 1e-5
+    assert worst(expected, gradients(model))[0] < 1e-5
+
+
+@pytest.mark.parametrize("family", QUICK[:2])
+def test_only_on_a_gpu_are_products_of_rows_in_bfloat16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decays and states are float32 there too; the log-probs move within the model's own roundings."""
+    model, trees, seen = make(family).bfloat16(), random_trees(5, 1, 30), list[tuple[torch.dtype, ...]]()
+    original = recurrent.tree_recurrence
+
+    def noted(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        out, ends = original(*given, **options)
+        seen.append((*(x.dtype for x in given[:4]), ends.dtype))
+        return out, ends
+
+    monkeypatch.setattr(recurrent, "tree_recurrence", noted)
+    with torch.no_grad():
+        usual = packed(model, trees)
+        assert set(seen) == {(torch.float32,) * 5}
+        seen.clear()
+        monkeypatch.setattr(recurrent, "_in_half", lambda dtype, device: dtype == torch.bfloat16)
+        half = packed(model, trees)
+    assert set(seen) == {(*[torch.bfloat16] * 3, torch.float32, torch.float32)}
+    assert 0 < off(usual, half) < 0.1
 
 
 def alone(subtree_end: Any) -> Segments:

@@ -18,7 +18,7 @@ from rolltree.engine import TokenTree, TreeBatch, backward, batch_loss, pack
 from rolltree.engine.data import pack as packing
 from rolltree.engine.data.rows import Rows, distinct_rows
 from rolltree.engine.model.roles import Role
-from rolltree.engine.settings import TrainerConfig
+from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.critic import Critic
 from rolltree.engine.train.terms import PairTerm, TokenTerm
 from rolltree.kernels import Objective, PolicyFields, Term, policy_loss

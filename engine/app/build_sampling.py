@@ -1,0 +1,254 @@
+"""Builds what samples and judges: model, engine, program, sampling parameters, rewards and callback of a run."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import UserError
+from ..loop import preflight
+from ..loop.budget import Budget
+from ..loop.fleet import Fleet
+from ..loop.parts import SamplingParts, Trained
+from ..loop.publication import TrainedModel
+from ..loop.sources import PromptSource
+from ..methods.groups import GROUP_CALLBACKS, GroupCallback, HintLadder
+from ..methods.schedules import scheduled
+from ..model import routes
+from ..model.loading import choose_device, load_model, load_tokenizer
+from ..model.lora import add_lora, has_lora, plain_copy
+from ..parts.calling import call
+from ..parts.context import OF_TREES, Context
+from ..parts.resolve import import_object, resolve
+from ..programs import RolloutProgram, make_program
+from ..rewards import ProgramVerifier, Rewards, make_rewards
+from ..rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
+from ..rollout.sampler import LocalSampler
+from ..settings import RolloutConfig, TrainConfig
+from ..tasks import Problem
+
+
+def sampling_parts(
+    config: TrainConfig,
+    trained: Trained,
+    sampler: RolloutEngine | Fleet,
+    tokenizer: PreTrainedTokenizerBase,
+    source: PromptSource,
+    rewards: Rewards,
+    context: Context,
+    others: Mapping[str, RolloutEngine] = MappingProxyType({}),
+) -> SamplingParts:
+    """Make the parts with which `Controller` samples and judges.
+
+    Args:
+        trained: the policy that is trained.
+        sampler: the engine of this process, or the engines of others, which sample on their own during updates.
+        context: the run's values, for what the callback asks.
+        others: the engines of further policies, by name.
+
+    Raises:
+        UserError: the program or the callback is unknown or refuses its options.
+    """
+    loop = config.loop
+    here = isinstance(sampler, RolloutEngine)
+    on_cpu = here and config.rollout.backend == "native" and choose_device(config.model.device).type == "cpu"
+    same = isinstance(trained, TrainedModel) and getattr(sampler, "model", None) is trained.model
+    program = rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards))
+    return SamplingParts(
+        sampler=LocalSampler(sampler, program) if isinstance(sampler, RolloutEngine) else sampler,
+        tokenizer=tokenizer,
+        source=source,
+        program=program,
+        program_name=config.rollout.program,
+        params=sampling_params(config.rollout),
+        budget=budget(config),
+        seed=config.seed,
+        callback=group_callback(config, context),
+        callback_name=loop.callback,
+        trains_plain=loop.train_context == "plain",
+        max_dropped_batches=loop.max_dropped_batches,
+        on_failure=config.reward.on_failure,
+        overlaps=loop.overlaps(on_cpu=on_cpu),
+        on_cpu=on_cpu,
+        keep_keys=loop.keep_keys,
+        colocated=config.placement.layout == "colocated",
+        trained=None if same or not config.trainer.self_check else trained,
+        others={name: LocalSampler(engine, "flat") for name, engine in others.items()},
+    )
+
+
+def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model and its tokenizer; `model.create` first makes the directory if it does not exist."""
+    make_model_directory(config)
+    return load_policy(config), load_tokenizer(config.model.path)
+
+
+def make_model_directory(config: TrainConfig) -> None:
+    """Let `model.create` make the model's directory if it does not exist."""
+    path = Path(config.model.path)
+    if config.model.create is not None and not path.exists():
+        what = f"model.create = '{config.model.create}'"
+        unfinished = path.with_name(f"{path.name}.tmp")  # renamed when complete: a killed run leaves no partial model
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            call(what, import_object(config.model.create), config, unfinished)
+            if not unfinished.is_dir():
+                raise UserError(
+                    f"{what} made no directory '{unfinished}'; it must write a model to its second argument."
+                )
+            unfinished.rename(path)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def load_policy(config: TrainConfig) -> PreTrainedModel:
+    """Load the model that is trained."""
+    model: PreTrainedModel = load_model(
+        config.model.path,
+        dtype=getattr(torch, config.model.dtype),
+        device=choose_device(config.model.device),
+        train_tower=config.model.train_tower,
+    )
+    if (lora := config.model.lora) is not None:
+        add_lora(model, **lora.model_dump())
+    if config.model.replay_routes:
+        routes.install(model)
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def check_backend(config: RolloutConfig) -> None:
+    """Check that `rollout.backend` can be used.
+
+    Raises:
+        UserError: the configuration asks for vLLM, which is not installed, or for it and the native backend's drafts.
+    """
+    if config.backend == "vllm" and config.drafts.rows:
+        raise UserError(
+            "rollout.drafts applies to the native backend only; set rollout.drafts.rows to 0, and give vLLM its own "
+            "speculative_config in rollout.vllm_options."
+        )
+    if config.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
+
+
+def make_engine(
+    config: TrainConfig, model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase
+) -> RolloutEngine:
+    """Make a rollout engine of the run; vLLM loads the model itself.
+
+    Raises:
+        UserError: vLLM is asked for but not installed.
+    """
+    rollout = config.rollout
+    if rollout.backend == "native":
+        assert model is not None
+        own = EngineConfig(
+            kv_tokens=rollout.kv_tokens,
+            max_batch_rows=rollout.max_batch_rows,
+            kept_states=rollout.kept_states,
+            record_routes=config.model.replay_routes,
+            compile=rollout.compile,
+            drafts=DraftConfig(**rollout.drafts.model_dump()) if rollout.drafts.rows else None,
+        )
+        return NativeEngine(model, tokenizer, own)
+    check_backend(rollout)
+    from ..rollout.vllm.engine import VllmEngine
+
+    longest = config.data.max_prompt_tokens + max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
+    options = {"dtype": config.model.dtype, "max_model_len": longest, "max_num_seqs": rollout.max_batch_rows}
+    options |= {"enable_sleep_mode": True} if config.placement.layout == "colocated" else {}
+    return VllmEngine(config.model.path, tokenizer, **(options | rollout.vllm_options))
+
+
+def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model that samples: the trained one, or a copy if sampling and training overlap."""
+    if config.rollout.backend != "native" or not config.loop.overlaps(on_cpu=model.device.type == "cpu"):
+        return model
+    copied = plain_copy(model) if has_lora(model) else copy.deepcopy(model)
+    return copied.requires_grad_(False)
+
+
+def group_callback(config: TrainConfig, context: Context) -> GroupCallback | None:
+    """Return the function that decides about judged groups; None if the run has none.
+
+    Raises:
+        UserError: there is no such callback, file or function, or it has no such option.
+    """
+    loop = config.loop
+    if loop.callback is None:
+        return None
+    options = scheduled(context, "callback", "loop.callback_options", loop.callback_options)
+    found: GroupCallback = resolve(
+        "loop.callback", loop.callback, options, known=GROUP_CALLBACKS, inputs=("tree",), context=context,
+        offers=OF_TREES,
+    )  # fmt: skip
+    return found
+
+
+def check_hints(callback: GroupCallback | None, source: PromptSource) -> None:
+    """Make the prompts with hints of all known problems, so that none is too long or lacks a column after hours.
+
+    Raises:
+        UserError: one cannot be made.
+    """
+    if isinstance(callback, HintLadder):
+        for own in source.known or source.peek(preflight.TRIED):
+            for text in callback.hinted(own.problem, own.entry):
+                source.prompt(Problem(own.id, own.task, text, own.entry))
+
+
+def budget(config: TrainConfig) -> Budget:
+    """Return the limits on the number of open groups and on their lag."""
+    loop = config.loop
+    return Budget(config.trainer.prompts_per_step - config.replayed, loop.staleness, loop.window, loop.over_sampling)
+
+
+def sampling_params(config: RolloutConfig) -> SamplingParams:
+    return SamplingParams(
+        n=config.n,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        max_new_tokens=config.max_new_tokens,
+        stop=tuple(config.stop),
+    )
+
+
+def greedy_params(config: TrainConfig) -> SamplingParams:
+    """Return the sampling of the evaluation: the most likely token, one answer a problem."""
+    longest = config.evaluation.max_new_tokens or config.rollout.max_new_tokens
+    return SamplingParams(n=1, temperature=0.0, max_new_tokens=longest)
+
+
+def rollout_program(config: RolloutConfig) -> RolloutProgram:
+    return make_program(config.program, **config.program_options)
+
+
+def make_run_rewards(
+    config: TrainConfig, sampler: RolloutEngine | Fleet, tokenizer: PreTrainedTokenizerBase, context: Context
+) -> Rewards:
+    """Make the verifier of responses, `reward.verifier` or `reward.parts`; its processes start when it is entered as a
+    context.
+
+    Raises:
+        UserError: the verifier cannot be used.
+    """
+
+    def score(prompts: list[str], continuations: list[str]) -> list[Any]:
+        ids = [tokenizer(text, add_special_tokens=not config.data.chat)["input_ids"] for text in prompts]
+        wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in continuations]
+        found = sampler.score(ids, [[some] if some else [] for some in wanted])
+        return [some[0] if some else [] for some in found]
+
+    return make_rewards(config.reward, config.data.tasks, score, context, rollout_program(config.rollout).roles)

@@ -1,0 +1,155 @@
+"""Credit, loss terms and what they compare with: `[algorithm]`, `[roles]`, `[demonstrations]`, `[replay]`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
+
+from .section import NonNegativeInt, PositiveInt, Schedule, Section
+
+
+class TermConfig(Section):
+    name: str
+    """Name of the term in metrics, such as `<name>/loss`."""
+    objective: str | None = None
+    """Objective of the term, as in `algorithm.objective`. Give one of this, `pairs` and `loss`."""
+    objective_options: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the objective to change."""
+    select: str | None = None
+    """Tokens or responses that the term trains on, as in `algorithm.select`."""
+    select_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the selection."""
+    pairs: str | None = None
+    """Pairs of responses that a preference loss compares: a name that `rolltree methods` lists, or `file.py:function`
+    that takes a tree."""
+    pairs_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the function that chooses pairs."""
+    loss: str | None = None
+    """Class that computes the term's loss, a name that `rolltree methods` lists or `file.py:Class`; see
+    docs/extending.md."""
+    loss_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of `loss`; with `pairs` those of the preference loss: `kind`, `beta`, `margin`, `label_smoothing`."""
+    weight: Schedule = 1.0
+    """Factor of the term in the loss, as in `algorithm.weight`."""
+    weight_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the schedule function."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_its_own(cls, name: str) -> str:
+        if not name.isidentifier() or name in ("actor", "critic", "training"):
+            raise ValueError("it must be a word of letters, digits and _, other than actor, critic and training")
+        return name
+
+    @model_validator(mode="after")
+    def _one_loss(self) -> Self:
+        if sum(given is not None for given in (self.objective, self.pairs, self.loss)) != 1:
+            raise ValueError(f"the loss term '{self.name}' needs one of `objective`, `pairs` and `loss`")
+        if self.pairs is not None and self.select is not None:
+            raise ValueError(f"the loss term '{self.name}' has `pairs`, which select responses; leave `select` out")
+        return self
+
+
+class ReferenceConfig(Section):
+    path: str | None = None
+    """Model directory of the reference. Default: the policy at the start of the run."""
+    reset_every: NonNegativeInt = 0
+    """The reference becomes a copy of the current policy every this many updates; 0: never."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the reference's weights kept at every update, the rest being the policy's. Default: no averaging."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.reset_every and self.ema is not None:
+            raise ValueError("give `roles.reference.reset_every` or `roles.reference.ema`, not both")
+        return self
+
+
+class TeacherConfig(Section):
+    path: str
+    """Model directory of the teacher, which needs the policy's vocabulary."""
+
+
+class CriticConfig(Section):
+    path: str | None = None
+    """Model directory that the critic starts from. Default: `model.path`."""
+    lr: PositiveFloat = 1e-5
+    """Learning rate of the critic."""
+    clip: PositiveFloat | None = 0.5
+    """Largest distance of a value from the one scored before the update (PPO's value clipping)."""
+
+
+class RolesConfig(Section):
+    reference: ReferenceConfig | None = None
+    """Reference policy, needed by `kl_coef` and preference losses."""
+    teacher: TeacherConfig | None = None
+    """Teacher, needed by distillation."""
+    critic: CriticConfig | None = None
+    """Critic, needed by `algorithm.advantage` = "gae"."""
+
+
+class DemonstrationsConfig(Section):
+    path: str
+    """Parquet or jsonl file of prompts and responses."""
+    prompt_key: str = "prompt"
+    """Column with the problem, which is put into `data.template`."""
+    response_key: str = "response"
+    """Column with the response."""
+    logprob_key: str | None = None
+    """Column with the log-probs of the response's tokens, the end token's last, under the policy that wrote it: a list
+    of numbers, needed by objectives that weigh demonstrations by it, such as `pear`."""
+    per_step: PositiveInt = 8
+    """Demonstrations of each step; a loss term trains on them with `select = "injected"`."""
+
+
+class ReplayConfig(Section):
+    share: Annotated[float, Field(gt=0, lt=1)]
+    """Share of `trainer.prompts_per_step` that are groups of earlier steps, drawn from the store without replacement;
+    the rest is sampled. While the store has fewer, a step trains on fewer."""
+    keep: str = "every"
+    """Trained groups that enter the store: a name that `rolltree methods` lists, or `file.py:function` that takes a
+    group's tree with its credit and returns True or False."""
+    keep_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of `keep`."""
+    weight: NonNegativeFloat = 1.0
+    """Factor of the credit of replayed groups."""
+    age: PositiveInt | None = None
+    """Steps for which a group stays in the store. Default: no limit."""
+    groups: PositiveInt = 4096
+    """Largest number of groups in the store, which is on disk; the oldest leave first."""
+    prefer: NonNegativeFloat = 0.0
+    """Groups are drawn in proportion to this power of the mean of their tokens' absolute credit; 0: all alike."""
+    paths: tuple[str, ...] = ()
+    """Files with groups of other runs to begin with: `rollouts/step_*.parquet` of a run, or those of
+    `rolltree rollout --record`. Both need this run's tokenizer."""
+
+
+class AlgorithmConfig(Section):
+    objective: str = "grpo"
+    """Loss of the policy; `rolltree methods` lists the presets."""
+    objective_options: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the objective to change, such as `eps_high = 0.28`."""
+    select: str | None = None
+    """Tokens or responses that the objective trains on: a name that `rolltree methods` lists, or `file.py:function`
+    that takes a tree. Default: all sampled tokens, or what the objective's paper selects."""
+    select_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the selection."""
+    weight: Schedule = 1.0
+    """Factor of the objective in the loss: a number, points `[[step, value], ...]` with linear interpolation, a
+    schedule that `rolltree methods` lists, or `file.py:function` that takes the step and the last step's metrics."""
+    weight_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the schedule function."""
+    terms: tuple[TermConfig, ...] = ()
+    """Further terms of the loss."""
+    old_logprob: Literal["behaviour", "recompute"] = "behaviour"
+    """Old log-probs of the ratios after the first update of a step: the sampler's (`behaviour`), or the policy's before
+    that update (`recompute`)."""
+    advantage: str = "group_norm"
+    """Advantage estimator: a name that `rolltree methods` lists, or `file.py:function` that takes the batch's trees.
+    Left out, it is `gae` with a critic, and otherwise that of the objective's paper."""
+    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the estimator."""
+    drop_zero_variance: bool = True
+    """Leave a group out of the update, and out of the loss's normalisers, if no loss term has a gradient from it and
+    the run has no critic: with group advantages, a group whose rewards are all equal."""

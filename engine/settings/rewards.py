@@ -1,0 +1,170 @@
+"""Verifiers: `[reward]`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, field_validator, model_validator
+
+from .section import NonNegativeInt, PositiveInt, Schedule, Section
+
+GROUP_JUDGES = ("majority", "answer_share", "pairwise", "against_one")
+"""Verifiers that compare the responses of a group."""
+VERIFIERS = ("task", "math", "exact", "regex", "code", "judge", "reward_model", "policy", "program", *GROUP_JUDGES)
+OF_PARTS = (*VERIFIERS, "verdict")
+"""The verifiers of `reward.parts`."""
+REWARD_NAMES = ("reward", "verifier")
+"""Named rewards that every run may have: the one that counts, and the verifier's before any shaping."""
+
+
+def known_verifier(name: str, among: Sequence[str] = VERIFIERS) -> str:
+    """Return ``name`` if it names a verifier.
+
+    Raises:
+        ValueError: there is no such verifier.
+    """
+    if name not in among and ":" not in name:
+        raise ValueError(f"it must be one of {', '.join(among)}, or file.py:function")
+    return name
+
+
+class ShapingConfig(Section):
+    name: str
+    """Shaping function: a name that `rolltree methods` lists, or `file.py:function` that takes a group's tree."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the shaping function."""
+
+
+class RewardPartConfig(Section):
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)]
+    """Name of the part's own value among the rewards, for `reward.shaping`, the advantage and the records."""
+    verifier: str
+    """Verifier of this part, as `reward.verifier`; or `verdict`, which compares what the text says with another part's
+    value."""
+    group: bool = False
+    """As `reward.group`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the verifier."""
+    weight: Schedule = 1.0
+    """Factor of the part's value in the reward, which is the sum over the parts that judge a problem; given as
+    `algorithm.weight` is."""
+    weight_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the schedule function."""
+    when: str | tuple[str, ...] = ()
+    """Task or tasks that the part judges: names in `data.tasks`, or values of the column `task` of `data.path` or
+    `data.source`. Default: all."""
+    role: str | None = None
+    """Role of `rollout.program` whose text the part judges; a response without one has no value of the part. Default:
+    the whole response."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_free(cls, name: str) -> str:
+        if name in REWARD_NAMES:
+            raise ValueError("a run has a reward of this name already; choose another")
+        return name
+
+    @field_validator("verifier")
+    @classmethod
+    def _known_verifier(cls, verifier: str) -> str:
+        return known_verifier(verifier, OF_PARTS)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The names in `when`; empty: all tasks."""
+        return (self.when,) if isinstance(self.when, str) else self.when
+
+    def judges(self, task: str | None) -> bool:
+        return not self.tasks or task in self.tasks
+
+
+class RewardConfig(Section):
+    verifier: str = "task"
+    """Verifier of responses: `task` (the dataset's own), `math` (math-verify against the reference answer), `exact`,
+    `regex`, `code` (runs the response's program on tests), `judge` or `reward_model` (a model on a server), `policy`
+    (the policy's log-probs), `program` (the rollout program's own rewards), `majority`, `answer_share`, `pairwise` or
+    `against_one` (compare the responses of a group), or `file.py:function`; see docs/rewards.md."""
+    group: bool = False
+    """The verifier is a function of yours that judges all responses of a group at once: it gets their texts and the
+    problem's row, and returns a verdict for each. `timeout_s` is then the time for a group."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the verifier."""
+    parts: tuple[RewardPartConfig, ...] = ()
+    """Several verifiers instead of `verifier`; each has `workers` processes of its own."""
+    shaping: tuple[ShapingConfig, ...] = ()
+    """Functions applied to the rewards, in this order, before advantages are computed."""
+    timeout_s: PositiveFloat = 10.0
+    """Longest time of one verification, in seconds; then its worker process is killed."""
+    workers: Annotated[int, Field(gt=0, le=1024)] = 2
+    """Number of verifier processes."""
+    hosts: NonNegativeInt = 0
+    """Number of processes that Ray starts for verifiers, each with `workers` of these; 0: the run has its own. See
+    docs/scale.md."""
+    on_failure: Literal["drop", "zero", "raise"] = "drop"
+    """If the verifier raises or runs out of time: leave the response out (`drop`), give it the reward 0 (`zero`) or end
+    the run (`raise`). Failures are counted in the metrics."""
+    max_failed_steps: PositiveInt = 5
+    """The run stops after this many steps in a row in which no response was judged."""
+    max_unreadable: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """Largest share of a file's problems whose reference answers the verifier cannot read; a run with more does not
+    start."""
+
+    @field_validator("verifier")
+    @classmethod
+    def _known_verifier(cls, verifier: str) -> str:
+        return known_verifier(verifier)
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        names = [part.name for part in self.parts]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two of `reward.parts` are called '{twice[0]}'; give each a name of its own")
+        if self.parts and (both := {"verifier", "options"} & self.model_fields_set):
+            raise ValueError(
+                f"`reward.{max(both)}` does not go with `reward.parts`, which have their own; leave it out, or make it "
+                "a part"
+            )
+        if self.group and self.parts:
+            raise ValueError("`reward.group` does not go with `reward.parts`; give it to the part that judges groups")
+        for given in self.parts or (self,):
+            if given.group and ":" not in given.verifier:
+                raise ValueError(
+                    f"`group` is for a `verifier` of your own, file.py:function, and '{given.verifier}' is a name; "
+                    "leave it out"
+                )
+        if self.hosts and self.by_group:
+            raise ValueError(
+                "`reward.hosts` get single responses, and a judge of groups compares several; set `hosts` to 0"
+            )
+        if self.hosts and "policy" in self.verifiers:
+            raise ValueError(
+                "`reward.hosts` have no rollout engine, which the verifier `policy` asks; set `hosts` to 0, or leave "
+                "`policy` out"
+            )
+        if self.hosts and (own := [part.name for part in self.parts if part.role is not None]):
+            raise ValueError(
+                f"`reward.hosts` do not know the roles of which the part '{own[0]}' judges one; set `hosts` to 0, or "
+                "leave its `role` out"
+            )
+        if self.hosts and self.scheduled:
+            raise ValueError(
+                f"`reward.hosts` do not know the step, which the weight of the part '{self.scheduled[0]}' follows; set "
+                "`hosts` to 0, or give the part a number"
+            )
+        return self
+
+    @property
+    def scheduled(self) -> list[str]:
+        """Names of the parts whose weight changes with the step."""
+        return [part.name for part in self.parts if not isinstance(part.weight, int | float)]
+
+    @property
+    def by_group(self) -> bool:
+        """True if a verifier compares the responses of a group."""
+        return any(given.group or given.verifier in GROUP_JUDGES for given in self.parts or (self,))
+
+    @property
+    def verifiers(self) -> tuple[str, ...]:
+        """The verifiers of the parts, or the only one."""
+        return tuple(part.verifier for part in self.parts) or (self.verifier,)

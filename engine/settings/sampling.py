@@ -1,0 +1,204 @@
+"""Model, prompts and rollouts: `[model]`, `[data]`, `[rollout]`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, field_validator, model_validator
+
+from .section import NonNegativeInt, PositiveInt, Section
+
+
+class LoraConfig(Section):
+    rank: PositiveInt = 64
+    """Rank of the adapter."""
+    alpha: PositiveFloat = 16.0
+    """Numerator of the adapter's scale."""
+    rslora: bool = True
+    """The scale is alpha / sqrt(rank) (rsLoRA); false: alpha / rank."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Linear layers with an adapter, by the last part of their names, such as `["q_proj", "v_proj"]`; `all-linear`: all
+    except the head. A vision tower's have none."""
+
+    @field_validator("targets")
+    @classmethod
+    def _some_targets(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not targets:
+            raise ValueError("it must name at least one linear layer")
+        return targets
+
+
+class ModelConfig(Section):
+    path: str
+    """Hugging Face model directory (safetensors), or a model name on the Hugging Face hub."""
+    create: str | None = None
+    """`file.py:function` (relative to the TOML file), called as function(config, directory) if `path` is missing."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number type of the model's weights and activations; the optimiser always keeps fp32 master weights."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the model; `auto` is CUDA if it is available, else the CPU."""
+    train_tower: bool = False
+    """Train all of a model that takes pictures; by default only its decoder and head are trained, and the vision tower
+    stays as it is."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass; this saves memory and takes about a third more time."""
+    lora: LoraConfig | None = None
+    """Train a LoRA adapter (needs `peft`) and leave the model's own weights as they are; see docs/models.md."""
+    replay_routes: bool = False
+    """For mixtures of experts: record the experts that every token was given to when it was sampled, and train with the
+    same ones; see docs/trees.md."""
+
+    @model_validator(mode="after")
+    def _tower_is_frozen(self) -> ModelConfig:
+        if self.lora is not None and self.train_tower:
+            raise ValueError("train_tower trains weights that [model.lora] leaves as they are; leave one of them out")
+        return self
+
+
+class TaskConfig(Section):
+    name: str
+    """Name of a `reasoning_gym` dataset."""
+    weight: PositiveFloat = 1.0
+    """Share of the prompts that come from this task, relative to the other tasks' weights."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of `reasoning_gym.create_dataset`."""
+
+
+OF_ROWS = ("difficulty", "gvm", "predicted", "hard_replay", "hardest", "limr", "ladder")
+"""Curricula that need problems which may come again, or columns."""
+
+
+class DataConfig(Section):
+    tasks: tuple[TaskConfig, ...] = ()
+    """`reasoning_gym` tasks whose problems are generated during the run. Give one of `tasks`, `path` and `source`."""
+    path: str | None = None
+    """Parquet or jsonl file with one problem a row."""
+    source: str | None = None
+    """Source of problems: `games`, `verifiers`, or `file.py:Class` with a method `next(count)` that returns rows with
+    the columns below; see docs/environments.md and docs/architecture.md."""
+    source_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of `source`."""
+    curriculum: str | None = None
+    """Choice of prompts by the results of earlier ones, over `path` or `tasks`: a name in `rolltree methods`, or
+    `file.py:Class`, see `engine/methods/curricula.py`. Default: none; `path` is shuffled and `tasks` are mixed."""
+    curriculum_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of `curriculum`."""
+    eval_path: str | None = None
+    """Parquet or jsonl file of held-out problems. Default: the last `evaluation.problems` rows of `path`."""
+    prompt_key: str = "prompt"
+    """Column of `path` with the problem: a text or, with `chat`, a list of messages, each with role and content."""
+    answer_key: str = "answer"
+    """Column of `path` with the reference answer; `a.b` is the field `b` of the column `a`. If the column `answer` is
+    missing, verl's `reward_model.ground_truth` or TRL's `solution` is read."""
+    image_key: str | None = None
+    """Column of `path` or `source` with the pictures of a problem: one or a list, each a path (relative to the file),
+    an encoded file, or a dict with `bytes` or `path`; see docs/pictures.md. Default: only parts of messages are
+    pictures."""
+    n_key: str | None = None
+    """Column of `path` or `source` with the number of responses to a problem. Default: `rollout.n` for all problems."""
+    template: str = "{prompt}"
+    """Text given to the tokenizer; `{prompt}` is replaced by the problem."""
+    chat: bool = False
+    """Write prompts with the tokenizer's chat template: a text as one message of the user, messages as they are."""
+    tools: tuple[str, ...] = ()
+    """Tools that the chat template offers, for `rollout.program` = "environment": `calculator`, `python`, or
+    `file.py:function` with type annotations and a docstring."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longest prompt, in tokens; a longer one is an error and is never cut."""
+
+    @field_validator("template")
+    @classmethod
+    def _template_has_a_place(cls, template: str) -> str:
+        if "{prompt}" not in template:
+            raise ValueError("it must contain {prompt}, the place where the problem goes")
+        return template
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [bool(self.tasks), self.path is not None, self.source is not None]
+        if sum(given) != 1:
+            found = "none of them is" if not any(given) else "both are" if sum(given) == 2 else "all are"
+            raise ValueError(f"give one of `data.tasks`, `data.path` and `data.source`, and {found} given")
+        if self.eval_path is not None and self.tasks:
+            raise ValueError(
+                "`data.eval_path` does not go with `data.tasks`, which generate their own held-out problems"
+            )
+        if self.tools and not self.chat:
+            raise ValueError("`data.tools` are offered by the chat template; set `data.chat` to true")
+        if self.image_key is not None and self.tasks:
+            raise ValueError(
+                "`data.image_key` is a column of `data.path` or `data.source`, and `data.tasks` have no pictures"
+            )
+        if self.n_key is not None and self.tasks:
+            raise ValueError("`data.n_key` is a column of `data.path` or `data.source`, and `data.tasks` have none")
+        if self.source_options and self.source is None:
+            raise ValueError("`data.source_options` apply to `data.source`; name one, or leave them out")
+        if self.curriculum_options and self.curriculum is None:
+            raise ValueError("`data.curriculum_options` apply to `data.curriculum`; name one, or leave them out")
+        if self.curriculum is not None and self.source is not None:
+            raise ValueError(
+                "`data.curriculum` chooses from `data.path` or `data.tasks`; a `data.source` chooses itself"
+            )
+        if self.curriculum in OF_ROWS and self.tasks:
+            raise ValueError(
+                f"`data.curriculum` = '{self.curriculum}' needs `data.path`: the problems of `data.tasks` come once, "
+                "before anything is known of them"
+            )
+        return self
+
+
+class DraftsConfig(Section):
+    rows: NonNegativeInt = 0
+    """The native backend drafts tokens from earlier texts in decoding steps of at most this many rows; 0: never. The
+    sampled tokens stay the same; their log-probs, and so the trained weights, differ by rounding. Models with recurrent
+    layers sample without drafts."""
+    tokens: PositiveInt = 4
+    """Largest number of drafted tokens of a sequence in one decoding step."""
+    remembered: Annotated[int, Field(ge=256, lt=2**31)] = 1 << 20
+    """Tokens of earlier texts kept to draft from, 28 bytes each; the oldest texts are dropped first."""
+
+    @model_validator(mode="after")
+    def _rows_are_set(self) -> Self:
+        for name in ("tokens", "remembered"):
+            if self.rows == 0 and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"`{name}` has no effect while `rows` is 0; set `rollout.drafts.rows` too, such as 8")
+        return self
+
+
+class RolloutConfig(Section):
+    backend: Literal["native", "vllm"] = "native"
+    """Sampler: `native` uses the trained module itself; `vllm` must be installed and receives the weights each step."""
+    vllm_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of `vllm.LLM`."""
+    engines: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Processes in which `rolltree train` samples, each with an engine of its own; they need Ray, see docs/scale.md.
+    0: the run's own process samples."""
+    program: str = "flat"
+    """Rollout program, which decides where responses branch: a name in `rolltree methods`, or `file.py:Class`."""
+    program_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the program."""
+    n: Annotated[int, Field(gt=0, le=65536)] = 8
+    """Responses to one prompt (leaves of its tree)."""
+    temperature: PositiveFloat = 1.0
+    """Softmax temperature of sampling and of the log-probs in training."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the smallest set of tokens whose total probability is at least this; 1: from all tokens."""
+    top_k: PositiveInt | None = None
+    """Sample from the k most probable tokens. Default: from all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Exclude tokens less probable than this share of the most probable token's probability. Default: none."""
+    max_new_tokens: PositiveInt = 256
+    """Longest response, in tokens."""
+    stop: list[str] = Field(default_factory=list)
+    """Texts that end a response; they stay part of it."""
+    max_batch_rows: PositiveInt = 512
+    """Largest number of sequences decoded together."""
+    kv_tokens: PositiveInt = 65536
+    """Capacity of the native backend's paged KV cache, in tokens."""
+    kept_states: Annotated[int, Field(ge=0, lt=2**31)] = 64
+    """States of recurrent layers that the native backend keeps besides those of running sequences, for branches that
+    fork, go back or were preempted; without one, tokens are computed again. No effect on other models."""
+    compile: bool = False
+    """Decode with torch.compile, after some seconds of compilation; on a CPU this is no faster. Not for models with
+    recurrent layers."""
+    drafts: DraftsConfig = DraftsConfig()
