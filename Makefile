@@ -31,7 +31,7 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
-.PHONY: train test methods slow slow-scale attack vllm vllm-scale verl scale trainers hopper hopper-quick lint bench \
+.PHONY: train test columns methods slow slow-scale attack vllm vllm-scale verl scale trainers hopper hopper-quick lint bench \
 	bench-ops gpu gpu-wheels equality models versions aot aot-write clean
 
 train: $(VENV)/.ready
@@ -105,6 +105,10 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff format --check .
 	mkdir -p build/lint/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/lint/rolltree/
 	MYPYPATH=build/lint $(BIN)/mypy -p rolltree.kernels -p rolltree.engine -p rolltree.bench
+
+# The verifier `math` on answer columns of files: FILES="gsm8k/test.jsonl:answer minerva_math/test.jsonl:solution".
+columns: $(VENV)/.ready-dev
+	$(BIN)/python -m tests.engine.rewards.answer_columns $(FILES)
 
 bench: $(VENV)/.ready-dev
 	$(BIN)/rolltree bench $(ARGS)

@@ -30,6 +30,7 @@ OPS = (
     "layer_ops",
     "sample_tokens",
     "tree_step",
+    "picture_step",
     "rl_step",
     "trl_step",
     "rollout",

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from rolltree.engine import TokenTree, UserError
-from rolltree.engine.app.plan import NETWORK, TO_STORE, broadcast_s, recorded_lengths
+from rolltree.engine.app.rates import NETWORK, TO_STORE, broadcast_s, recorded_lengths
 from rolltree.engine.data.store import write_rollouts
 from rolltree.engine.loop.budget import Budget
 from rolltree.engine.loop.buffer import Buffer
@@ -192,7 +192,7 @@ def _drive(length: int, groups: int, engines: int, batch: int, staleness: int) -
     workers: Any = AtOnce(_tree(length))
     prompts: Any = Prompts()
     parts = SamplingParts(
-        sampler=Fleet(workers, engines, workers.start, hang_s=1e9, restarts=0),
+        sampler=Fleet(workers, engines, workers.start, hang_s=1e9, start_s=1e9, restarts=0),
         tokenizer=quiet,
         source=prompts,
         program=make_program("flat"),

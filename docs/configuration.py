@@ -35,7 +35,7 @@ def reference() -> str:
         for name, field in model.model_fields.items():
             inner, many = section_of(field.annotation)
             if inner is not None:
-                below.append((f"{path}.{name}".lstrip("."), inner, many))
+                below.append((f"{path}.{name}{any_name(field.annotation)}".lstrip("."), inner, many))
                 continue
             cells = (
                 f"`{name}`",
@@ -60,6 +60,11 @@ def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
         if isinstance(argument, type) and issubclass(argument, BaseModel):
             return argument, listed
     return None, False
+
+
+def any_name(annotation: Any) -> str:
+    """What follows the name of a key that holds tables by their names."""
+    return ".NAME" if typing.get_origin(annotation) is dict else ""
 
 
 def spelled(annotation: Any) -> str:

@@ -23,9 +23,11 @@ A formula is of the loss, which is minimised: r is the ratio of probabilities to
 reward, mu and sd their mean and standard deviation in a group, sg a stop of the gradient. *Inferred* marks what neither
 a paper, an abstract nor public code states.
 
-This page is generated from `engine/recipes`. `make methods` lets recipes train a tiny model: for 39 it compares the
-gradient with the formula, for 42 it sees that the policy changes; five, which need tools, hints or
-staleness, are only read.
+This page is generated from `engine/recipes`. `make methods` lets recipes train a tiny model: it compares gradients,
+credit, rewards, selections, or the problems and numbers of responses that were chosen with the formulas; of the others
+it sees that the policy changes. `tool_turns`, `ghpo`, `scale_rl`, `areal` and `april` are read only, their parts have
+tests of their own. It also compares all objectives, credits, shapings and selections with each other: none behaves like
+another, unless `rolltree methods` says that it is the same.
 """
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, set_seed
 
+from ..errors import UserError
 from ..loop import preflight
 from ..loop.demonstrations import Demonstrations
 from ..loop.fleet import Fleet
@@ -32,7 +33,8 @@ from ..rollout import RolloutEngine
 from ..settings import TrainConfig
 from ..train import checkpoint
 from .build_checks import check_learning, check_lengths, check_old_logprobs, check_ranks, kept_entries
-from .build_learning import learning_parts, learning_state, rescores, stateful
+from .build_learning import learning_parts, rescores, stateful
+from .build_policies import further_policies, make_policies, roles_of
 from .build_sampling import (
     check_hints,
     greedy_params,
@@ -40,6 +42,7 @@ from .build_sampling import (
     make_engine,
     make_model_directory,
     make_run_rewards,
+    rollout_program,
     sampled_model,
     sampling_parts,
 )
@@ -66,6 +69,12 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
     check_learning(config)
     check_old_logprobs(config)
     check_ranks(config)
+    roles_of(config, rollout_program(config.rollout))
+    if config.models and replay is not None:
+        raise UserError(
+            f"Recorded groups are of one policy, and the run trains `models.{next(iter(config.models))}` too; leave "
+            "--replay or [models] out."
+        )
     kept = training_config(config)
     checkpoints = config.run_dir / "checkpoints"
     saved = checkpoint.load_latest(checkpoints, kept) if resume else None
@@ -92,21 +101,26 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         else:
             assert model is not None
             sampler = make_engine(config, sampled_model(config, model), tokenizer)
+        policies = {}
+        if isinstance(sampler, RolloutEngine):
+            policies = further_policies(config, rollout_program(config.rollout), sampler, tokenizer)
         problems = held_out(config.data, config.evaluation.problems, tokenizer)
         context = Context(tokenizer)
         source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config), context)
         rewards = make_run_rewards(config, sampler, tokenizer, context) if hosted is None else hosted
-        own: dict[str, Any] = {}
         if ranks is None:
             assert model is not None
             trained: Trained = TrainedModel(model)
             merges = getattr(sampler, "model", None) is not model
             learning = learning_parts(config, model, context=Context(tokenizer), merges=merges)
             learner: Any = partial(Learner, learning)
-            own = learning_state(learning)
+            others = {name: policy.learning(tokenizer) for name, policy in policies.items()}
+            if others:
+                learner = partial(make_policies, learning, others)
         else:
             trained, learner = ranks, lambda watch, note: ranks
-        sampling = sampling_parts(config, trained, sampler, tokenizer, source, rewards, context)
+        engines = {name: policy.engine for name, policy in policies.items()}
+        sampling = sampling_parts(config, trained, sampler, tokenizer, source, rewards, context, engines)
         check_hints(sampling.callback, source)
         store = replay_store(config, tokenizer, context)
         check_lengths(config, sampler.longest)
@@ -155,7 +169,6 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
                 "data.curriculum": source.curriculum,
                 "loop.callback": sampling.callback,
             }
-            | own
         ),
     )
 

@@ -9,10 +9,15 @@ from typing import Any
 from ..errors import UserError
 from ..loop import preflight
 from ..loop.entries import Entries
+from ..methods.advantages import ADVANTAGES
+from ..methods.budgets import CURRICULA
+from ..methods.groups import GROUP_CALLBACKS
 from ..parts.context import asked
-from ..parts.resolve import import_object
+from ..parts.resolve import import_object, options_of
+from ..programs import PROGRAMS
 from ..settings import TrainConfig
 from .build_learning import FROM_ROLES, corrects, credit, loss_terms, mixes_policies, shapings
+from .build_statistics import read_columns
 
 
 def check_old_logprobs(config: TrainConfig) -> None:
@@ -41,16 +46,11 @@ def check_old_logprobs(config: TrainConfig) -> None:
 
 
 def check_ranks(config: TrainConfig) -> None:
-    """Check that another process samples if several train, and that these train no adapter.
+    """Check that another process samples if several train.
 
     Raises:
-        UserError: none does, or they do.
+        UserError: none does.
     """
-    if config.trainer.ranks > 1 and config.model.lora is not None:
-        raise UserError(
-            f"`trainer.ranks` = {config.trainer.ranks}, and one process trains the adapter of [model.lora]; set "
-            "trainer.ranks to 1, or leave [model.lora] out."
-        )
     if config.trainer.ranks > 1 and not config.rollout.engines:
         raise UserError(
             f"`trainer.ranks` = {config.trainer.ranks} needs engines in other processes, because no rank has the whole "
@@ -83,6 +83,7 @@ def check_learning(config: TrainConfig) -> None:
         UserError: a part does not exist or fails, or the parts do not fit each other.
     """
     columns = [column for column, role in FROM_ROLES.items() if getattr(config.roles, role) is not None]
+    columns += read_columns(config)
     estimator = credit(config)  # first, as its file may declare the columns that terms read
     of_credit = estimator, config.algorithm.advantage, config.rollout.n, columns
     shapings(config)
@@ -104,9 +105,23 @@ def kept_entries(
     data = config.data
     all_read = _user_code_reads(config) or bool(data.tasks) or data.source == "verifiers"
     read = {data.prompt_key, data.answer_key, data.n_key or data.answer_key, data.image_key or data.answer_key}
-    for value in [*data.curriculum_options.values(), *config.loop.callback_options.values()]:
+    for value in _options(config):
         read |= {name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str)}
+    read |= {"solution"} if config.rollout.program == "hints" else set()
     return Entries(read, all_read=all_read).kept
+
+
+def _options(config: TrainConfig) -> list[Any]:
+    """Return options of the parts that read entries, with the defaults of shipped ones: some are names of columns."""
+    named: list[tuple[str | None, Mapping[str, Callable[..., Any]], Mapping[str, Any]]] = [
+        (config.algorithm.advantage, ADVANTAGES, config.algorithm.advantage_options),
+        (config.data.curriculum, CURRICULA, config.data.curriculum_options),
+        (config.loop.callback, GROUP_CALLBACKS, config.loop.callback_options),
+        (config.rollout.program, PROGRAMS, config.rollout.program_options),
+    ]
+    defaults = (options_of(known[name]) if name is not None and name in known else {} for name, known, _ in named)
+    of_parts = ({**own, **given} for own, (_, _, given) in zip(defaults, named, strict=True))
+    return [value for options in of_parts for value in options.values()]
 
 
 def _asks_entry(name: str) -> bool:

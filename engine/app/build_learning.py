@@ -39,7 +39,10 @@ from ..train.critic import Critic
 from ..train.group import ALONE, Group
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
 from ..train.user_term import FIELDS, UserTerm
+from .build_statistics import statistics
 
+TERMS = "algorithm.terms."
+"""Beginning of the keys of loss terms."""
 FROM_ROLES = {"ref_logprob": "reference", "teacher_logprob": "teacher", "value": "critic"}
 """Fields of objectives, each with the role that scores it."""
 
@@ -65,19 +68,25 @@ def learning_parts(
     context = context or Context()
     spread = spreading(config, group, model.device.type)
     spread(model)
+    estimator, shaped, terms = credit(config, context), shapings(config, context), loss_terms(config, context)
+    functions: dict[str, Any] = {"algorithm.advantage": estimator, **dict(shaped)}
+    functions |= {f"{TERMS}{term.name}": getattr(term, "own", None) for term, _ in terms}
     return LearningParts(
         model=model,
         optimizer=trainer.optimizer(),
-        credit=credit(config, context),
+        credit=estimator,
         credit_name=config.algorithm.advantage,
-        shapings=shapings(config, context),
-        terms=loss_terms(config, context),
+        shapings=shaped,
+        terms=terms,
         lr_scale=find_schedule("trainer.lr_scale", trainer.lr_scale, trainer.lr_scale_options),
         temperature_scale=find_schedule(
             "loop.temperature_scale", loop.temperature_scale, loop.temperature_scale_options
         ),
         length_scale=find_schedule("loop.length_scale", loop.length_scale, loop.length_scale_options),
-        roles=roles(config, model, spread),
+        roles=[
+            *statistics(config, model, [estimator, *(shaping for _, shaping in shaped)]),
+            *roles(config, model, spread),
+        ],
         critic=critic(config, group, spread),
         temperature=config.rollout.temperature,
         updates_per_step=trainer.updates_per_step,
@@ -89,6 +98,7 @@ def learning_parts(
         group=group,
         context=context,
         merges=merges and has_lora(model),
+        stateful=stateful(functions),
     )
 
 
@@ -416,12 +426,6 @@ def critic(config: TrainConfig, group: Group, spread: Spread) -> Critic | None:
     device = choose_device(config.model.device)
     model = load_model(chosen.path or config.model.path, dtype=getattr(torch, config.model.dtype), device=device)
     return Critic(model, config.trainer.optimizer(chosen.lr), clip=chosen.clip, group=group, spread=spread)
-
-
-def learning_state(learning: LearningParts) -> dict[str, Any]:
-    """Return the parts of a learner that may have a state, by their keys."""
-    terms = {f"algorithm.terms.{term.name}": getattr(term, "own", None) for term, _ in learning.terms}
-    return {"algorithm.advantage": learning.credit} | dict(learning.shapings) | terms
 
 
 def stateful(named: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import importlib.util
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ def sampling_parts(
     source: PromptSource,
     rewards: Rewards,
     context: Context,
+    others: Mapping[str, RolloutEngine] = MappingProxyType({}),
 ) -> SamplingParts:
     """Make the parts with which `Controller` samples and judges.
 
@@ -49,6 +52,7 @@ def sampling_parts(
         trained: the policy that is trained.
         sampler: the engine of this process, or the engines of others, which sample on their own during updates.
         context: the run's values, for what the callback asks.
+        others: the engines of further policies, by name.
 
     Raises:
         UserError: the program or the callback is unknown or refuses its options.
@@ -77,6 +81,7 @@ def sampling_parts(
         keep_keys=loop.keep_keys,
         colocated=config.placement.layout == "colocated",
         trained=None if same or not config.trainer.self_check else trained,
+        others={name: LocalSampler(engine, "flat") for name, engine in others.items()},
     )
 
 
@@ -246,4 +251,4 @@ def make_run_rewards(
         found = sampler.score(ids, [[some] if some else [] for some in wanted])
         return [some[0] if some else [] for some in found]
 
-    return make_rewards(config.reward, config.data.tasks, score, context)
+    return make_rewards(config.reward, config.data.tasks, score, context, rollout_program(config.rollout).roles)

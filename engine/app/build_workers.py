@@ -14,7 +14,8 @@ from ..loop.fleet import Fleet
 from ..loop.hosted import HostedRewards
 from ..loop.judging import decode
 from ..loop.parts import LearningParts
-from ..loop.ranks import Rank, Ranks
+from ..loop.rank import Rank
+from ..loop.ranks import Ranks
 from ..loop.workers import Role, Workers
 from ..model.loading import choose_device, load_model, load_tokenizer
 from ..parts.context import Context
@@ -23,7 +24,7 @@ from ..rollout.host import Host
 from ..rollout.questions import Questions
 from ..settings import TrainConfig
 from ..train.group import Group
-from .build_learning import learning_parts, learning_state, stateful
+from .build_learning import TERMS, learning_parts
 from .build_sampling import check_backend, load_policy, make_engine, rollout_program
 
 
@@ -86,6 +87,7 @@ def make_fleet(config: TrainConfig, workers: Workers, hosted: HostedRewards | No
         engine_host,
         config,
         hang_s=placement.hang_s,
+        start_s=placement.start_s,
         restarts=placement.restarts,
         judge=None if hosted is None else partial(hosted.ask, "score"),
     )
@@ -95,7 +97,12 @@ def make_reward_hosts(config: TrainConfig, workers: Workers) -> HostedRewards:
     """Start the run's reward hosts, without waiting for them."""
     placement = config.placement
     return HostedRewards(
-        config.reward, config.data.tasks, workers, hang_s=placement.hang_s, restarts=placement.restarts
+        config.reward,
+        config.data.tasks,
+        workers,
+        hang_s=placement.hang_s,
+        start_s=placement.start_s,
+        restarts=placement.restarts,
     )
 
 
@@ -108,6 +115,7 @@ def make_ranks(config: TrainConfig, workers: Workers, note: Callable[[str], obje
         config,
         max_tokens=config.trainer.max_tokens,
         timeout_s=config.trainer.timeout_s,
+        start_s=config.placement.start_s,
         restarts=config.placement.restarts,
         note=note,
     )
@@ -134,11 +142,12 @@ def training_rank(config: TrainConfig, index: int, count: int, max_tokens: int) 
 def _rank_parts(config: TrainConfig, group: Group) -> LearningParts:
     set_seed(config.seed)
     context = Context(load_tokenizer(config.model.path))
-    parts = learning_parts(config, load_policy(config), group, context)
-    if with_state := stateful(learning_state(parts)):
+    parts = learning_parts(config, load_policy(config), group, context, merges=True)
+    if of_share := [key for key in parts.stateful if key.startswith(TERMS)]:
         raise UserError(
-            f"'{next(iter(with_state))}' has a state, which checkpoints do not hold with trainer.ranks = "
-            f"{group.count}; set it to 1, or leave its state_dict out."
+            f"'{of_share[0]}' has a state, and with trainer.ranks = {config.trainer.ranks} each rank computes the loss "
+            "of a share of the responses, so that there would be a state for each; set trainer.ranks to 1, or leave "
+            "its state_dict out."
         )
     return parts
 
@@ -158,5 +167,5 @@ def engine_host(config: TrainConfig) -> Host:
     if config.reward.hosts:
         asked = Questions()
         return Host(engine, program.with_verifier(asked), partial(decode, tokenizer), asked=asked)
-    verifier = ProgramVerifier(make_rewards(config.reward, config.data.tasks), starts=True)
+    verifier = ProgramVerifier(make_rewards(config.reward, config.data.tasks, roles=program.roles), starts=True)
     return Host(engine, program.with_verifier(verifier), partial(decode, tokenizer))

@@ -391,6 +391,7 @@ FREE_TO_CHANGE = (
     "placement.per_engine",
     "placement.layout",
     "placement.hang_s",
+    "placement.start_s",
     "placement.restarts",
     "reward.workers",
     "reward.hosts",

@@ -53,11 +53,14 @@ class Finding:
 
 Version = tuple[int, ...]
 
+PYTHON: tuple[Version, Version] = (3, 11), (3, 14)
+"""First supported version, first unsupported version: `requires-python` of pyproject.toml."""
+
 REQUIRED: tuple[tuple[str, Version, Version | None], ...] = (
     ("torch", (2, 11), (2, 15)),
     ("triton", (3, 6), (3, 10)),
     ("numpy", (1, 26), None),
-    ("transformers", (5, 16), (5, 20)),
+    ("transformers", (5, 16), (5, 24)),
     ("pyarrow", (17,), None),
 )
 """Package, first supported version, first unsupported version: the ranges of pyproject.toml."""
@@ -118,9 +121,9 @@ def examine() -> Iterable[Finding]:
 
 def python_version(version: Version) -> Finding:
     text = ".".join(map(str, version))
-    if (3, 11) <= version < (3, 13):
+    if PYTHON[0] <= version < PYTHON[1]:
         return Finding("versions", "python", "ok", text)
-    return Finding("versions", "python", "bad", f"{text} is not supported", "use Python 3.11 or 3.12")
+    return Finding("versions", "python", "bad", f"{text} is not supported", "use Python 3.11, 3.12 or 3.13")
 
 
 def sandbox() -> Finding:

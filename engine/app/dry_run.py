@@ -26,6 +26,7 @@ from ..settings import RewardPartConfig, TrainConfig
 from ..tasks import GymProblems, read_problems
 from .build_checks import check_learning, check_lengths, check_old_logprobs, check_ranks, kept_entries
 from .build_learning import corrects, inert, objective
+from .build_policies import check_same_tokens, of_policy, roles_of
 from .build_sampling import budget, check_backend, check_hints, group_callback, rollout_program
 from .build_workers import check_workers
 from .recipes import flat, read_recipe
@@ -43,8 +44,10 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     context = Context()
     options = scheduled(context, "actor", "algorithm.objective_options", algorithm.objective_options)
     main = objective(config, "algorithm.objective", algorithm.objective, options, algorithm.select)
-    rewards = make_rewards(config.reward.model_copy(update={"workers": 1}), config.data.tasks)
-    program = rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards))
+    program = rollout_program(config.rollout)
+    players = roles_of(config, program)
+    rewards = make_rewards(config.reward.model_copy(update={"workers": 1}), config.data.tasks, roles=program.roles)
+    program = program.with_verifier(ProgramVerifier(rewards))
     check_old_logprobs(config)
     check_ranks(config)
     check_backend(config.rollout)
@@ -79,6 +82,11 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     elif path.exists() or str(path).count("/") != 1:
         yield from _model_lines(config, path)
         tokenizer = load_tokenizer(path)
+        for name, roles in players.items():
+            own = of_policy(config, name)
+            yield f"policy             {name} plays {', '.join(roles)}, with a learning rate of {own.trainer.lr:g}"
+            yield from _model_lines(own, Path(own.model.path))
+            check_same_tokens(name, own.model.path, tokenizer)
         problems = held_out(config.data, config.evaluation.problems, tokenizer)
         source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
         check_hints(callback, source)

@@ -23,7 +23,8 @@ from ..loop.sources import PromptSource
 from ..parts.context import Context
 from ..settings import TrainConfig
 from .build_checks import kept_entries
-from .build_sampling import make_engine, make_run_rewards, prepare_model, sampling_parts
+from .build_policies import further_policies
+from .build_sampling import make_engine, make_run_rewards, prepare_model, rollout_program, sampling_parts
 from .console import Console, Terminal
 from .printable import printable
 
@@ -78,6 +79,7 @@ def _first_groups(
         update={name: getattr(config, name).model_copy(update=keys) for name, keys in first.items()}
     )
     engine = make_engine(config, model, tokenizer)
+    further_policies(config, rollout_program(config.rollout), engine, tokenizer)
     problems = held_out(config.data, config.evaluation.problems, tokenizer)
     source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config, recorded=recorded))
     context = Context(tokenizer)

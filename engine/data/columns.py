@@ -149,6 +149,8 @@ for _column in (
     Column("teacher_logprob", np.float32, "token", "of the teacher", fill=np.nan, merge="first", to_device=True),
     Column("policy_version", np.int32, "token", "optimiser steps behind the policy that sampled it"),
     Column("entropy", np.float32, "token", "of the distribution it was sampled from", fill=np.nan, merge="first"),
+    Column("model", np.int8, "token", "number of the policy that sampled it; 0: that of [model]"),
+    Column("role", np.int8, "token", "place of the role that it was sampled in among `meta['roles']`"),
     Column("temperature", np.float32, "token", "temperature it was sampled at", fill=np.nan, to_device=True),
     Column(
         "routes", np.int16, "token", "experts [layers, k] that computed it when sampling, -1: unknown", fill=-1, axes=2

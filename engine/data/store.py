@@ -41,10 +41,12 @@ def write_rollouts(path: Path, step: int, trees: Sequence[TokenTree], responses:
     ``node_ids`` names the tree node of each response token: leaves share a prefix as far as their node ids agree.
     Routes are lists of all layers' experts, a layer after the other; ``prompt_routes`` holds those of the prompt.
     A reward that is NaN (its verifier failed) is null. Rows of pictures have token ids of their own in ``prompt_ids``
-    (`media.Picture.ids`); ``pictures``, in files with any, has the digests of their content.
+    (`media.Picture.ids`); ``pictures``, in files with any, has the digests of their content. ``thumbnails``, in files
+    with any, has small encoded pictures in the row of a tree's first leaf, and null in the others.
 
     Args:
-        trees: with ``meta`` keys ``prompt_id, task, prompt_text`` and the reward ``rewards["reward"]``.
+        trees: with ``meta`` keys ``prompt_id, task, prompt_text`` and the reward ``rewards["reward"]``; with the key
+            ``thumbnails`` for those of the prompt's pictures.
         responses: text of each leaf of each tree, in leaf-index order.
     """
     schema = _schema(trees)
@@ -133,6 +135,8 @@ def _schema(trees: Sequence[TokenTree]) -> pa.Schema:
     schema = IDENTITY
     if any(tree.pictures for tree in trees):
         schema = schema.append(pa.field("pictures", pa.list_(pa.string())))
+    if any("thumbnails" in tree.meta for tree in trees):
+        schema = schema.append(pa.field("thumbnails", pa.list_(pa.binary())))
     for name in dict.fromkeys(name for tree in trees for name in tree.columns if name != "status"):
         kind = pa.from_numpy_dtype(np.dtype(COLUMNS[name].dtype))
         if COLUMNS[name].axes:
@@ -186,6 +190,11 @@ def _table(schema: pa.Schema, step: int, trees: Sequence[TokenTree], texts: Sequ
         "node_ids": per_token(node_id[node[rows]]),
         "pictures": [
             [p.digest for p in tree.pictures] for tree, n in zip(trees, leaves, strict=True) for _ in range(n)
+        ],
+        "thumbnails": [
+            tree.meta.get("thumbnails") if leaf == 0 else None
+            for tree, n in zip(trees, leaves, strict=True)
+            for leaf in range(n)
         ],
         "status": [LeafStatus(status).name.lower() for tree in trees for status in tree.status.tolist()],
     }

@@ -90,7 +90,7 @@ class RayWorkers:
             "max_concurrency": AT_ONCE,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place),
         }
-        actor = ray.remote(_Actor).options(**options).remote(os.getcwd(), make, args)
+        actor = ray.remote(ACTORS[role]).options(**options).remote(os.getcwd(), make, args)
         worker = _RayWorker(f"{role} {index}", actor)
         self._started.append(worker)
         return worker
@@ -160,6 +160,21 @@ class _Actor:
             self._calls.ask(*self._early.pop(self._next))
             self._next += 1
         return await asyncio.wrap_future(mine)
+
+
+class RolltreeEngine(_Actor):
+    """An actor that `ps` and Ray's lists show under this name, as the others."""
+
+
+class RolltreeRank(_Actor):
+    pass
+
+
+class RolltreeReward(_Actor):
+    pass
+
+
+ACTORS: dict[Role, type[_Actor]] = {"engine": RolltreeEngine, "rank": RolltreeRank, "reward": RolltreeReward}
 
 
 def _make(directory: str, make: Callable[..., object], args: tuple[Any, ...]) -> object:

@@ -209,6 +209,8 @@ class Buffer:
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self.open: dict[int, Group] = {}
+        self._in: dict[State, dict[int, Group]] = {state: {} for state in State}  # open groups by state and ticket
+        self._stuck = -1  # newest ticket at which no batch was complete; only changes up to it may complete one
         self.steps = 0
         self.admitted = 0
         self.dropped: Counter[str] = Counter()
@@ -227,7 +229,7 @@ class Buffer:
     @property
     def settled(self) -> bool:
         """True if every open group is ready."""
-        return all(group.state is State.READY for group in self.open.values())
+        return len(self._in[State.READY]) == len(self.open)
 
     def admit(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Admit a group for each prompt.
@@ -239,8 +241,23 @@ class Buffer:
             raise ValueError(f"The buffer has no room for {len(prompts)} groups: {len(self.open)} are open.")
         groups = [Group(self.admitted + i, prompt, self.steps) for i, prompt in enumerate(prompts)]
         self.admitted += len(groups)
-        self.open |= {group.ticket: group for group in groups}
+        for group in groups:
+            self.put(group, State.QUEUED)
         return groups
+
+    def put(self, group: Group, state: State) -> None:
+        """Add a group, such as one from a checkpoint, in a state."""
+        group.state = state
+        self.open[group.ticket] = self._in[state][group.ticket] = group
+        self._stuck = -1
+
+    def clear(self) -> None:
+        """Forget all open groups, and those that were dropped since the last step."""
+        self.open.clear()
+        for groups in self._in.values():
+            groups.clear()
+        self.fallen.clear()
+        self._stuck = -1
 
     def to(self, group: Group, state: State) -> None:
         """Put an open group into another state; `drop` and `end_step` remove it.
@@ -250,14 +267,20 @@ class Buffer:
         """
         if self.open.get(group.ticket) is not group or state not in AFTER[group.state]:
             raise ValueError(f"Group {group.ticket} is {group.state} and cannot become {state}.")
+        del self._in[group.state][group.ticket]
         group.state = state
+        if state in (State.DONE, State.DROPPED):
+            del self.open[group.ticket]
+        else:
+            self._in[state][group.ticket] = group
+        if group.ticket <= self._stuck:
+            self._stuck = -1
 
     def drop(self, group: Group, reason: str) -> None:
         """Drop an open group."""
         self.to(group, State.DROPPED)
         group.reason = reason
         self.ledger.drop(reason, group.sampled)
-        del self.open[group.ticket]
         self.dropped[reason] += 1
         if group.parts and all("reward" in part.tree.rewards for part in group.parts):
             self.fallen.append(group)
@@ -295,8 +318,8 @@ class Buffer:
         return self.ledger.summary(sum(group.sampled for group in self.open.values()))
 
     def among(self, *states: State) -> list[Group]:
-        """Return the open groups in one of ``states``."""
-        return [group for group in self.open.values() if group.state in states]
+        """Return the open groups in one of ``states``, the oldest first."""
+        return sorted((group for state in states for group in self._in[state].values()), key=lambda group: group.ticket)
 
     def batch(self) -> list[Group] | None:
         """Return the next batch, oldest first, and put its groups into training; None while it is not complete.
@@ -305,6 +328,8 @@ class Buffer:
             StalenessError: a group in it is older than the bound allows.
         """
         if self.budget.staleness == 0 and not self.settled:
+            return None
+        if len(self._in[State.READY]) < self.budget.batch or self._stuck >= 0:
             return None
         taken: list[Group] = []
         passed: list[tuple[Group, int]] = []  # groups passed over, and the number of older ones in the batch
@@ -319,6 +344,7 @@ class Buffer:
                 taken.append(group)
                 may -= bool(passed)
         if len(taken) < self.budget.batch:
+            self._stuck = group.ticket
             return None
         for group, older in passed:
             group.overtaken += len(taken) - older
@@ -332,7 +358,6 @@ class Buffer:
         for group in batch:
             self.to(group, State.DONE)
             self.ledger.trained += group.sampled
-            del self.open[group.ticket]
         self.steps += 1
         if self.budget.staleness == 0:
             for group in list(self.open.values()):

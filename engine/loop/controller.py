@@ -22,24 +22,22 @@ from torch import Tensor
 
 from ..data.tree import TokenTree
 from ..errors import RunError, UserError
-from ..methods.groups import Accept, Add, Drop, More, Retry
+from ..methods.groups import More, Retry
 from ..parts.calling import failure
 from ..rewards import Rewards
 from ..rollout import SamplingParams
 from ..rollout.sampler import Flight, Job, LostError, WeightSource
-from ..tasks import Problem
 from .archive import Archive, NotKeptError
 from .buffer import Buffer, Group, State
+from .callback import Callback
 from .judging import Judging, TraceCall, no_trace
 from .metrics import Stopwatch
 from .parts import SamplingParts
-from .prompts import Prompt, pictures_of
-from .publication import Publication
+from .prompts import pictures_of
+from .publication import NONE, Further, Publication
 from .runtime import Cores, Progress
 from .unfinished import group_state
 
-MOST_ATTEMPTS = 64
-"""Most further requests for one group; one more drops it."""
 LOOK_S = 0.05
 """Seconds between checks of the sampler while only verdicts are outstanding."""
 
@@ -68,13 +66,17 @@ class Controller:
         self.publication = Publication(parts, console.note)
         self._params = parts.params  # of the step for which the sampler works
         self._sampling: dict[Group, Flight] = {}
+        self._began: dict[Flight, tuple[int, Group]] = {}  # the groups of `_sampling`, with their numbers there
+        self._numbers = 0
+        self._ended: list[Flight] = []  # of the sampler's last step
+        self._unread = False  # flights may have ended outside of a step
         self._changed = threading.Condition(threading.RLock())
         self.judging = Judging(parts.tokenizer, self._notify, on_failure=parts.on_failure, trace=trace)
         self._thread: threading.Thread | None = None
         self._pauses, self._resting, self._closing = 0, False, False
         self._error: BaseException | None = None
         self.restarted: Counter[str] = Counter()  # unfinished groups that began again, by reason
-        self._dropped_before = 0  # groups dropped before the step began
+        self.callback = Callback(parts, buffer, lambda *given: self.judging.given(*given))
         self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets and their seeds
         self.cores = Cores(shared=parts.overlaps and parts.on_cpu)
 
@@ -105,7 +107,8 @@ class Controller:
             with self._changed:
                 self._params = params
         if self.buffer.budget.staleness == 0:
-            self.sampler.forget_prefixes()  # so that the samples follow from this step alone
+            for sampler in (self.sampler, *self.parts.others.values()):
+                sampler.forget_prefixes()  # so that the samples follow from this step alone
         if self.parts.overlaps and self._thread is None:
             self._thread = threading.Thread(target=self._keep_sampling, name="rolltree-sampling", daemon=True)
             self._thread.start()
@@ -116,18 +119,20 @@ class Controller:
                         return batch
                 self.advance() if self._thread is None else self._await_change()
 
-    def end_step(self, batch: Sequence[Group], weights: WeightSource | None, version: int) -> None:
-        """End the step that trained ``batch``; ``weights`` are the policy's, None if they did not change.
+    def end_step(
+        self, batch: Sequence[Group], weights: WeightSource | None, version: int, others: Further = NONE
+    ) -> None:
+        """End the step that trained ``batch``; ``weights`` are the policy's, None if no policy has changed.
 
         Raises:
             RunError: the sampler does not sample the policy that was sent.
         """
         with self.watch.part("sync"), self.paused():
             if weights is not None:
-                self.publication.send(weights, version)
+                self.publication.send(weights, version, others)
             with self._changed:
                 self.buffer.end_step(batch)
-                self._dropped_before = self.buffer.dropped.total()
+                self.callback.begin_step()
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -136,6 +141,7 @@ class Controller:
             yield
             return
         self.sampler.rest()
+        self._unread = True
         yield
         self.sampler.wake()
 
@@ -162,12 +168,14 @@ class Controller:
             while self._thread is not None and not self._resting and self._error is None:
                 self._changed.wait()
         self._synchronize()
+        self._unread = True
         try:
             with self.cores.left_to_caller():
                 yield
         finally:
             self._synchronize()
             with self._changed:
+                self._unread = True
                 self._pauses -= 1
                 self._changed.notify_all()
 
@@ -202,8 +210,8 @@ class Controller:
             self.sampler.drop([flight for flight in self._sampling.values() if not flight.done])
             self._sampling.clear()
             self.judging.clear()
-            self.buffer.open.clear()
-            self.buffer.fallen.clear()
+            self._began.clear()
+            self.buffer.clear()
             self.restarted.clear()
 
     def load_state_dict(self, tensors: dict[str, Tensor], groups: Sequence[Any]) -> None:
@@ -216,15 +224,12 @@ class Controller:
             if (lost := values.pop("lost")) is not None:
                 self.restarted[lost] += 1
             group = Group(**values)
-            self.buffer.open[group.ticket] = group
+            self.buffer.put(group, state if state in (State.JUDGING, State.READY) else State.QUEUED)
             if request is not None:
                 self._begin(group, *self._submit([group], kept=request, params=params))
             elif state is State.JUDGING:
-                group.state = state
                 self.judging.ask([group])
-            elif state is State.READY:
-                group.state = state
-        self._dropped_before = self.buffer.dropped.total()
+        self.callback.begin_step()
 
     # -- the thread that samples ------------------------------------------------------------------------------------
 
@@ -287,7 +292,7 @@ class Controller:
         if self._thread is not None:
             self.cores.take()
         begin = time.perf_counter()
-        self.sampler.step(LOOK_S)
+        self._ended += self.sampler.step(LOOK_S)
         self.trace("sampler", "decode", begin, time.perf_counter())
 
     @contextmanager
@@ -339,11 +344,15 @@ class Controller:
     def _begin(self, group: Group, flight: Flight) -> None:
         self.buffer.to(group, State.SAMPLING)
         self._sampling[group] = flight
+        self._began[flight] = self._numbers, group
+        self._numbers += 1
 
     def _collect(self) -> None:
         """Request verdicts on finished groups, and queue lost ones again."""
-        finished = []
-        for group in [group for group, flight in self._sampling.items() if flight.done]:
+        if self._unread:
+            self._ended, self._unread = [flight for flight in self._began if flight.done], False
+        ended, self._ended, finished = set(self._ended), [], []
+        for _, group in sorted((self._began.pop(flight) for flight in ended if flight in self._began), key=_number):
             flight = self._sampling.pop(group)
             if flight.begun_anew:
                 self.restarted["lost"] += flight.begun_anew
@@ -380,75 +389,16 @@ class Controller:
                 self._answer(group)
 
     def _answer(self, group: Group) -> None:
-        answer = None if self.parts.callback is None else self._ask_callback(group)
-        if isinstance(answer, More | Retry) and group.attempt >= MOST_ATTEMPTS:
-            answer = Drop("too_many_attempts")
-        match answer:
-            case None | Accept(None):
-                self.buffer.to(group, State.READY)
-            case Accept(leaves) if leaves is not None:
-                with self._callback_errors():
-                    self.buffer.keep(group, leaves, "replaced")
-                self.buffer.to(group, State.READY)
-            case Drop(reason):
-                self.buffer.drop(group, reason)
-                self._check_drops(reason)
-            case More(n, text) if n > 0:
-                if text is not None and not self.parts.trains_plain:
-                    raise UserError(
-                        f"loop.callback = '{self.parts.callback_name}' samples a group under two prompts; set "
-                        'loop.train_context to "plain".'
-                    )
-                group.other = None if text is None else self._prompt(group, text)
+        """Do with a judged group what the group callback says."""
+        match self.callback.answer(group):
+            case More(n):
                 group.attempt += 1
                 self._begin(group, *self._submit([group], n))
-            case Retry(text, entry):
-                prompt = self._prompt(group, text, entry)
-                if self.parts.trains_plain:
-                    group.other = prompt
-                else:
-                    group.prompt = prompt
+            case Retry():
                 group.attempt += 1
-                self.buffer.discard(group, "retried")
                 self.buffer.to(group, State.QUEUED)
-            case Add(responses, rewards) if len(responses) == len(rewards):
-                group.parts.append(self.judging.given(group, responses, rewards))
-                self.buffer.to(group, State.READY)
             case _:
-                raise UserError(
-                    f"loop.callback = '{self.parts.callback_name}' answered {answer!r}; it must be None or one of the "
-                    "answers of rolltree.engine.methods.groups."
-                )
-
-    def _ask_callback(self, group: Group) -> Any:
-        assert self.parts.callback is not None
-        meta = group.tree.meta
-        meta |= {"problem": group.prompt.problem, "entry": group.prompt.entry}
-        try:
-            return self.parts.callback(group.tree)
-        finally:  # an open group is saved with its prompt, which holds them
-            del meta["problem"], meta["entry"]
-
-    @contextmanager
-    def _callback_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            raise UserError(f"loop.callback = '{self.parts.callback_name}': {error}.") from error
-
-    def _prompt(self, group: Group, text: str, entry: Mapping[str, Any] | None = None) -> Prompt:
-        """Return another prompt for the group's problem."""
-        own = group.prompt
-        given = dict(own.entry if entry is None else entry)
-        return self.source.prompt(Problem(own.id, own.task, text, given, images=own.images))
-
-    def _check_drops(self, reason: str) -> None:
-        most = self.parts.max_dropped_batches * self.buffer.budget.batch
-        if self.buffer.dropped.total() - self._dropped_before > most:
-            raise RunError(
-                f"The group callback dropped more than {most} groups for one step (loop.max_dropped_batches), the last "
-                f"for '{reason}'; the prompts may be too easy or too hard for it."
-            )
+                pass
 
     def _seed(self, group: Group) -> int:
         """Return the seed of a group, which follows from the run's seed, the ticket and the attempt."""
@@ -473,3 +423,7 @@ class Controller:
         except Exception as error:
             program = f"rollout.program = '{self.parts.program_name}'"
             raise RunError(f"{program} failed: {failure(error, type(self.parts.program))}.") from error
+
+
+def _number(began: tuple[int, Group]) -> int:
+    return began[0]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..errors import UserError
-from ..methods.curricula import CURRICULA, Candidate, Observed, Store
+from ..methods.budgets import CURRICULA
+from ..methods.curricula import Candidate, Observed, Store
 from ..methods.shaping import GIVEN
 from ..parts.calling import call
 from ..parts.context import Context

@@ -17,10 +17,10 @@ future; those of a killed worker are discarded with it, so no job has two result
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -30,57 +30,14 @@ from ..data.tree import TokenTree
 from ..errors import RunError
 from ..rewards import RewardItem, RewardResult
 from ..rollout.digest import Held
-from ..rollout.host import Facts, Health, Host, Result, pack_weights
-from ..rollout.questions import Question
+from ..rollout.host import Facts, Host, Result, pack_weights
 from ..rollout.sampler import Array, Flight, Job, Kept, WeightSource
-from .workers import LostError, Reference, Worker, Workers
+from . import engines
+from .engines import Engine, LeastLoaded, News
+from .workers import LostError, Reference, Workers
 
 LOOK_S = 0.05
 """Seconds between checks of the engines while a caller waits for one answer."""
-HEALTH_S = 5.0
-"""Seconds between two questions about an engine's health."""
-START_S = 900.0
-"""Seconds that an engine may take to start: it loads a model, and vLLM compiles it."""
-
-
-@dataclass(eq=False)
-class _Engine:
-    """A worker and what it has been asked."""
-
-    index: int
-    worker: Worker
-    facts: Future[Facts] | None
-    """Unanswered while it starts."""
-    asked_at: float
-    """Time of the newest question about its health; before it serves, of its start or of the load."""
-    pid: int | None = None
-    arrival: Future[int] | None = None
-    """Load with which it comes to serving."""
-    serving: bool = False
-    jobs: dict[int, tuple[Flight, Future[Result]]] = field(default_factory=dict)
-    asked: dict[Future[Any], float] = field(default_factory=dict)
-    """Unanswered calls whose answers say nothing, and their times."""
-    health: Future[Health] | None = None
-    questions: Future[list[Question]] | None = None
-    """The programs' next ones."""
-    verdicts: dict[Future[list[RewardResult]], list[int]] = field(default_factory=dict)
-    """On questions, whose numbers they have."""
-    tally: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def load(self) -> int:
-        """Number of responses in flight."""
-        return sum(flight.job.params.n for flight, _ in self.jobs.values())
-
-    def ask(self, now: float, method: str, *args: Any) -> None:
-        self.asked[self.worker.ask(method, *args)] = now
-
-    def futures(self) -> Iterator[Future[Any]]:
-        yield from (future for _, future in self.jobs.values())
-        yield from self.asked
-        yield from self.verdicts
-        known = (self.facts, self.arrival, self.health, self.questions)
-        yield from (future for future in known if future is not None)
 
 
 class Fleet:
@@ -92,6 +49,7 @@ class Fleet:
         make: makes the `Host` of an engine, in its process.
         args: arguments of ``make``.
         hang_s: seconds without a step, or without an answer, after which an engine is replaced.
+        start_s: seconds that an engine may take to start, and to load weights: vLLM compiles its model.
         restarts: most engines that may be lost between two loads of weights.
         judge: answers the questions of rollout programs; None if these have a verifier in their engine's process.
     """
@@ -103,11 +61,12 @@ class Fleet:
         make: Callable[..., Host],
         *args: Any,
         hang_s: float,
+        start_s: float,
         restarts: int,
         judge: Callable[[Sequence[RewardItem]], Future[list[RewardResult]]] | None = None,
     ) -> None:
         self.workers, self._make, self._args = workers, make, args
-        self._hang_s, self._restarts, self._judge = hang_s, restarts, judge
+        self._hang_s, self._start_s, self._restarts, self._judge = hang_s, start_s, restarts, judge
         self._version = 0
         self._weights: tuple[list[Reference], bool] | None = None  # the newest buckets, and `keep_keys`
         self._numbers = 0
@@ -117,6 +76,8 @@ class Fleet:
         self._held_out: set[Flight] = set()  # unfinished, of `generate`
         self._landed: list[Flight] = []  # done, not returned yet
         self._facts: Facts | None = None
+        self._news, self._least = News(), LeastLoaded()
+        self._looked = workers.clock()  # when it last looked after all engines
         self._engines = [self._start(index) for index in range(engines)]
 
     # -- facts ------------------------------------------------------------------------------------------------------
@@ -188,12 +149,15 @@ class Fleet:
         ]
 
     def drop(self, flights: Sequence[Flight]) -> None:
+        if not flights:
+            return
         dropped = set(flights)
         self._pending = [flight for flight in self._pending if flight not in dropped]
         for engine in self._engines:
             if numbers := [number for number, (flight, _) in engine.jobs.items() if flight in dropped]:
                 for number in numbers:
-                    del engine.jobs[number]
+                    engine.remove(number)
+                self._least.changed(engine)
                 engine.ask(self.workers.clock(), "drop", numbers)
 
     def score(
@@ -265,14 +229,14 @@ class Fleet:
         while goes_back and any(engine.asked for engine in self._engines):  # newer weights would serve as well
             self._round(LOOK_S)
 
-    def _ask_load(self, engine: _Engine) -> Future[int]:
+    def _ask_load(self, engine: Engine) -> Future[int]:
         assert self._weights is not None
         buckets, keep_keys = self._weights
-        return engine.worker.ask("load", buckets, self._version, keep_keys)
+        return engine.call("load", buckets, self._version, keep_keys)
 
     def rest(self) -> None:
         """Let all engines rest, also those that are starting."""
-        resting: set[_Engine] = set()
+        resting: set[Engine] = set()
         while not resting.issuperset(self._engines):
             self._round(LOOK_S)
             if not all(engine.serving for engine in self._engines):
@@ -316,16 +280,26 @@ class Fleet:
 
     def _round(self, seconds: float, *others: Future[Any]) -> None:
         """Wait for an answer of the engines or of ``others``; then collect results, replace lost engines, send jobs."""
-        self.workers.wait([*others, *(future for engine in self._engines for future in engine.futures())], seconds)
-        for engine in list(self._engines):
-            try:
-                self._read(engine)
-                self._look_after(engine)
-            except LostError as error:
-                self._replace(engine, str(error).rstrip("."))
+        self.workers.wait([self._news.any, *others], seconds)
+        for engine in self._news.take():
+            self._attend(engine, self._read, self._look_after)
+        if self.workers.clock() - self._looked >= engines.HEALTH_S / 5:
+            self._looked = self.workers.clock()
+            for engine in list(self._engines):
+                self._attend(engine, self._look_after)
         self._dispatch()
 
-    def _read(self, engine: _Engine) -> None:
+    def _attend(self, engine: Engine, *works: Callable[[Engine], None]) -> None:
+        """Do ``works`` with an engine; replace it if it is lost. One that was replaced has answers still."""
+        if self._engines[engine.index] is not engine:
+            return
+        try:
+            for work in works:
+                work(engine)
+        except LostError as error:
+            self._replace(engine, str(error).rstrip("."))
+
+    def _read(self, engine: Engine) -> None:
         """Take the answers of an engine.
 
         Raises:
@@ -336,36 +310,29 @@ class Fleet:
             engine.pid = self._facts.pid
             engine.asked_at = self.workers.clock()
             if self._weights is None:
-                engine.serving = True
+                self._serve(engine)
             else:
                 engine.arrival = self._ask_load(engine)
         if engine.arrival is not None and engine.arrival.done():
             engine.arrival.result()
-            engine.arrival, engine.serving, engine.asked_at = None, True, self.workers.clock()
-        for number, (flight, future) in list(engine.jobs.items()):
-            if future.done():
-                self._land(engine, flight, future)
-                del engine.jobs[number]
+            engine.arrival, engine.asked_at = None, self.workers.clock()
+            self._serve(engine)
+        ended = engine.take_ended()
+        for number in ended:
+            self._land(engine, *engine.jobs[number])
+            engine.remove(number)
+        if ended:
+            self._least.changed(engine)
         for future in [future for future in engine.asked if future.done()]:
             future.result()
             del engine.asked[future]
-        self._pass_questions(engine)
+        engine.pass_questions(self._judge)
 
-    def _pass_questions(self, engine: _Engine) -> None:
-        """Hand an engine's questions to the run's verifier, and its answers back."""
-        if self._judge is None:
-            return
-        if engine.questions is not None and engine.questions.done():
-            new, engine.questions = engine.questions.result(), None
-            items = [RewardItem(question.text, question.context) for question in new]
-            engine.verdicts[self._judge(items)] = [question.number for question in new]
-        if engine.questions is None:
-            engine.questions = engine.worker.ask("questions")
-        for future in [future for future in engine.verdicts if future.done()]:
-            values = [result.value for result in future.result()]
-            engine.worker.ask("answer", dict(zip(engine.verdicts.pop(future), values, strict=True)))
+    def _serve(self, engine: Engine) -> None:
+        engine.serving = True
+        self._least.changed(engine)
 
-    def _land(self, engine: _Engine, flight: Flight, future: Future[Result]) -> None:
+    def _land(self, engine: Engine, flight: Flight, future: Future[Result]) -> None:
         error = future.exception()
         if isinstance(error, LostError):
             raise error
@@ -379,7 +346,7 @@ class Fleet:
         flight.place = engine.index
         self._landed.append(flight)
 
-    def _check_version(self, engine: _Engine, job: Job, tree: TokenTree) -> None:
+    def _check_version(self, engine: Engine, job: Job, tree: TokenTree) -> None:
         sampled = tree.policy_version[tree.loss_mask]
         if job.kept is None and len(sampled) and (oldest := int(sampled.min())) < job.version:
             raise RunError(
@@ -387,37 +354,19 @@ class Fleet:
                 f"version {job.version}; this is a defect of rolltree, please report it."
             )
 
-    def _look_after(self, engine: _Engine) -> None:
-        """Ask for the engine's health.
+    def _look_after(self, engine: Engine) -> None:
+        engine.look_after(self.workers.clock(), hang_s=self._hang_s, start_s=self._start_s)
 
-        Raises:
-            LostError: it takes too long to start, to answer, or to take a step.
-        """
-        now = self.workers.clock()
-        if not engine.serving:
-            if now - engine.asked_at > START_S:
-                raise LostError(f"it did not start and load the weights within {START_S:.0f} s")
-            return
-        if engine.asked and now - min(engine.asked.values()) > START_S:
-            raise LostError(f"it did not load the weights within {START_S:.0f} s")
-        if engine.health is None:
-            if now - engine.asked_at >= HEALTH_S:
-                engine.health, engine.asked_at = engine.worker.ask("health"), now
-            return
-        if engine.health.done():
-            found = engine.health.result()
-            engine.health, engine.tally = None, found.tally
-            if not found.alive or found.idle_s > self._hang_s:
-                raise LostError(f"it took no step for {found.idle_s:.0f} s while it had work (placement.hang_s)")
-        elif now - engine.asked_at > self._hang_s:
-            raise LostError(f"it gave no answer for {now - engine.asked_at:.0f} s (placement.hang_s)")
-
-    def _start(self, index: int) -> _Engine:
+    def _start(self, index: int) -> Engine:
         worker = self.workers.start("engine", index, self._make, *self._args)
-        return _Engine(index, worker, worker.ask("facts"), self.workers.clock())
+        engine = Engine(index, worker, self._news, self.workers.clock())
+        engine.facts = engine.call("facts")
+        engine.pass_questions(self._judge)
+        return engine
 
-    def _replace(self, engine: _Engine, why: str) -> None:
+    def _replace(self, engine: Engine, why: str) -> None:
         """Kill an engine and start another in its place; its jobs begin anew."""
+        engine.serving = False
         engine.worker.kill()
         self._lost += 1
         if self._lost > self._restarts:
@@ -434,24 +383,29 @@ class Fleet:
 
     def _dispatch(self) -> None:
         """Send the flights that wait for an engine, those of one engine together."""
-        serving = [engine for engine in self._engines if engine.serving]
-        if not serving or not self._pending:
+        if not self._pending or self._least.find() is None:
             return
         pending, self._pending = self._pending, []
-        load = {engine.index: engine.load for engine in serving}
-        sent: dict[tuple[int, bool], dict[int, Flight]] = {}
+        sent: dict[tuple[Engine, bool], dict[int, Flight]] = {}
         for flight in pending:
-            place = flight.job.near if flight.job.near in load else min(load, key=lambda index: (load[index], index))
-            assert place is not None
-            load[place] += flight.job.params.n
+            engine = self._near(flight.job) or self._least.find()
+            assert engine is not None
+            engine.reserve(flight)
+            self._least.changed(engine)
             self._numbers += 1
-            sent.setdefault((place, flight in self._held_out), {})[self._numbers] = flight
-        for (place, held_out), flights in sent.items():
-            engine = self._engines[place]
+            sent.setdefault((engine, flight in self._held_out), {})[self._numbers] = flight
+        for (engine, held_out), flights in sent.items():
             jobs = {number: flight.job for number, flight in flights.items()}
             engine.ask(self.workers.clock(), "run", jobs, held_out)
             for number, flight in flights.items():
-                engine.jobs[number] = flight, engine.worker.ask("result", number)
+                engine.add(number, flight)
+
+    def _near(self, job: Job) -> Engine | None:
+        """Return the engine that has the keys of a job's prompt, if it serves."""
+        if job.near is None or job.near >= len(self._engines):
+            return None
+        engine = self._engines[job.near]
+        return engine if engine.serving else None
 
 
 def _writable(tree: TokenTree) -> TokenTree:

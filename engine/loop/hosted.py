@@ -34,8 +34,6 @@ LOOK_S = 1.0
 """Most seconds between two checks of the hosts."""
 HEALTH_S = 5.0
 """Seconds between two questions whether a host answers."""
-START_S = 300.0
-"""Seconds that a host may take to start: a process, and the imports of the verifier in its own."""
 REPLACE_S = 10.0
 """Seconds that a verifier process that ran out of time may take to be killed and started again."""
 
@@ -127,6 +125,7 @@ class HostedRewards(Rewards):
         tasks: the `reasoning_gym` tasks (`data.tasks`), for the verifier ``task``.
         workers: starts the hosts, at once and without waiting for them.
         hang_s: seconds without an answer after which a host is replaced.
+        start_s: seconds that a host may take to start: a process, and the imports of the verifier in its own.
         restarts: most losses without an answer between them, and most of one chunk of items.
         make: makes the object of a host, in its process, from ``config`` and ``tasks``.
     """
@@ -138,12 +137,13 @@ class HostedRewards(Rewards):
         workers: Workers,
         *,
         hang_s: float,
+        start_s: float,
         restarts: int,
         make: Callable[..., Any] = RewardHost,
     ) -> None:
         self.at_once = AHEAD * config.hosts
         self._workers, self._make, self._args = workers, make, (config, tasks)
-        self._hang_s, self._restarts = hang_s, restarts
+        self._hang_s, self._start_s, self._restarts = hang_s, start_s, restarts
         self._smallest, self._each_s = 2 * config.workers, config.timeout_s + REPLACE_S
         self._new: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._waiting: deque[_Chunk] = deque()
@@ -274,9 +274,9 @@ class HostedRewards(Rewards):
             LostError: it takes too long to start, to answer, or to judge.
         """
         now = self._workers.clock()
-        limit = self._hang_s if host.serving else START_S
+        limit = self._hang_s if host.serving else self._start_s
         if host.facts is not None and now - host.asked_at > limit:
-            what = "gave no answer (placement.hang_s)" if host.serving else "did not start"
+            what = "gave no answer (placement.hang_s)" if host.serving else "did not start (placement.start_s)"
             raise LostError(f"it {what} within {limit:g} s")
         if any(now > chunk.late for chunk in host.chunks.values()):
             raise LostError("it judged no longer although it answers (reward.timeout_s, placement.hang_s)")

@@ -6,13 +6,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..data.columns import Array
 from ..data.concat import side_by_side
+from ..data.policies import role_texts
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import RunError
@@ -49,6 +52,7 @@ class Judging:
         trace: TraceCall = no_trace,
     ) -> None:
         self.tokenizer, self._notify, self._on_failure, self._trace = tokenizer, notify, on_failure, trace
+        self._text_of = partial(tokenizer.decode, skip_special_tokens=True)
         self._waiting: list[tuple[Group, list[RewardItem]]] = []
         self._asked: dict[Future[list[RewardResult]], list[tuple[Group, list[RewardItem]]]] = {}
         self._judged: list[Group] = []
@@ -88,12 +92,20 @@ class Judging:
         self.ask([group for group, _, _ in finished])
 
     def ask(self, groups: Sequence[Group]) -> None:
-        """Request verdicts on each group's newest responses; those that could not be sampled are not judged."""
+        """Request verdicts on each group's newest responses, or on all of them where they are compared; those that
+        could not be sampled are not judged."""
         for group in groups:
-            last = group.parts[-1]
-            items = [item(group.asked, last, leaf) for leaf in range(len(last.texts)) if leaf not in last.unsampled]
+            items = [
+                replace(item(group.asked, part, leaf, self._text_of), group=group.ticket)
+                for part in self._asked_parts(group)
+                for leaf in range(len(part.texts))
+                if leaf not in part.unsampled
+            ]
             self._waiting.append((group, items))
         self._send()
+
+    def _asked_parts(self, group: Group) -> list[Responses]:
+        return group.parts if self._rewards.by_group else group.parts[-1:]
 
     def _send(self) -> None:
         """Send all waiting responses to the verifiers in one call, because each call costs time that sampling loses."""
@@ -138,8 +150,9 @@ class Judging:
 
     def _share(self, asked: Sequence[tuple[Group, list[RewardItem]]], verdicts: Sequence[RewardResult]) -> None:
         left = iter(verdicts)
-        for group, items in asked:
-            group.parts[-1].verdicts = list(islice(left, len(items)))
+        for group, _ in asked:
+            for part in self._asked_parts(group):
+                part.verdicts = list(islice(left, len(part.texts) - len(part.unsampled)))
             self._judged.append(group)
 
     def given(self, group: Group, responses: Sequence[str], rewards: Sequence[float]) -> Responses:
@@ -158,18 +171,21 @@ class Judging:
         return Responses(tree, list(responses), {})
 
     def _put_rewards(self, group: Group) -> None:
-        """Write rewards and metadata to the newest tree; NaN where there is no verdict."""
+        """Write rewards to the trees whose responses were judged, and metadata to the newest; NaN where there is no
+        verdict."""
         last, prompt, on_failure = group.parts[-1], group.prompt, self._on_failure
-        broken = [verdict.reason for verdict in last.verdicts if verdict.reason is not None]
+        parts = self._asked_parts(group)
+        broken = [verdict.reason for part in parts for verdict in part.verdicts if verdict.reason is not None]
         if broken and on_failure == "raise":
             raise RunError(
                 f"The verifier failed on a response to '{prompt.id}' ({broken[0]}); repair it, or set "
                 "reward.on_failure to 'drop' or 'zero'."
             )
-        tree, verdicts = last.tree, iter(last.verdicts)
-        of_leaves = [None if leaf in last.unsampled else next(verdicts) for leaf in range(tree.num_leaves)]
-        text_of = partial(self.tokenizer.decode, skip_special_tokens=True)
-        put_rewards(tree, of_leaves, text_of, failed=0.0 if on_failure == "zero" else np.nan)
+        for part in parts:
+            verdicts = iter(part.verdicts)
+            of_leaves = [None if leaf in part.unsampled else next(verdicts) for leaf in range(part.tree.num_leaves)]
+            put_rewards(part.tree, of_leaves, self._text_of, failed=0.0 if on_failure == "zero" else np.nan)
+        tree = last.tree
         tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
         tree.meta["attempt"] = group.attempt
         if group.other is not None:
@@ -187,7 +203,13 @@ def decode(tokenizer: PreTrainedTokenizerBase, trees: Sequence[TokenTree]) -> li
     return [list(islice(texts, tree.num_leaves)) for tree in trees]
 
 
-def item(prompt: Prompt, responses: Responses, leaf: int) -> RewardItem:
-    """Return the verifier's input for a response."""
-    given = responses.tree.meta.get("given_rewards", {}).get(leaf)
-    return RewardItem(responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, given)
+def item(prompt: Prompt, responses: Responses, leaf: int, text_of: Callable[[Array], str] | None = None) -> RewardItem:
+    """Return the verifier's input for a response.
+
+    Args:
+        text_of: returns the text of token ids, for the texts of roles; None: the response has one role.
+    """
+    tree = responses.tree
+    given = tree.meta.get("given_rewards", {}).get(leaf)
+    roles = None if text_of is None or "roles" not in tree.meta else role_texts(tree, leaf, text_of)
+    return RewardItem(responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, given, roles)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..data.batch import TreeBatch
 from ..data.columns import Array
@@ -25,22 +23,23 @@ from ..methods.credit import COLUMN, give_credit
 from ..methods.schedules import at_step
 from ..methods.shaping import shape_rewards
 from ..model import varlen
-from ..model.lora import Merged, base_digest, has_lora, plain_copy, save_adapter
+from ..model.lora import Merged
 from ..model.self_check import skip_check, tree_error, trees_fit
-from ..model.sharding import gathered, joined, local, named_shards, placed
 from ..rollout import SamplingParams
 from ..rollout.sampler import WeightSource
-from ..train import checkpoint
-from ..train.checkpoint import Saved
 from ..train.phases import MODEL, Phases, Span
 from ..train.terms import TokenTerm
-from ..train.trainer import Metrics, Trainer, Weighted
+from ..train.trainer import Metrics, Weighted
+from .learned import Learned
 from .metrics import Stopwatch, Sums
 from .parts import LearningParts
 from .utilization import Mfu
 
+Score = Callable[[Sequence[TokenTree], float], object]
+"""Scores trees into their columns, at a temperature."""
 
-class Learner:
+
+class Learner(Learned):
     """Turns judged trees into updates of the policy.
 
     Each of several ranks (`LearningParts.group`) has all trees and calls the same methods: credit, normalisers and
@@ -52,19 +51,16 @@ class Learner:
     """
 
     def __init__(self, parts: LearningParts, watch: Stopwatch, note: Callable[[str], object]) -> None:
-        self.parts, self.model, self.watch, self.note = parts, parts.model, watch, note
-        self.terms, self.roles, self.critic = list(parts.terms), parts.roles, parts.critic
-        self.scales = {"temperature_scale": parts.temperature_scale, "length_scale": parts.length_scale}
-        self.metrics: dict[str, float] = {}  # metrics of the last step, which schedules may read
+        self.watch, self.note = watch, note
         self.phases = Phases(parts.model.device)
-        self.group = parts.group
-        self.trainer = Trainer(parts.model, parts.optimizer, self.phases, self.group)
+        super().__init__(parts, self.phases)
+        self.terms = list(parts.terms)
+        self.scales = {"temperature_scale": parts.temperature_scale, "length_scale": parts.length_scale}
+        self.policies: dict[str, Learner] = {}  # no other one learns with this one
         self.mfu = Mfu.of(parts.model, self.group.count)
         self.cost = CostModel.of(parts.model)
         self.max_tokens = parts.max_tokens  # halved by each update that runs out of memory
         self._flat: bool | None = None  # None: not tested yet
-        self._parameters = named_shards(parts.model)
-        self._base = base_digest(parts.model) if has_lora(parts.model) else None
 
     def update(self, trees: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
         """Learn from ``trees``, whose leaves have rewards (NaN where judging failed), and from ``given`` trees.
@@ -76,18 +72,26 @@ class Learner:
             UserError: a schedule returned a number out of range, or a term needs whole trees that do not fit.
             torch.OutOfMemoryError: not even one sequence fits into memory; or, with several ranks, an update does not.
         """
-        parts = self.parts
-        parts.context.at(step, self.metrics)
-        self.terms = [(term.now(), weight) for term, weight in parts.terms]
-        if step == 1:
-            for sentence in parts.inert:
-                self.note(sentence)
-        kept = self.credit(trees, step)
+        return self.learn(self.judged(trees, step, sums), given, step, sums)
+
+    def judged(self, trees: list[TokenTree], step: int, sums: Sums, score: Score | None = None) -> list[TokenTree]:
+        """Begin the update of ``step``: give ``trees`` their credit and return those with verdicts; see `credit`."""
+        self.parts.context.at(step, self.metrics)
+        for sentence in self.parts.inert if step == 1 else ():
+            self.note(sentence)
+        kept = self.credit(trees, step, score)
         with self.watch.part("pack"):
             sums.count("filter/zero_variance_groups", sum(np.ptp(t.rewards["reward"]) == 0 for t in kept))
             sums.count("filter/failed_groups", len(trees) - len(kept))
-            left = _sampled(trees) - _sampled(kept)
-            sums.count("filter/failed_tokens", left)
+            sums.count("filter/failed_tokens", _sampled(trees) - _sampled(kept))
+        return kept
+
+    def learn(self, kept: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
+        """Update the policy on trees that have their credit, and on ``given`` trees; arguments as for `update`."""
+        parts = self.parts
+        parts.context.at(step, self.metrics)
+        self.terms = [(term.now(), weight) for term, weight in parts.terms]
+        with self.watch.part("pack"):
             kept = _counted(kept, sums)
             if parts.replay_routes:
                 for tree in kept:
@@ -104,18 +108,22 @@ class Learner:
         self.metrics = sums.means()
         return updated
 
-    def credit(self, trees: Sequence[TokenTree], step: int) -> list[TokenTree]:
-        """Shape the rewards of ``trees``, let the roles score them and give them credit; return them without responses
-        whose judging failed."""
+    def credit(self, trees: Sequence[TokenTree], step: int, score: Score | None = None) -> list[TokenTree]:
+        """Let the roles score ``trees``, shape their rewards and give them credit; return them without responses whose
+        judging failed.
+
+        Args:
+            score: scores trees at the temperature of the step. Default: `score`, for a tree that one policy sampled.
+        """
         parts = self.parts
         with self.watch.part("pack"):
             failed = [np.isnan(tree.rewards["reward"]) for tree in trees]
             judged = [t.without_leaves(drop) if drop.any() else t for t, drop in zip(trees, failed, strict=True)]
             kept = [tree for tree in judged if tree is not None]
+        (score or self.score)(kept, self.temperature(step))
+        with self.watch.part("pack"):
             for tree in kept:
                 shape_rewards(parts.shapings, tree)
-        self._score(kept, self.temperature(step))
-        with self.watch.part("pack"):
             if kept:
                 give_credit(parts.credit, parts.credit_name, kept)
             for tree in kept:
@@ -267,16 +275,20 @@ class Learner:
         for name, option in self.parts.context.schedules.items():
             sums.add(f"schedule/{name}", option.now())
 
-    def _score(self, trees: Sequence[TokenTree], temperature: float) -> None:
+    def score(self, trees: Sequence[TokenTree], temperature: float) -> None:
+        """Let the roles and the critic score ``trees`` into their columns."""
         if not trees:
             return
         with self.watch.part("old_log_prob"):
             if self.roles:
+                for role in self.roles:
+                    role.prepare(trees)
                 flat = self._shares_nothing(trees)
                 batches = self._to_score(trees, in_pieces=not flat, flat=flat)
                 for role in self.roles:
                     role.score(trees, batches, temperature=temperature)
-                    self._exchange(trees, batches, role.column)
+                    for column in role.columns:
+                        self._exchange(trees, batches, column)
             if self.critic is not None:
                 batches = self._to_score(trees)
                 self.critic.score(trees, batches)
@@ -337,102 +349,6 @@ class Learner:
         """Number of updates of the policy."""
         return self.trainer.updates
 
-    def save(self, directory: Path) -> Saved:
-        """Write `state_dict` for a checkpoint; of several ranks each writes its part, and all must call it.
-
-        The state holds the generators of numpy and Python, which are equal on all ranks.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
-        tensors, state = self.state_dict()
-        if self.group.count > 1:
-            generators, state["generators"] = checkpoint.generator_state()
-            tensors |= {f"{self._own}{name}": tensor for name, tensor in generators.items()}
-        return Saved(checkpoint.write_tensors(directory, tensors, self.group), state)
-
-    def load(self, directory: Path, state: dict[str, Any]) -> None:
-        """Restore what `save` wrote with any number of ranks; all must call it.
-
-        Raises:
-            UserError: as for `load_state_dict`.
-        """
-        like = None if self.group.count == 1 else self._like
-        tensors = checkpoint.read_tensors(directory, like, self.group)
-        self.load_state_dict(tensors, state)
-        if self.group.count > 1 and (generators := _under(self._own, tensors)):
-            checkpoint.restore_generators(generators, state["generators"])
-
-    @property
-    def _own(self) -> str:
-        """Prefix of this rank's generators among the tensors of a checkpoint."""
-        return f"rank.{self.group.rank}/"
-
-    def _like(self, name: str, size: torch.Size) -> Tensor | None:
-        """Return a tensor that is sharded as ``name`` in a checkpoint is to be; None for one that every rank has."""
-        prefix, _, rest = name.rpartition("/")
-        if prefix.startswith("role."):
-            ours: Tensor | None = self._parameters.get(rest)
-        else:
-            trainer = self.critic.trainer if prefix == "critic" and self.critic is not None else self.trainer
-            ours = trainer.like(rest)
-        return ours if ours is not None and ours.shape == size else None
-
-    def export(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face directory that plain transformers loads; of several ranks the first does,
-        and all must call it.
-
-        An adapter is merged into the weights there, and also written alone, as peft loads it, to ``adapter``.
-        """
-        if has_lora(self.model):
-            plain_copy(self.model).save_pretrained(directory)
-            save_adapter(self.model, directory / "adapter")
-            return
-        if self.group.count == 1:
-            self.model.save_pretrained(directory)
-            return
-        whole = gathered(self.model, self.group.rank == 0)
-        if self.group.rank == 0:
-            self.model.save_pretrained(directory, state_dict=whole)
-        self.group.gather(None)  # the directory is complete when any rank returns
-
-    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors and counters of the optimisers of policy and critic, and of roles whose weights change."""
-        tensors, counters = self.trainer.state_dict()
-        seen = [role.seen for role in self.roles]
-        state: dict[str, Any] = {"trainer": counters, "roles": seen, "metrics": self.metrics, "base": self._base}
-        if self.critic is not None:
-            theirs, state["critic"] = self.critic.trainer.state_dict()
-            tensors |= {f"critic/{name}": t for name, t in theirs.items()}
-        for role in self.roles:
-            if role.weights is not None and (role.initial or role.reset_every or role.ema is not None):
-                theirs = {name: joined(w, self._parameters[name]) for name, w in role.weights.items()}
-                tensors |= {f"role.{role.column}/{name}": t for name, t in theirs.items()}
-        return tensors, state
-
-    def load_state_dict(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`.
-
-        Raises:
-            UserError: the tensors belong to another model or to other roles, or to the adapter of other weights.
-        """
-        if state.get("base") != self._base:
-            raise UserError(
-                "The checkpoint's adapter was trained on other weights than the model has now; set model.path back to "
-                "the model the run began with, or restore its files."
-            )
-        self.metrics = state["metrics"]
-        self.trainer.load_state_dict({name: t for name, t in tensors.items() if "/" not in name}, state["trainer"])
-        if self.critic is not None:
-            self.critic.trainer.load_state_dict(_under("critic/", tensors), state["critic"])
-        if len(state["roles"]) != len(self.roles):
-            raise UserError("The checkpoint has other [roles] than the configuration; restore them to resume.")
-        for role, seen in zip(self.roles, state["roles"], strict=True):
-            role.seen = seen
-            if role.weights is not None and (saved := _under(f"role.{role.column}/", tensors)):
-                shards = {name: local(placed(part, self._parameters[name])) for name, part in saved.items()}
-                role.weights = {name: shards[name].to(w.device, copy=True) for name, w in role.weights.items()}
-
 
 def _counted(trees: Sequence[TokenTree], sums: Sums) -> list[TokenTree]:
     """Return the trees without the responses that credit reads and no update counts."""
@@ -446,10 +362,6 @@ def _unknown_routes(tree: TokenTree) -> Array:  # [n] bool
     """Tell of each sampled token in the loss if the experts that computed its predictor are unknown."""
     before = tree.parent_row[tree.loss_mask & (tree.origin == Origin.SAMPLED)]
     return (tree.routes[before] < 0).any((1, 2)) if "routes" in tree.columns else np.ones(len(before), bool)
-
-
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def _weigh_credit(tree: TokenTree, weight: float) -> None:

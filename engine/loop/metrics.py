@@ -74,6 +74,12 @@ class Sums:
         else:
             self._maxima[name] = max(old, value)
 
+    def take(self, other: Sums, prefix: str) -> None:
+        """Add all that ``other`` holds, its names after ``prefix``; no name may be there already."""
+        self._totals |= {f"{prefix}{name}": pair for name, pair in other._totals.items()}
+        self._counts |= {f"{prefix}{name}": count for name, count in other._counts.items()}
+        self._maxima |= {f"{prefix}{name}": value for name, value in other._maxima.items()}
+
     def become(self, other: Sums) -> None:
         """Take over all that ``other`` holds, in place of what this one holds."""
         self._totals, self._counts, self._maxima = other._totals, other._counts, other._maxima

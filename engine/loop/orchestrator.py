@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from ..data.store import read_texts, write_rollouts
+from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..errors import RunError
 from ..model.processor import copy_processor
@@ -36,7 +36,9 @@ from .evaluation import Evaluation
 from .failures import Failures
 from .metrics import Idle, MetricsLog, Stopwatch, Sums
 from .parts import Parts, RanksLostError
+from .publication import Further
 from .replay import Replay
+from .rollout_files import texts_of, write_step
 from .runtime import Stopping
 from .trace import Trace
 from .trackers import Trackers
@@ -218,9 +220,9 @@ class Orchestrator:
         if store is not None:
             store.add(kept, trees, step)
         with self.watch.part("dump_rollout_generations"):
-            file = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
-            write_rollouts(file, step, trees, [group.texts for group in batch])
-        self.controller.end_step(batch, self.learner.weights() if changed else None, self.learner.updates)
+            write_step(self.options.directory, step, batch)
+        weights = self.learner.weights() if changed else None
+        self.controller.end_step(batch, weights, self.learner.updates, self._others())
         self.controller.observe(batch, partial(self.learner.credit, step=step))
         for reason, count in (self.buffer.dropped - self._dropped).items():
             sums.count(f"group/dropped_{reason}", count)
@@ -270,6 +272,9 @@ class Orchestrator:
         skipped = sum(verdict.skipped is not None for verdict in verdicts)
         self.failures["reward"].record(reasons, len(verdicts), sums, self.console, skipped=skipped)
 
+    def _others(self) -> Further:
+        return {name: (learner.weights(), learner.updates) for name, learner in self.learner.policies.items()}
+
     def _describe_lag(self, batch: Sequence[Group], sums: Sums) -> None:
         """Record the age of a batch in steps and the share of responses that several policies sampled."""
         if self.buffer.budget.staleness == 0:
@@ -304,7 +309,8 @@ class Orchestrator:
                 raise RunError(
                     f"The state of data.source cannot be saved: {error} Give its rows plain values."
                 ) from error
-            states = {key: self._state_of(key, part, own) for key, part in self.parts.stateful.items()}
+            known = {key: call(key, part.state_dict) for key, part in self.parts.stateful.items()}
+            states = {key: self._kept(key, state, own) for key, state in (known | self.learner.states()).items()}
             tensors |= {f"{OWN}{name}": tensor for name, tensor in own.tensors.items()}
         self._best = self._better(row)
         state: dict[str, Any] = {
@@ -331,9 +337,9 @@ class Orchestrator:
         self._saved_step = self.step
 
     @staticmethod
-    def _state_of(key: str, part: Any, archive: Archive) -> Any:
+    def _kept(key: str, state: Any, archive: Archive) -> Any:
         try:
-            return archive.pack(call(key, part.state_dict))
+            return archive.pack(state)
         except NotKeptError as error:
             raise RunError(
                 f"The state of {key} cannot be saved: {error} Let its state_dict return numbers, texts, arrays, and "
@@ -363,11 +369,13 @@ class Orchestrator:
         self._saved_step = saved.step
         own = Archive(_named(saved.tensors, OWN))
         self.source.load_state_dict(own.unpack(state["prompts"]))
+        states = {key: own.unpack(packed) for key, packed in state["parts"].items()}
         for key, part in self.parts.stateful.items():
-            call(key, part.load_state_dict, own.unpack(state["parts"][key]))
+            call(key, part.load_state_dict, states[key])
+        self.learner.restore(states)
         self.buffer.load_state_dict(state["buffer"])
         self._dropped = self.buffer.dropped.copy()
-        self.controller.publication.send(self.learner.weights(), self.learner.updates)
+        self.controller.publication.send(self.learner.weights(), self.learner.updates, self._others())
         self.controller.load_state_dict(_named(saved.tensors, OPEN), state["groups"])
         self._remember_rollouts(saved.step)
         for name, failures in self.failures.items():
@@ -386,24 +394,28 @@ class Orchestrator:
 
     def _remember_rollouts(self, step: int) -> None:
         """Let the sampler draft from the rollouts up to ``step``: the latest files that fit."""
-        room, files = self.options.remembered_tokens, []
+        room, files = self.options.remembered_tokens, list[list[Text]]()
         while room > 0 and step > 0:
-            path = self.options.directory / "rollouts" / f"step_{step:06d}.parquet"
-            texts = list(read_texts(path)) if path.exists() else []
-            room -= sum(len(text.before) + len(text.tokens) for text in texts)
-            files.append(texts)
+            files.append(texts_of(self.options.directory, step))
+            room -= sum(len(text.before) + len(text.tokens) for text in files[-1])
             step -= 1
         for texts in reversed(files):
             self.sampler.remember(texts)
 
     def _export(self) -> Path:
-        """Write a Hugging Face directory that plain transformers loads, and return its path."""
+        """Write a Hugging Face directory that plain transformers loads, and return its path.
+
+        Each further policy is such a directory of its own within, with the policy's name.
+        """
         target = self.options.directory / "export"
         temporary = target.with_name("export.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        self.learner.export(temporary)
-        self.tokenizer.save_pretrained(temporary)
-        copy_processor(self.tokenizer.name_or_path, temporary)
+        folders = {temporary: self.learner}
+        folders |= {temporary / name: learner for name, learner in self.learner.policies.items()}
+        for folder, learner in folders.items():
+            learner.export(folder)
+            self.tokenizer.save_pretrained(folder)
+            copy_processor(self.tokenizer.name_or_path, folder)
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
         return target

@@ -60,6 +60,11 @@ class Learning(Protocol):
         ...
 
     @property
+    def policies(self) -> Mapping[str, Learning]:
+        """The learners of further policies, by name; empty for a run of one policy."""
+        ...
+
+    @property
     def device(self) -> torch.device:
         """The device of this process on which the policy is trained; the CPU if others train it."""
         ...
@@ -90,6 +95,14 @@ class Learning(Protocol):
 
     def export(self, directory: Path) -> None:
         """Write the policy as a Hugging Face directory that plain transformers loads."""
+        ...
+
+    def states(self) -> dict[str, Any]:
+        """Return the states of the learner's functions that have one, by the keys of the configuration."""
+        ...
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Give the functions the states that `states` returned."""
         ...
 
     def spans(self) -> list[Span]:
@@ -131,6 +144,8 @@ class LearningParts:
         group: the ranks that train together; ``model`` and those of roles and critic are sharded over them.
         context: the run's values that its functions ask for; the learner keeps step and metrics of it up to date.
         merges: the sampler gets the weights of the model's adapter merged into those below it.
+        stateful: those of the functions whose state is in checkpoints, by the key of the configuration that names each;
+            they have ``state_dict`` and ``load_state_dict``.
     """
 
     model: PreTrainedModel
@@ -154,6 +169,7 @@ class LearningParts:
     group: Group = ALONE
     context: Context = field(default_factory=Context)
     merges: bool = False
+    stateful: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -176,6 +192,7 @@ class SamplingParts:
         seed: seed of the run; a group's seed follows from it and the ticket.
         trained: the trained policy, with which a sampler that has a copy of its own is compared after each publication;
             None for no comparison.
+        others: the samplers of further policies, by name; ``sampler`` asks them for the roles that they play.
     """
 
     sampler: Sampler
@@ -196,6 +213,7 @@ class SamplingParts:
     keep_keys: bool = False
     colocated: bool = False
     trained: Trained | None = None
+    others: Mapping[str, Sampler] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -253,8 +271,7 @@ class Parts:
         store: groups of earlier steps to train on again.
         context: the run's values that parts outside of the learner ask for.
         workers: starts the run's other processes; the run closes it. None if it has none.
-        stateful: objects whose state is in checkpoints, by the key of the configuration that names each; they have
-            ``state_dict`` and ``load_state_dict``.
+        stateful: objects outside of the learner whose state is in checkpoints; see `LearningParts.stateful`.
     """
 
     options: RunOptions

@@ -162,7 +162,7 @@ def check_terms(
         credit: the estimator to test.
         name: its configured name.
         n: number of responses of a group; at most 64 are made up.
-        columns: token columns that roles score.
+        columns: token columns that roles and the policy score.
         given: a demonstration; None: the run has none.
 
     Raises:
@@ -245,6 +245,6 @@ def _made_up(leaves: int, columns: Sequence[str], shift: int) -> TokenTree:
     for column in ("entropy", "proximal_logprob"):
         tree.set(column, np.full(tree.num_tokens, 0.5 if column == "entropy" else -1.0))
     for column in columns:
-        tree.set(column, np.full(tree.num_tokens, -1.0))
+        tree.set(column, np.full(tree.num_tokens, 0.5 if column in ("policy_entropy", "policy_sum_p2") else -1.0))
     tree.meta |= {"prompt_id": f"made-up/{shift}", "task": "made-up", "prompt_text": ""}
     return tree

@@ -14,8 +14,9 @@ responses of a run continue in those steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ from .parts import SamplingParts
 
 PROMPT_TOKENS, RESPONSES, RESPONSE_TOKENS = 32, 4, 8
 """Size of the canary; inferred, so that the prompt fills a page of the KV cache and the responses share it."""
+Further = Mapping[str, tuple[WeightSource, int]]
+"""Weights and number of updates of each further policy, by name."""
+NONE: Further = MappingProxyType({})
 REMEDY = (
     "the run would train on another policy's samples; use another version of the backend, or rollout.backend = 'native'"
 )
@@ -65,13 +69,18 @@ class Publication:
         self.difference: float | None = None
         self._told = False
 
-    def send(self, weights: WeightSource, version: int) -> None:
+    def send(self, weights: WeightSource, version: int, others: Further = NONE) -> None:
         """Make the sampler load ``weights`` and check it; ``version`` counts the updates of the policy.
+
+        Args:
+            others: for the samplers of further policies, which compute with the trained modules themselves.
 
         Raises:
             RunError: the sampler does not sample the policy of these weights.
         """
         self.parts.sampler.load(weights, version, keep_keys=self.parts.keep_keys)
+        for name, (theirs, updates) in others.items():
+            self.parts.others[name].load(theirs, updates, keep_keys=self.parts.keep_keys)
         self.check(weights, version)
 
     def check(self, weights: WeightSource, version: int) -> None:

@@ -1,12 +1,7 @@
-"""Processes that train one model together (`trainer.ranks`), which are the run's `Learning` then.
+"""The run's side of the processes that train one model together (`trainer.ranks`): its `Learning`, without a model.
 
-Each has a `Rank`: a `Learner` whose models are sharded over the process group that it has joined. The run's process has
-`Ranks` and no model. Every rank gets the whole batch and calls the same method, so credit, normalisers and schedules
-are computed by all, log-probs and losses by each on its share. The first rank's answer returns what learning wrote on
-the trees, the metrics and the times.
-
-Every update is compared between the ranks: number of updates, loss, norm of the gradient, and a hash of what was
-written on the trees. A difference ends the run.
+Each process has a `Rank` (`rank.py`). Every update is compared between the ranks: number of updates, loss, norm of the
+gradient, and a hash of what was written on the trees. A difference ends the run.
 
 A rank that ends, or that lets the others wait for longer than `trainer.timeout_s`, takes all with it: they are killed
 and started anew, and `RanksLostError` tells the run to go back to its checkpoint. So does a rank that runs out of
@@ -15,294 +10,33 @@ memory, with half of `trainer.max_tokens` from then on. Answers of killed ranks 
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
-import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ..data.columns import COLUMNS, Array, Column, declare
+from ..data.columns import Array, declare
 from ..data.tree import TokenTree
-from ..errors import RunError, UserError
-from ..model.self_check import sampled_error, usual_tokens
+from ..errors import RunError
 from ..rollout import SamplingParams
-from ..rollout.host import BUCKET_BYTES, pack_weights, unpack_weights
+from ..rollout.host import BUCKET_BYTES, unpack_weights
 from ..train.checkpoint import Saved
-from ..train.group import Group
 from ..train.phases import Span
-from .learner import Learner
-from .metrics import Stopwatch, Sums
-from .parts import LearningParts, RanksLostError
+from .metrics import Sums
+from .parts import RanksLostError
+from .rank import Digest, Facts, Given, Rank, Reply, Written, declarations
 from .workers import LostError, Reference, Worker, Workers
 
 LOOK_S = 0.5
 """Seconds between checks of the time while answers are outstanding."""
-START_S = 900.0
-"""Seconds that ranks may take to start: each loads the models."""
 REASON_S = 2.0
 """Seconds to wait for the other ranks' errors after the first: the first may only follow from another."""
-
-# -- what travels -----------------------------------------------------------------------------------------------------
-
-
-class Digest(NamedTuple):
-    """The values that are equal on all ranks after an update, as text, so that NaN equals itself."""
-
-    updates: str
-    loss: str
-    grad_norm: str
-    credit: str
-    """Hash of all columns and rewards of the trees."""
-
-
-class Written(NamedTuple):
-    """The columns and rewards of a tree that learning has added or changed."""
-
-    columns: dict[str, Array]
-    rewards: dict[str, Array]
-
-
-class Reply(NamedTuple):
-    """The first rank's result of an update.
-
-    Attributes:
-        changed: the policy has changed.
-        written: for each tree.
-        declared: the columns in ``written``.
-        spans: times of the update's parts, from the beginning of the call.
-        notes: sentences for the user.
-    """
-
-    changed: bool
-    sums: Sums
-    written: list[Written]
-    declared: list[Column]
-    spans: list[Span]
-    utilization: dict[str, float]
-    notes: list[str]
-
-
-class Facts(NamedTuple):
-    """The constants of a rank: sizes of the parameters in bytes, `Trained.usual_tokens`, and its process."""
-
-    parameters: dict[str, int]
-    usual: Array
-    pid: int
-
-
-class _Given(NamedTuple):
-    trees: list[TokenTree]
-    demonstrations: list[TokenTree]
-    declared: list[Column]
-
-
-def _declarations(trees: Sequence[TokenTree]) -> list[Column]:
-    return [COLUMNS[name] for name in dict.fromkeys(name for tree in trees for name in tree.columns)]
-
-
-def _copied(tree: TokenTree) -> TokenTree:
-    """Return a tree whose columns, rewards and metadata can be written."""
-    columns = {name: np.array(values) for name, values in tree.columns.items()}
-    rewards = {name: np.array(values) for name, values in tree.rewards.items()}
-    return replace(tree, columns=columns, rewards=rewards, meta=dict(tree.meta))
-
-
-def _changed(now: Mapping[str, Array], before: Mapping[str, Array]) -> dict[str, Array]:
-    return {
-        name: values
-        for name, values in now.items()
-        if name not in before or before[name].dtype != values.dtype or before[name].tobytes() != values.tobytes()
-    }
-
-
-def _hash(trees: Sequence[TokenTree]) -> str:
-    found = hashlib.blake2b(digest_size=8)
-    for tree in trees:
-        for values in (tree.columns, tree.rewards):
-            for name in sorted(values):
-                found.update(name.encode())
-                found.update(values[name].tobytes())
-    return found.hexdigest()
-
-
-# -- in a rank's process --------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _peers_told() -> Iterator[None]:
-    """Raise `LostError` for an error of a collective: another rank has ended, or keeps this one waiting."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error).lower()):
-            raise LostError(f"the other ranks do not answer ({' '.join(str(error).split())[:200]})") from None
-        raise
-
-
-class Rank:
-    """One of the processes that train; every method but `address` and `sampling` must be called on all of them.
-
-    Args:
-        make: makes the parts of the learner, sharded over the group.
-        rank: number of this process.
-        ranks: number of all.
-        timeout_s: seconds that it waits for the others.
-        threads: of PyTorch, on the CPU.
-        host: address of this node for the ranks of other nodes; None if all are on one machine.
-    """
-
-    learner: Learner
-
-    def __init__(
-        self,
-        make: Callable[[Group], LearningParts],
-        rank: int,
-        ranks: int,
-        *,
-        timeout_s: float,
-        threads: int,
-        host: str | None,
-    ) -> None:
-        self._make, self._rank, self._ranks, self._timeout_s = make, rank, ranks, timeout_s
-        self._threads, self._host = threads, host
-        self._notes: list[str] = []
-        self._spans: list[Span] = []
-        self._watch = Stopwatch(told=lambda *span: self._spans.append(Span(*span)))
-
-    def address(self) -> str | None:
-        """Return an address at which the ranks can meet; None on one machine, where a file serves."""
-        if self._host is None:
-            return None
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"tcp://{self._host}:{free.getsockname()[1]}"
-
-    @_peers_told()
-    def join(self, store: str) -> Facts:
-        """Join the group at ``store`` and make the learner."""
-        self.learner = Learner(self._make(self._joined(store)), self._watch, self._notes.append)
-        tensors = self.learner.weights().tensors()
-        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-        return Facts(sizes, usual_tokens(self.learner.model.config), os.getpid())
-
-    def _joined(self, store: str) -> Group:
-        torch.set_num_threads(self._threads)
-        if self._host is None and sys.platform == "linux":
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                os.environ.setdefault(name, "lo")
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            init_method=store,
-            rank=self._rank,
-            world_size=self._ranks,
-            timeout=timedelta(seconds=self._timeout_s),
-        )
-        return Group.joined()
-
-    def sampling(self, step: int, params: SamplingParams) -> SamplingParams:
-        """See `Learner.sampling`."""
-        return self.learner.sampling(step, params)
-
-    @_peers_told()
-    def update(self, stored: Reference, step: int, sums: Sums) -> tuple[Digest, Reply | None]:
-        """Learn as `Learner.update` does; only the first rank replies."""
-        given = self._received(stored)
-        trees = [_copied(tree) for tree in given.trees]
-        self._watch.restart()
-        begin = time.perf_counter()
-        changed = self.learner.update(trees, [_copied(tree) for tree in given.demonstrations], step, sums)
-        times = self._watch.read(self.learner.spans())
-        found = self.learner.metrics
-        loss, norm = (repr(found.get(f"actor/{name}", math.nan)) for name in ("loss", "grad_norm"))
-        digest = Digest(str(self.learner.updates), loss, norm, _hash(trees))
-        notes, self._notes[:] = self._notes[:], []
-        spans, self._spans[:] = [Span(s.name, s.begin - begin, s.end - begin) for s in self._spans], []
-        if self._rank:
-            return digest, None
-        written = _written(trees, given.trees)
-        utilization = self.learner.utilization(times)
-        return digest, Reply(changed, sums, written, _declarations(trees), spans, utilization, notes)
-
-    @_peers_told()
-    def credit(self, stored: Reference, step: int) -> list[Written] | None:
-        """Give trees their credit as `Learner.credit` does; only the first rank replies."""
-        given = self._received(stored)
-        trees = [_copied(tree) for tree in given.trees]
-        self.learner.credit(trees, step)
-        return None if self._rank else _written(trees, given.trees)
-
-    @staticmethod
-    def _received(stored: Reference) -> _Given:
-        given: _Given = stored.get()
-        for column in given.declared:
-            declare(column)
-        return given
-
-    @_peers_told()
-    def gather(self, names: Sequence[str]) -> list[dict[str, Any]] | None:
-        """Return whole parameters as `pack_weights` packs them; only the first rank replies."""
-        tensors = self.learner.weights().tensors()
-        whole = {}
-        for name in names:
-            tensor = tensors[name].detach()
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if self._rank == 0:
-                whole[name] = full
-        return None if self._rank else list(pack_weights(whole))
-
-    @_peers_told()
-    def sampled_error(self, stored: Reference) -> float:
-        """See `Trained.sampled_error`."""
-        return sampled_error(self.learner.model, self._received(stored).trees)
-
-    @_peers_told()
-    def save(self, directory: str) -> Saved:
-        """See `Learner.save`.
-
-        Raises:
-            UserError: this node does not see the run's directory.
-        """
-        if not Path(directory).is_dir():
-            raise UserError(
-                f"'{directory}' does not exist on the node of rank {self._rank} ({socket.gethostname()}); let "
-                "output_dir be on a file system that all nodes share."
-            )
-        return self.learner.save(Path(directory))
-
-    @_peers_told()
-    def load(self, directory: str, state: dict[str, Any]) -> int:
-        """Restore what `save` wrote; return the number of updates."""
-        self.learner.load(Path(directory), state)
-        return self.learner.updates
-
-    @_peers_told()
-    def export(self, directory: str) -> None:
-        """See `Learner.export`."""
-        self.learner.export(Path(directory))
-
-
-def _written(trees: Sequence[TokenTree], before: Sequence[TokenTree]) -> list[Written]:
-    return [
-        Written(_changed(tree.columns, old.columns), _changed(tree.rewards, old.rewards))
-        for tree, old in zip(trees, before, strict=True)
-    ]
-
-
-# -- in the run's process ---------------------------------------------------------------------------------------------
 
 
 class Ranks:
@@ -314,6 +48,7 @@ class Ranks:
         make: makes a `Rank` in its process, from ``args``, its number, ``count`` and the size of micro-batches.
         max_tokens: packed tokens of one micro-batch.
         timeout_s: seconds that a rank may keep the others waiting.
+        start_s: seconds that the ranks may take to start: each loads the models.
         restarts: most losses of ranks without a new step.
         note: called with sentences for the user.
 
@@ -332,12 +67,15 @@ class Ranks:
         *args: Any,
         max_tokens: int,
         timeout_s: float,
+        start_s: float,
         restarts: int,
         note: Callable[[str], object],
     ) -> None:
         self.workers, self.count, self._make, self._args = workers, count, make, args
-        self.max_tokens, self._timeout_s, self._restarts, self._note = max_tokens, timeout_s, restarts, note
+        self.max_tokens, self._restarts, self._note = max_tokens, restarts, note
+        self._timeout_s, self._start_s = timeout_s, start_s
         self.updates, self.pids = 0, list[int]()
+        self.policies: dict[str, Any] = {}  # several ranks train one policy
         self._known: Facts | None = None  # None: the ranks have not joined yet
         self._lost = 0  # times since the newest step
         self._newest = 0  # newest step that was learned
@@ -418,7 +156,7 @@ class Ranks:
             ) from None
 
     def _put(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> Reference:
-        return self.workers.put(_Given(list(trees), list(given), _declarations([*trees, *given])))
+        return self.workers.put(Given(list(trees), list(given), declarations([*trees, *given])))
 
     @staticmethod
     def _compare(digests: Sequence[Digest], step: int) -> None:
@@ -464,6 +202,15 @@ class Ranks:
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         self.updates = self._all("load", str(directory.absolute()), state)[0]
 
+    def states(self) -> dict[str, Any]:
+        """Return the states of the first rank's functions: all ranks give credit to all trees, so theirs are equal."""
+        self._join()
+        found: dict[str, Any] = self._ask(self._ranks[:1], "states", seconds=self._timeout_s)[0]
+        return found
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        self._all("restore", dict(states))
+
     def export(self, directory: Path) -> None:
         self._all("export", str(directory.absolute()))
 
@@ -490,10 +237,10 @@ class Ranks:
         """Wait until newly started ranks have formed a group."""
         if self._known is not None:
             return
-        (address,) = self._ask(self._ranks[:1], "address", seconds=START_S)
+        (address,) = self._ask(self._ranks[:1], "address", seconds=self._start_s)
         self._groups += 1
         store = address or f"file://{self._directory.name}/{self._groups}"
-        facts = self._ask(self._ranks, "join", store, seconds=START_S)
+        facts = self._ask(self._ranks, "join", store, seconds=self._start_s)
         self._known, self.pids = facts[0], [known.pid for known in facts]
 
     def _ask(self, ranks: Sequence[Worker], method: str, *args: Any, seconds: float | None = None) -> list[Any]:
@@ -516,7 +263,8 @@ class Ranks:
             if answered:
                 latest = min(latest, now + self._timeout_s)
             if now > latest:
-                self._give_up(f"rank {futures.index(waiting[0])} gave no answer to '{method}' (trainer.timeout_s)")
+                key = "placement.start_s" if method in ("address", "join") else "trainer.timeout_s"
+                self._give_up(f"rank {futures.index(waiting[0])} gave no answer to '{method}' ({key})")
             self.workers.wait(waiting, min(LOOK_S, max(0.0, latest - now) + 0.001))
         until = self.workers.clock() + REASON_S
         while any(future.exception() is not None for future in futures if future.done()):

@@ -128,7 +128,9 @@ class Simulation:
         self.busy: Counter[str] = Counter()
         host = (scenario.engine, scenario.lengths, scenario.prompt, scenario.rows, scenario.start_s, scenario.load_s)
         make: Any = HostModel
-        self.fleet = Fleet(self.workers, scenario.engines, make, *host, self.busy, hang_s=1e9, restarts=1_000_000)
+        self.fleet = Fleet(
+            self.workers, scenario.engines, make, *host, self.busy, hang_s=1e9, start_s=1e9, restarts=1_000_000
+        )
         self.buffer = Buffer(scenario.budget)
         prompts, quiet = _Prompts(), _Quiet()
         parts = SamplingParts(

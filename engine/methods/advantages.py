@@ -6,6 +6,7 @@ The rewards of a group are in float64, ``mu`` and ``sd`` their mean and unbiased
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +14,12 @@ from ..data.columns import Array
 from ..data.segment import Origin
 from ..data.tree import TokenTree
 from ..errors import UserError
-from . import credit
+from . import credit, remembered, scored
 from .credit import EPS, Credit, centred, group, node_values, rewards_of
+from .groups import predicted
+from .roles import by_role
 from .selections import most_varied
+from .shaping import begins_given
 
 
 def _normalised(values: Array, eps: float = EPS) -> Array:
@@ -201,9 +205,10 @@ def turn_credit(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
     return Credit("path", [of_paths(tree) for tree in trees])
 
 
-def canon(trees: Sequence[TokenTree], *, share: float = 0.5) -> Credit:
+def canon(trees: Sequence[TokenTree], *, share: float = 0.75) -> Credit:
     """CANON by length (Chen et al. 2025; the mixing is inferred): the group is split at its median
-    length; ``share (R - mean of the other half) + (1 - share) (R - mean of the own half)``."""
+    length; ``share (R - mean of the other half) + (1 - share) (R - mean of the own half)``. With halves of one size a
+    share of 1/2 is R - mu, so the default, which is inferred, is another."""
 
     def of_leaves(tree: TokenTree) -> Array:  # [L]
         rewards, length = rewards_of(tree), tree.response_length
@@ -243,7 +248,64 @@ def learnable(tree: TokenTree) -> Array:  # [L]
     return 4 * p * (1 - p) * _normalised(rewards)
 
 
-ADVANTAGES: dict[str, Callable[..., Credit]] = {
+def by_beginning(trees: Sequence[TokenTree]) -> Credit:
+    """Group statistics for each kind of response (as in MASA and role baselines): `group_norm` among the responses that
+    begin with a given text, and among the others; 0 for one alone."""
+
+    def of_leaves(tree: TokenTree) -> Array:  # [L]
+        rewards, asked, found = rewards_of(tree), begins_given(tree), np.zeros(tree.num_leaves)
+        for kind in (asked, ~asked):
+            found[kind] = _normalised(rewards[kind])
+        return found
+
+    return Credit("leaf", [of_leaves(tree) for tree in trees])
+
+
+def prior_fusion(trees: Sequence[TokenTree], entry: Sequence[Mapping[str, Any]], *, column: str = "prior") -> Credit:
+    """V_0.5: ``R - b``, ``b = w V + (1 - w) mu`` with ``w = e / (e + (V - mu)^2)`` and ``e = s^2 / n``: a predicted
+    mean reward V counts as far as it agrees with the mean of the n responses, whose variance is s^2 (the form is
+    inferred).
+
+    Args:
+        column: of the problem's row, with V, of which the value model is not here.
+    """
+    found = []
+    for tree, row in zip(trees, entry, strict=True):
+        rewards = rewards_of(tree)
+        off = predicted(row, column, "algorithm.advantage = 'prior_fusion'") - rewards.mean()
+        error = rewards.var(ddof=1) / len(rewards) if len(rewards) > 1 else 0.0
+        found.append(centred(rewards) - (off * error / (error + off**2) if off else 0.0))
+    return Credit("leaf", found)
+
+
+def log_ratio(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
+    """Self-Rewarding PPO: each token's reward is its log-prob under the teacher (a model after fine-tuning) less that
+    under the reference (before it); credit is the discounted sum over the tokens in the loss from it on, whitened over
+    the batch. The verifier's rewards do not count.
+
+    Raises:
+        UserError: a token was not scored by both, as in a run without these roles.
+    """
+    found, live = [], []
+    for tree in trees:
+        gain = (tree.teacher_logprob.astype(np.float64) - tree.ref_logprob)[tree.path_tokens]
+        counted = tree.loss_mask[tree.path_tokens]
+        if np.isnan(gain[counted]).any():
+            raise UserError("algorithm.advantage = 'log_ratio' needs [roles.teacher] and [roles.reference].")
+        cuts, returns = np.cumsum(tree.response_length)[:-1], []
+        for mine, values in zip(np.split(counted, cuts), np.split(np.where(counted, gain, 0.0), cuts), strict=True):
+            total, own = 0.0, np.zeros(len(values))
+            for t in reversed(range(len(values))):
+                if mine[t]:
+                    total = values[t] + gamma * total
+                own[t] = total
+            returns.append(own)
+        found.append(np.concatenate(returns))
+        live.append(counted)
+    return Credit("path", credit.whitened(found, live))
+
+
+ADVANTAGES: dict[str, Callable[..., Any]] = {
     "group_norm": credit.group_norm,
     "group_mean": credit.group_mean,
     "rloo": credit.rloo,
@@ -273,4 +335,13 @@ ADVANTAGES: dict[str, Callable[..., Credit]] = {
     "learnable": learnable,
     "batch_std": batch_std,
     "pods": pods,
+    "by_role": by_role,
+    "optimal_token": scored.optimal_token,
+    "gradient_weighted": scored.gradient_weighted,
+    "laser": scored.SelfRewarded,
+    "by_beginning": by_beginning,
+    "prior_fusion": prior_fusion,
+    "log_ratio": log_ratio,
+    "cumulative": remembered.Cumulative,
+    "constrained": remembered.Constrained,
 }

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,6 +166,3 @@ class Difficulty:
     def gate(self, problem: Candidate) -> bool:
         """Return whether the problem may be chosen."""
         return problem.mean_reward is None or self._low <= problem.mean_reward <= self._high
-
-
-CURRICULA: dict[str, Callable[..., Any]] = {"ucb": Ucb, "difficulty": Difficulty}

@@ -56,10 +56,13 @@ class Retry:
 
 @dataclass(frozen=True)
 class Add:
-    """Add given responses to the sampled ones: they count in the group's rewards but not in a policy's loss."""
+    """Add given responses to the sampled ones: they count in the group's rewards, and in a policy's loss only where its
+    selection says so."""
 
     responses: Sequence[str]
     rewards: Sequence[float]
+    leaves: Sequence[int] | None = None
+    """Sampled responses that stay in the group, at least one. None: all."""
 
 
 Answer = Accept | Drop | More | Retry | Add | None
@@ -98,6 +101,90 @@ def top_up(tree: TokenTree, *, most: int = 4) -> Answer:
     rate = max(float(np.mean(known >= 1)), 0.5 / n)
     more = round(min(n / (2 * (rate * (1 - rate)) ** 0.5), most * n) - n) if rate < 0.5 else 0
     return More(more) if more > 0 else None
+
+
+def refine(
+    tree: TokenTree, texts: Sequence[str], *, template: str = "{prompt}\nA draft:\n{draft}\nImprove it."
+) -> Answer:
+    """iGRPO: sample the group again after the problem with the best of its responses, the first of the highest reward,
+    and train on the second group alone.
+
+    Args:
+        template: the problem with its draft (inferred).
+
+    Raises:
+        UserError: the template lacks a place.
+    """
+    if "{prompt}" not in template or "{draft}" not in template:
+        raise UserError("loop.callback = 'refine' needs a `template` with {prompt} and {draft}.")
+    rewards = tree.rewards["reward"]
+    if tree.meta["attempt"] or np.isnan(rewards).all():
+        return None
+    draft = texts[int(np.nanargmax(rewards))]
+    return Retry(template.replace("{prompt}", tree.meta["problem"]).replace("{draft}", draft))
+
+
+def on_demand(tree: TokenTree, *, column: str = "prior", more: int = 4, most: int = 16, errors: float = 1.0) -> Answer:
+    """V_0.5: sample ``more`` responses while the group's mean reward is further than ``errors`` standard errors from
+    the predicted one; with the advantage `prior_fusion`.
+
+    The squared standard error is ``max(s^2, V (1 - V)) / n``, s^2 the variance of the n rewards and V the prediction;
+    so a small group of equal rewards does not seem exact. The test and all defaults are inferred.
+
+    Args:
+        column: of the problem's row, with V.
+        most: largest number of responses.
+    """
+    rewards = tree.rewards["reward"].astype(np.float64)
+    known, prior = rewards[~np.isnan(rewards)], predicted(tree.meta["entry"], column, "loop.callback = 'on_demand'")
+    if not 2 <= len(known) < most:
+        return None
+    error = np.sqrt(max(known.var(ddof=1), prior * (1 - prior)) / len(known))
+    return More(min(more, most - len(known))) if abs(known.mean() - prior) > errors * error else None
+
+
+def predicted(entry: Mapping[str, Any], column: str, what: str) -> float:
+    """Return the predicted mean reward in a problem's row.
+
+    Raises:
+        UserError: the row has no number there.
+    """
+    try:
+        return float(entry[column])
+    except (KeyError, TypeError, ValueError):
+        raise UserError(
+            f"{what} reads the column '{column}' of a problem's row, which is to hold its predicted mean reward, a "
+            "number; add it to the data, or change `column`."
+        ) from None
+
+
+def demonstrate(
+    tree: TokenTree, *, column: str = "solution", failed: bool = True, replace: bool = False, reward: float = 1.0
+) -> Answer:
+    """Add the problem's solution to its group: always (ViSurf), where no response is right (HPT), or there in place of
+    the first response of the lowest reward (AMPO with one teacher).
+
+    Args:
+        column: of the problem's row, with the solution; an empty one is not added.
+        failed: only where no response has a reward of at least 1.
+        replace: one response makes room, if the group has several.
+        reward: of the solution.
+
+    Raises:
+        UserError: the row lacks the column.
+    """
+    rewards = tree.rewards["reward"]
+    if column not in tree.meta["entry"]:
+        raise UserError(
+            f"loop.callback = 'demonstrate' reads the column '{column}', which the problem "
+            f"'{tree.meta['problem'][:60]}' does not have; add it to the data, or change `column`."
+        )
+    solution = tree.meta["entry"][column]
+    if solution in (None, "") or np.isnan(rewards).all() or (failed and (rewards >= 1).any()):
+        return None
+    worst = int(np.nan_to_num(rewards, nan=np.inf).argmin())
+    kept = [leaf for leaf in range(len(rewards)) if leaf != worst] if replace and len(rewards) > 1 else None
+    return Add([str(solution)], [reward], kept)
 
 
 class HintLadder:
@@ -202,11 +289,19 @@ def solved(tree: TokenTree) -> bool:
     return bool((tree.rewards["reward"] >= 1).any())
 
 
-KEEPS: dict[str, Callable[..., bool]] = {"every": every, "unequal": unequal, "solved": solved}
+def none(tree: TokenTree) -> bool:
+    """No group: those of other runs in `replay.paths` are the only ones (SAPO, the swarm)."""
+    return False
+
+
+KEEPS: dict[str, Callable[..., bool]] = {"every": every, "unequal": unequal, "solved": solved, "none": none}
 """Choices of groups for the replay store."""
 GROUP_CALLBACKS: dict[str, Callable[..., Any]] = {
     "dynamic_sampling": dynamic_sampling,
     "until_unequal": until_unequal,
     "top_up": top_up,
     "hint_ladder": HintLadder,
+    "refine": refine,
+    "on_demand": on_demand,
+    "demonstrate": demonstrate,
 }

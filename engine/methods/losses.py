@@ -9,15 +9,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from rolltree.kernels import PathIndex
+from rolltree.kernels import PathIndex, PolicyFields
 
-from ..data.columns import Column, declare
+from ..data.columns import Array, Column, declare
 from ..data.tree import TokenTree
 
 declare(Column("scored_id", np.int32, "token", "id that a loss scores in its place", -1, merge="first", to_device=True))
 declare(Column("verdict", np.float32, "leaf", "the verifier's reward, for losses", to_device=True))
+
+
+def at_ends(tree: TokenTree, token: int) -> Array:  # [T]
+    """Return ``token`` at the last token of each response that is in the loss, and -1 elsewhere."""
+    ids = np.full(tree.num_tokens, -1)
+    ends = [tree.response_rows(int(leaf))[-1] for leaf in np.flatnonzero(tree.response_length)]
+    ids[ends] = token
+    return np.where(tree.loss_mask, ids, -1)
 
 
 class Laser:
@@ -41,10 +50,7 @@ class Laser:
 
     def prepare(self, trees: Sequence[TokenTree]) -> None:
         for tree in trees:
-            ids = np.full(tree.num_tokens, -1)
-            ends = [tree.response_rows(int(leaf))[-1] for leaf in np.flatnonzero(tree.response_length)]
-            ids[ends] = self.token
-            tree.set("scored_id", np.where(tree.loss_mask, ids, -1))
+            tree.set("scored_id", at_ends(tree, self.token))
             given = tree.rewards.get("verifier", tree.rewards.get("reward"))
             tree.set("verdict", np.zeros(tree.num_leaves) if given is None else given)
 
@@ -63,4 +69,66 @@ class Laser:
         return off.square().sum(), {"score": ((score * counts).sum(), counts.sum())}
 
 
-LOSSES: dict[str, Callable[..., Any]] = {"laser": Laser}
+class Rover:
+    """ROVER, uniform-policy evaluation: the sum over the tokens t of responses i of
+    ``(Q_t - (R_i - mu) - sg(mean_v Q_t+1(v)))**2`` with ``Q_t(v) = rho (log p(v) - log p_old(v))``, p_old the policy
+    before the step's updates, divided by the number of tokens; there is no ratio, bound or KL.
+
+    The form is inferred, and so is the target R_i - mu after a response's last token, and before one that is given.
+    Credit must be of whole responses: `group_mean` is R - mu.
+
+    Args:
+        rho: scale of Q (default inferred).
+
+    Raises:
+        ValueError: rho is not positive, or credit is finer than a response.
+    """
+
+    reads = ("policy_logprob", "policy_mean_logprob")
+
+    def __init__(self, rho: float = 1.0) -> None:
+        if not rho > 0:
+            raise ValueError(f"its option `rho` must be positive, got {rho}")
+        self.rho = rho
+
+    def loss(
+        self,
+        logprob: Tensor,  # [M]
+        mean_logprob: Tensor,  # [M]
+        fields: PolicyFields,
+        columns: Mapping[str, Tensor],
+        paths: PathIndex,
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        if paths.leaf_advantage is None:
+            raise ValueError("rover needs an advantage of whole responses, such as group_mean")
+        if paths.leaf_start is not None and bool((paths.leaf_start >= 0).any()):
+            raise ValueError("rover needs responses of one prompt a tree")
+        count, credit = fields.weight, fields.adv_pos + fields.adv_neg  # sums over the responses through each token
+        live = count > 0
+        own = self.rho * torch.where(live, logprob - columns["policy_logprob"], 0)
+        mean = self.rho * torch.where(live, mean_logprob - columns["policy_mean_logprob"], 0).detach()
+        before = _previous(paths.target_end)
+
+        def of_next(values: Tensor) -> Tensor:  # [M] -> [M], summed over the tokens that follow each
+            return torch.zeros(len(values) + 1, dtype=values.dtype, device=values.device).index_add(
+                0, before, values
+            )[:-1] * live  # fmt: skip
+
+        squares = torch.where(live, paths.spread(paths.leaf_advantage.square()), 0)
+        target = credit + of_next(count * mean)
+        constant = squares + 2 * of_next(credit * mean) + of_next(count * mean.square())
+        total = (count * own.square() - 2 * own * target + constant).sum()
+        return total, {"q": ((count * own).sum(), count.sum())}
+
+
+def _previous(target_end: Tensor) -> Tensor:  # [M] -> [M]
+    """Return the target before each on its path, M for the first; targets are in depth-first order."""
+    M = len(target_end)
+    place = torch.arange(M, device=target_end.device)
+    depth = place - torch.bincount(target_end.long(), minlength=M + 1).cumsum(0)[:M]
+    key, order = (depth * M + place).sort()
+    found = torch.searchsorted(key, (depth - 1) * M + place) - 1
+    return torch.where(depth > 0, order[found.clamp(min=0)], M)
+
+
+LOSSES: dict[str, Callable[..., Any]] = {"laser": Laser, "rover": Rover}

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..data.columns import Array
 from ..data.segment import Origin
+from ..data.statistics import reads
 from ..data.tree import TokenTree
 
 
@@ -19,6 +20,32 @@ def sampled(tree: TokenTree) -> Array:  # [T]
 def injected(tree: TokenTree) -> Array:  # [T]
     """Select the tokens that were not sampled but given: hints, a teacher's text, demonstrations."""
     return tree.origin == Origin.INJECTED
+
+
+def sampled_and_given(tree: TokenTree) -> Array:  # [T]
+    """Select the tokens in the loss and those that were given: with `demonstrate`, the solution is trained on as a
+    member of the group (ViSurf). Ratios need ``algorithm.old_logprob = "recompute"``."""
+    return tree.loss_mask | injected(tree)
+
+
+@reads("policy_entropy")
+def sampled_and_uncertain(tree: TokenTree, *, share: float = 0.2) -> Array:  # [T]
+    """Prefix-RFT: select the tokens in the loss, and the ``share`` of each response's given tokens at which the
+    policy's entropy is highest, at least one (the default is inferred). Ratios need
+    ``algorithm.old_logprob = "recompute"``."""
+    found, given = tree.loss_mask.copy(), injected(tree)
+    for leaf in range(tree.num_leaves):
+        rows = tree.response_rows(leaf)
+        if len(rows := rows[given[rows]]):
+            order = np.argsort(-tree.policy_entropy[rows], kind="stable")
+            found[rows[order[: max(1, round(share * len(rows)))]]] = True
+    return found
+
+
+def unaided(tree: TokenTree) -> Array:  # [L]
+    """HPT: select the responses of groups to which nothing was given, so that a problem with a demonstration is learned
+    from that alone."""
+    return np.full(tree.num_leaves, not (injected(tree) & (tree.response_leaves > 0)).any())
 
 
 def rewarded(tree: TokenTree, *, least: float = 1.0) -> Array:  # [L]
@@ -98,6 +125,9 @@ def _rewards(tree: TokenTree) -> Array:  # [L] float64
 SELECTIONS: dict[str, Callable[..., Array]] = {
     "sampled": sampled,
     "injected": injected,
+    "sampled_and_given": sampled_and_given,
+    "sampled_and_uncertain": sampled_and_uncertain,
+    "unaided": unaided,
     "rewarded": rewarded,
     "best": best,
     "reward_weighted": reward_weighted,

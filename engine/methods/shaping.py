@@ -6,15 +6,20 @@ new ``reward`` ``[L]``. Several are applied one after the other.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..data.columns import Array
 from ..data.segment import Origin
+from ..data.statistics import reads
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..parts.calling import call
+from .roles import step_verdicts
 
 Shaping = Callable[[TokenTree], Array]
 GIVEN = "verifier"
@@ -150,6 +155,130 @@ def step_differences(tree: TokenTree) -> Array:  # [L]
     return tree.rewards["reward"]
 
 
+def length_budget(tree: TokenTree, *, budget: float, share: float = 0.5) -> Array:  # [L]
+    """Train Long, Think Short: the reward gains ``share * max(0, 1 - max(0, length - budget) / budget)``, so that only
+    responses over the budget lose, all of it at twice the budget; the budget may fall with the step, as
+    ``budget = { schedule = [[1, 4096], [500, 1024]] }`` (the form and ``share`` are inferred)."""
+    over = np.maximum(tree.response_length - budget, 0) / budget
+    return tree.rewards["reward"] + share * np.maximum(1 - over, 0)
+
+
+def ensemble(tree: TokenTree, *, names: Sequence[str], how: str = "worst", penalty: float = 1.0) -> Array:  # [L]
+    """Ensembles of reward models (Coste et al. 2023): the ``worst`` of several named rewards, or with "uncertain" their
+    mean less ``penalty`` times their variance (the population's; ``penalty`` is inferred)."""
+    if how not in ("worst", "uncertain") or not names:
+        raise UserError("reward.shaping 'ensemble' needs names, and how of worst or uncertain.")
+    found = np.stack([_named(tree, name) for name in names]).astype(np.float64)
+    return found.min(0) if how == "worst" else found.mean(0) - penalty * found.var(0)
+
+
+def flawed(tree: TokenTree, *, flaw: str = "flaw", penalty: float = 1.0) -> Array:  # [L]
+    """FAPO: a right response, one of a reward of at least 1, loses ``penalty`` where the reward named ``flaw`` is
+    positive (``penalty`` is inferred, for wrong ones of -1 or 0)."""
+    rewards = tree.rewards["reward"].astype(np.float64)
+    return rewards - penalty * ((rewards >= 1) & (_named(tree, flaw) > 0))
+
+
+def tries(tree: TokenTree, *, decay: float = 0.5) -> Array:  # [L]
+    """Decay over tries (as in UFO; the form and ``decay`` are inferred): the reward times ``decay ** k``, k the number
+    of given texts in the response, each of which asked for another try."""
+    given = (tree.origin == Origin.INJECTED)[tree.path_tokens]
+    parts = np.split(given, np.cumsum(tree.response_length)[:-1])
+    return tree.rewards["reward"] * decay ** np.array(
+        [(np.diff(part.astype(int), prepend=0) > 0).sum() for part in parts]
+    )
+
+
+NUMBER = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)")
+
+
+def foresight(tree: TokenTree, tokenizer: Any) -> Array:  # [L]
+    """MASA: the reward of a response that begins with a question about the others, as the program `foresee` makes them,
+    is ``1 - |q - p|``, q the first number that it answers, within [0, 1], and p the share of the others with a reward
+    of at least 1; 0 without such a number. The others keep theirs (the form is inferred)."""
+    rewards = tree.rewards["reward"].astype(np.float64)
+    asked = begins_given(tree)
+    if asked.all():
+        return np.zeros(tree.num_leaves)
+    rate = float((rewards[~asked] >= 1).mean())
+    for leaf in np.flatnonzero(asked):
+        rows = tree.response_rows(int(leaf))
+        answer = tokenizer.decode(tree.token_id[rows[tree.origin[rows] == Origin.SAMPLED]], skip_special_tokens=True)
+        found = NUMBER.search(answer)
+        guess = None if found is None else float(found[1]) / (100 if found[2] else 1)
+        rewards[leaf] = 0.0 if guess is None or guess > 1 else 1 - abs(guess - rate)
+    return rewards
+
+
+def begins_given(tree: TokenTree) -> Array:  # [L] bool
+    """Tell of each response if its first token was given."""
+    firsts = [tree.response_rows(leaf)[:1] for leaf in range(tree.num_leaves)]
+    return np.array([bool((tree.origin[first] == Origin.INJECTED).any()) for first in firsts])
+
+
+@reads("policy_mean_logprob")
+def self_certainty(tree: TokenTree) -> Array:  # [L]
+    """Self-certainty: the reward is the mean over a response's tokens in the loss of ``-mean_v log p_v``, the KL
+    divergence of the uniform distribution to the policy's but for ``log V``, which no baseline sees; 0 without tokens.
+    """
+    found = np.zeros(tree.num_leaves)
+    for leaf in range(tree.num_leaves):
+        rows = tree.response_rows(leaf)
+        if len(rows := rows[tree.loss_mask[rows]]):
+            found[leaf] = -tree.policy_mean_logprob[rows].astype(np.float64).mean()
+    return found
+
+
+class Exploration:
+    """Outcome-based exploration: the reward gains ``bonus / sqrt(N)``, N the number of times that the response's answer
+    was given to its problem so far in the run, and loses ``repeated`` for each other response of the group that has the
+    same answer. A response without an answer neither gains nor loses (the forms and defaults are inferred).
+
+    Args:
+        bonus, repeated: see above.
+        pattern: a regular expression; the first group of its last match is the answer.
+
+    Raises:
+        ValueError: the pattern is none, or has no group.
+    """
+
+    def __init__(
+        self, bonus: float = 0.1, repeated: float = 0.0, pattern: str = r"(?i)answer[^\n:]{0,20}:\s*([^\n]+)"
+    ) -> None:
+        self._bonus, self._repeated = bonus, repeated
+        try:
+            self._pattern = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"its option `pattern` is no regular expression: {error}") from error
+        if not self._pattern.groups:
+            raise ValueError("its option `pattern` needs a group, the answer")
+        self._seen: dict[str, dict[str, int]] = {}  # by problem: number of times of each answer
+
+    def __call__(self, tree: TokenTree, texts: Sequence[str]) -> Array:
+        seen = self._seen.setdefault(str(tree.meta.get("prompt_id")), {})
+        answers = [self._answer(text) for text in texts]
+        for answer in answers:
+            if answer is not None:
+                seen[answer] = seen.get(answer, 0) + 1
+        gains = [
+            0.0 if a is None else self._bonus / math.sqrt(seen[a]) - self._repeated * (answers.count(a) - 1)
+            for a in answers
+        ]
+        return tree.rewards["reward"] + np.array(gains)
+
+    def _answer(self, text: str) -> str | None:
+        found = list(self._pattern.finditer(text))
+        return found[-1][1].strip() if found else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts of each problem's answers."""
+        return {"seen": self._seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        self._seen = {problem: dict(counts) for problem, counts in state["seen"].items()}
+
+
 def _named(tree: TokenTree, name: str) -> Array:
     if name not in tree.rewards or np.isnan(tree.rewards[name]).any():
         raise UserError(
@@ -158,7 +287,7 @@ def _named(tree: TokenTree, name: str) -> Array:
     return tree.rewards[name]
 
 
-SHAPINGS: dict[str, Callable[..., Array]] = {
+SHAPINGS: dict[str, Callable[..., Any]] = {
     "weighted": weighted,
     "gated": gated,
     "overlong": overlong,
@@ -170,4 +299,12 @@ SHAPINGS: dict[str, Callable[..., Array]] = {
     "serial_exits": serial_exits,
     "clip_steps": clip_steps,
     "step_differences": step_differences,
+    "step_verdicts": step_verdicts,
+    "length_budget": length_budget,
+    "ensemble": ensemble,
+    "flawed": flawed,
+    "tries": tries,
+    "foresight": foresight,
+    "self_certainty": self_certainty,
+    "exploration": Exploration,
 }

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -121,46 +122,70 @@ def computing(mask: Tensor) -> Iterator[None]:
         _current.reset(token)
 
 
-class DeferredMask:
-    """Calls ``sdpa_mask`` with the given arguments, at most once and only for an ordinary batch."""
+NO_SKIP = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+"""Arguments with which ``sdpa_mask`` makes a mask also where ``sdpa`` needs none."""
 
-    def __init__(self, **arguments: Any) -> None:
-        self._arguments = arguments
-        self._made = False
-        self._mask: Tensor | None = None
 
-    def make(self) -> Tensor | None:
-        if not self._made:
-            self._mask, self._made = sdpa_mask(**self._arguments), True
-        return self._mask
+class DeferredMask(Tensor):  # [B, 1, Q, K] bool
+    """The mask that ``sdpa_mask`` makes of the given arguments, made when an operation first needs its values.
 
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor | DeferredMask:
-        """Return the mask of some queries, for a forward pass whose last layers compute the last tokens only.
+    It has a shape, a dtype and a device, and no values: any other operation gets the mask itself. Attention over trees
+    asks for its type only and never makes one.
+    """
 
-        Args:
-            index: slices of batch, heads, queries and keys.
-        """
-        if all(part in (slice(None), slice(0, None)) for part in index):
+    arguments: dict[str, Any]
+    made: Tensor | None
+    needless: bool  # known to be one that `sdpa` does without
+
+    @staticmethod
+    def __new__(cls, **arguments: Any) -> DeferredMask:
+        shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
+        mask: DeferredMask = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.bool, device=arguments.get("device", "cpu")
+        )
+        mask.arguments, mask.made, mask.needless = arguments, None, False
+        return mask
+
+    def make(self, skip: bool = True) -> Tensor | None:
+        """Return the mask; with ``skip``, None where ``sdpa`` needs none, as with neither padding nor a window."""
+        if self.made is None and not (skip and self.needless):
+            self.made = sdpa_mask(**self.arguments | ({} if skip else NO_SKIP))
+            self.needless = self.made is None
+        if not skip and self.made is not None:
+            self.made = self.made.contiguous()  # as the strides say
+        return self.made
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return a part of the mask; the whole stays deferred, as some models slice what they need all of."""
+        if isinstance(index, tuple) and all(isinstance(p, slice) and p in (slice(None), slice(0, None)) for p in index):
             return self
-        # no mask would mean a causal one, which begins at the first key whatever the queries are
-        made: Tensor = sdpa_mask(**self._arguments | {"allow_is_causal_skip": False})
-        return made[index]
+        made: Tensor = super().__getitem__(index)
+        return made
 
-    def contiguous(self) -> Tensor | None:
-        """Return the mask itself: ``generate`` makes masks ahead of the forward pass where the cache is static."""
-        made = self.make()
-        return None if made is None else made.contiguous()
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(DeferredMask, lambda mask: mask.make(skip=False), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor | DeferredMask | None:
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     if args:
         raise TypeError(
             "Transformers now passes mask arguments by position; this version of rolltree does not support that."
         )
     if getattr(kwargs.get("config"), "attn_logit_softcapping", None) is not None:
         kwargs["allow_is_causal_skip"] = False  # no mask would mean SDPA's own causal one, and SDPA has no softcap
-    # keys from before: no tree; and the offset of a static cache is a tensor that the first layer changes in place
-    if isinstance(kwargs.get("q_offset"), Tensor) or kwargs.get("kv_length") != kwargs.get("q_length"):
+    # keys from before: no tree; the offset of a static cache is a tensor that the first layer changes in place; and
+    # compiled code cannot make a tensor without values
+    at_once = isinstance(kwargs.get("q_offset"), Tensor) or torch.compiler.is_compiling()
+    if at_once or kwargs.get("kv_length") != kwargs.get("q_length"):
         mask: Tensor | None = sdpa_mask(**kwargs)
         return mask
     return DeferredMask(**kwargs)
@@ -171,7 +196,7 @@ def _attention(
     query: Tensor,  # [B, Hq, S, D]
     key: Tensor,  # [B, Hkv, S, D]
     value: Tensor,  # [B, Hkv, S, Dv]
-    attention_mask: Tensor | DeferredMask | None,
+    attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -278,7 +303,7 @@ def _both_ways(
     return out.index_copy(0, torch.cat(rows), torch.cat(parts).to(out.dtype))
 
 
-def _tree(module: nn.Module, mask: Tensor | DeferredMask | None, kwargs: dict[str, Any]) -> Tree | None:
+def _tree(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> Tree | None:
     """Return the tree that the call belongs to; None for an ordinary batch.
 
     Raises:
@@ -299,12 +324,17 @@ def _tree(module: nn.Module, mask: Tensor | DeferredMask | None, kwargs: dict[st
             kwargs.get("cu_seq_lens_q"),
             kwargs.get("max_length_q", 0),
         )
-    if isinstance(mask, Tensor) and tuple(mask.shape) == (1, 1, 1, 1):
+    if _is_prepared(mask):
         raise ValueError(
             f"{type(module).__name__} got the prepared mask of a tree and no tree: its model hands neither mask nor "
             "keyword arguments on where layers are recomputed or compiled; leave that out, or train on plain sequences."
         )
     return None
+
+
+def _is_prepared(mask: Tensor | None) -> bool:
+    """Return whether ``mask`` has the form of `tree_mask`."""
+    return mask is not None and not isinstance(mask, DeferredMask) and tuple(mask.shape) == (1, 1, 1, 1)
 
 
 def _require_supported(
@@ -316,7 +346,13 @@ def _require_supported(
     if query.shape[0] != 1:
         raise ValueError(f"Packed trees are one row of tokens; input_ids has a batch of {query.shape[0]}, pass [1, T].")
     sparse = [n for n in ("indices", "block_indices") if kwargs.get(n) is not None]
-    biased = kwargs.get("position_bias") is not None or (isinstance(mask, Tensor) and tuple(mask.shape) != (1, 1, 1, 1))
+    made = mask is not None and not isinstance(mask, DeferredMask) and not _is_prepared(mask)
+    if made and mask.dtype == torch.bool and torch.compiler.is_compiling():
+        raise ValueError(
+            f"{name} got the mask that its compiled model has made; compile the layers alone, or pass "
+            "attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool) to the model."
+        )
+    biased = made or kwargs.get("position_bias") is not None
     what = "sparse attention that learns its index" if sparse else "attention biases" if biased else None
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         what = "attention in both directions"
@@ -362,7 +398,7 @@ def _ordinary(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | DeferredMask | None,
+    mask: Tensor | None,
     scaling: float | None,
     dropout: float,
     sliding_window: int | None,

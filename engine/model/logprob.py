@@ -13,7 +13,8 @@ from rolltree.kernels.checks import shown
 
 from ..data.batch import TreeBatch
 from .attention import NAME
-from .decoder import unchecked_logprob
+from .decoder import decode, statistics_of_pieces, unchecked_logprob
+from .head import target_statistics
 from .self_check import check_model
 
 
@@ -38,6 +39,28 @@ def batch_logprob(
     check_call("batch_logprob", model, batch)
     check_temperature("batch_logprob", batch, temperature)
     return unchecked_logprob(model, batch, temperature, want)
+
+
+def batch_statistics(
+    model: PreTrainedModel,
+    batch: TreeBatch,
+    *,
+    temperature: float | Tensor = 1.0,
+    want: Sequence[str] = (),
+    extra_ids: Tensor | None = None,  # [M, K]
+) -> dict[str, Tensor]:
+    """Compute ``logprob [M]`` and the statistics in ``want`` of every target, as `linear_statistics` names them.
+
+    Args, Raises: as for `batch_logprob` and `linear_statistics`. The values of a batch in pieces have no gradient.
+    """
+    check_call("batch_statistics", model, batch)
+    check_temperature("batch_statistics", batch, temperature)
+    if batch.pieces:
+        return statistics_of_pieces(model, batch, temperature, want, extra_ids)
+    hidden = decode(model, batch).hidden
+    return target_statistics(
+        model, hidden, batch.target, batch.head_row, batch.head_index, temperature, want, extra_ids
+    )
 
 
 def check_call(op: str, model: object, batch: object) -> None:

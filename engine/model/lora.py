@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UserError
 from .pictures import tower_parameters
-from .sharding import whole
+from .sharding import named_shards, whole
 
 NAME = "default"
 """Name of the adapter in peft."""
@@ -118,27 +118,44 @@ def has_lora(model: Any) -> bool:
 def without_adapter(model: PreTrainedModel) -> Iterator[None]:
     """Compute with the base weights alone in a with-block."""
     layers = [layer for _, layer in _adapted(model)]
+    named_shards(model)  # peft marks parameters, which must be the shards
     for layer in layers:
         layer.enable_adapters(False)
     try:
         yield
     finally:
+        named_shards(model)
         for layer in layers:
             layer.enable_adapters(True)
 
 
-def merged(model: PreTrainedModel) -> dict[str, Tensor]:
+class _Sums(Mapping[str, Tensor]):
+    """The result of `merged`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._layers = dict(_adapted(model))
+        self._base = {name.replace(".base_layer.", "."): p for name, p in _base(model).items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        owner, _, last = name.rpartition(".")
+        if last == "weight" and owner in self._layers:
+            return _sum(self._base[name].detach(), self._layers[owner])
+        return self._base[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+
+def merged(model: PreTrainedModel) -> Mapping[str, Tensor]:
     """Return the policy's parameters by their names in a model without adapters, with ``W + s B A`` for W.
 
-    The sum is computed in fp32 and rounded once. Parameters without adapter are the model's own tensors.
+    Each sum is computed when it is read, in fp32, and rounded once; of a sharded model all ranks must read it, which
+    gathers it. Parameters without adapter are the model's own tensors, or shards.
     """
-    layers, found = dict(_adapted(model)), {}
-    for name, parameter in _base(model).items():
-        plain = name.replace(".base_layer.", ".")
-        owner, _, last = plain.rpartition(".")
-        changed = last == "weight" and owner in layers
-        found[plain] = _sum(parameter.detach(), layers[owner]) if changed else parameter
-    return found
+    return _Sums(model)
 
 
 @dataclass(frozen=True)
@@ -147,8 +164,19 @@ class Merged:
 
     model: PreTrainedModel
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> Mapping[str, Tensor]:
         return merged(self.model)
+
+
+def gathered_sum(model: PreTrainedModel, kept: bool) -> dict[str, Tensor]:
+    """Return the state of a model without adapters whose weights are the policy's, as `sharding.gathered` does."""
+    found = {}
+    for name, tensor in merged(model).items():
+        full = whole(tensor.detach())
+        if kept:
+            found[name] = full.cpu()
+    buffers = dict(model.named_buffers())
+    return found | {name: tensor for name, tensor in model.state_dict().items() if kept and name in buffers}
 
 
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -165,14 +193,20 @@ def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
     return copied
 
 
-def save_adapter(model: PreTrainedModel, directory: Path) -> None:
-    """Write the adapter as files that ``peft.PeftModel.from_pretrained`` loads onto the model it was added to."""
-    directory.mkdir(parents=True)
+def save_adapter(model: PreTrainedModel, directory: Path, writes: bool = True) -> None:
+    """Write the adapter as files that ``peft.PeftModel.from_pretrained`` loads onto the model it was added to.
+
+    Args:
+        writes: False on all ranks of a sharded model but one; all must call it.
+    """
     tensors = {
         f"{PREFIX}{name.replace(f'.{NAME}.', '.')}": whole(p.detach()).cpu().contiguous()
-        for name, p in model.named_parameters()
+        for name, p in named_shards(model).items()
         if ".lora_" in name
     }
+    if not writes:
+        return
+    directory.mkdir(parents=True)
     save_file(tensors, directory / FILE, metadata={"format": "pt"})
     config: Any = copy.copy(model.rolltree_lora)
     config.base_model_name_or_path, config.inference_mode = model.name_or_path, True
@@ -190,7 +224,7 @@ def base_digest(model: PreTrainedModel) -> str:
 
 
 def _base(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: p for name, p in model.named_parameters() if ".lora_" not in name}
+    return {name: p for name, p in named_shards(model).items() if ".lora_" not in name}
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -57,6 +57,15 @@ class Role:
         self.reset_every, self.ema, self.initial, self.adapted = reset_every, ema, initial, adapted
         self.seen = 0  # updates of the policy
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that `score` writes."""
+        return (self.column,)
+
+    def prepare(self, trees: Sequence[TokenTree]) -> None:
+        """Set columns of ``trees`` that `score` reads, before they are packed."""
+        return
+
     @staticmethod
     def snapshot(model: PreTrainedModel, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Return a copy of the model's parameters on ``device``; of a sharded model the copy of this rank's shards.

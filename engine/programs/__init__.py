@@ -15,10 +15,13 @@ from typing import Any
 
 from ..errors import UserError
 from ..parts.resolve import resolve
+from .again import Annealed, PlanExecute, TryAgain
 from .arpo import ARPO
+from .demonstrated import DemoPrefix, Foresee
 from .environment import EnvironmentTurns, Observation
 from .eptree import CURE, EPTree
 from .flat import Flat
+from .generate_then_verify import GenerateThenVerify
 from .hints import HintLadder
 from .latr import LATR
 from .mcts import MCTS
@@ -56,6 +59,12 @@ PROGRAMS: dict[str, type[RolloutProgram]] = {
     "tools": ToolTurns,
     "environment": EnvironmentTurns,
     "arpo": ARPO,
+    "generate_then_verify": GenerateThenVerify,
+    "demo_prefix": DemoPrefix,
+    "foresee": Foresee,
+    "try_again": TryAgain,
+    "plan_execute": PlanExecute,
+    "annealed": Annealed,
 }
 
 
@@ -82,17 +91,22 @@ __all__ = [
     "SGRPO",
     "WHOLE",
     "Action",
+    "Annealed",
     "BranchId",
     "Call",
+    "DemoPrefix",
     "EPTree",
     "EnvironmentTurns",
     "Finish",
     "Flat",
+    "Foresee",
     "Fork",
+    "GenerateThenVerify",
     "Given",
     "GroupState",
     "HintLadder",
     "Observation",
+    "PlanExecute",
     "Prune",
     "Reward",
     "Rewind",
@@ -102,5 +116,6 @@ __all__ = [
     "SegmentReport",
     "ToolTurns",
     "TreePO",
+    "TryAgain",
     "make_program",
 ]

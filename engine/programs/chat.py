@@ -67,7 +67,8 @@ def find_format(
     """Return the form of calls called ``name``, or the one that the chat template teaches.
 
     That is the form in which the template writes a call, as its parser reads it back; for a template that writes none,
-    the one that its prompt speaks of.
+    the one that its prompt speaks of, or else its own text: Transformers 5.23 and later leave out a content of None,
+    and some templates write calls of such a message only.
 
     Args:
         tools: their JSON schemas, as `tool_schema` gives them.
@@ -81,6 +82,7 @@ def find_format(
             raise ValueError(f"environment has no tool_format '{name}'; known are {known}.")
         return FORMATS[name]
     asked = [{"role": "user", "content": "?"}]
+    unread = False
     for content in ("", None):
         for arguments in ({"where": "here"}, '{"where": "here"}'):
             call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": arguments}}
@@ -94,10 +96,12 @@ def find_format(
                 read = [(call.name, call.arguments) for call in read_turn(turn, ["look"], form).calls]
                 if read == [("look", {"where": "here"})]:
                     return form
+            unread |= "look" in turn
     prompt = render(tokenizer, asked, tools, generation=True)
-    for form in FORMATS.values():
-        if re.search(form.taught, prompt, re.DOTALL):
-            return form
+    for text in (prompt,) if unread else (prompt, str(tokenizer.chat_template)):
+        for form in FORMATS.values():
+            if re.search(form.taught, text, re.DOTALL):
+                return form
     raise ValueError(
         f"The chat template writes calls of tools in no known form ({known}); name the one that the model was trained "
         "on as tool_format, or use another template."

@@ -126,7 +126,8 @@ class Fork:
 
     With ``n=0`` nothing more is sampled: the appended tokens end the response. ``temperature`` and ``train`` hold for
     the tokens from here on and for branches that continue them; None leaves them as they are. A response of a branch
-    with ``train=False`` is judged and counts in credit, but not in an update.
+    with ``train=False`` is judged and counts in credit, but not in an update. ``role``, one of the program's ``roles``,
+    holds like ``temperature``; the policy that plays it samples these tokens.
     """
 
     branch: BranchId
@@ -136,6 +137,7 @@ class Fork:
     """Length of the next segment in tokens; None for the program's, `WHOLE` for no limit."""
     temperature: float | None = None
     train: bool | None = None
+    role: str | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ class Rewind:
     segment_tokens: int | None = None
     temperature: float | None = None
     train: bool | None = None
+    role: str | None = None
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,9 @@ class RolloutProgram(ABC):
     """Texts that end a segment, but not the response."""
     segment_stop_token_ids: Sequence[int] = ()
     """Tokens that end a segment, but not the response, even if they are end-of-sequence tokens."""
+    roles: Sequence[str] = ()
+    """Names of the roles in which tokens are sampled; the branches from the prompt begin in the first. A policy of
+    ``[models.NAME]`` plays the role NAME, and the run's ``[model]`` all others. Empty: there is one role."""
     top_logprobs: int = 0
     """Number of likeliest tokens to report at each sampled token."""
     rewinds: bool = False

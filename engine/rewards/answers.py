@@ -6,7 +6,8 @@ Candidates come in a fixed order, and a verifier takes the first that it can rea
    heading ``Answer``, and ``#### ...`` on the last line. The last in the text comes first.
 2. A sentence "the answer is ...", and ``#### ...`` before a number or formula on any other line; the last comes first.
 
-An empty mark does not count. ``Answer`` is recognised in the languages of `WORDS` and `SAID`, in any case, with or
+A response with reasoning in tags (``<think>...</think>``) answers with the text after them, if there is any. An empty
+mark does not count. ``Answer`` is recognised in the languages of `WORDS` and `SAID`, in any case, with or
 without Markdown's emphasis. Adjacent boxes (``\boxed{2} or \boxed{3}``) are one answer with several
 parts.
 
@@ -21,8 +22,9 @@ from collections.abc import Iterator
 WORDS = "|".join(
     (
         r"answers?", "antwort", r"r[ée]ponse", "respuesta", "resposta", "risposta", "ответ", "答案", "答え", "答",
-        "解答", "回答", "정답", "답", "jawaban", "cevap", "đáp án", "jibu", "odpowiedź", "antwoord", "उत्तर", "الجواب",
-        "الإجابة", "উত্তর", "คำตอบ", "సమాధానం",
+        "解答", "回答", "정답", "답", "jawaban", "cevap", "đáp án", "jibu", "odpowied[źz]", "antwoord", "उत्तर",
+        "الجواب", "الإجابة", "উত্তর", "คำตอบ", "సమాధానం", "відповідь", "svar", "vastaus", "απάντηση", "răspuns", "válasz",
+        "(?:最终|最終|最后|最後の?|正确|正確)(?:的)?(?:答案|答え|回答)",
     )
 )  # fmt: skip
 """The word "answer" before a colon, in many languages."""
@@ -30,7 +32,8 @@ SAID = "|".join(
     (
         r"(?<!\w)answers?(?!\w)[^.:=\n]{0,60}?(?<!\w)(?:is|are|equals|will be|would be|must be|comes out to)(?!\w)",
         r"(?<!\w)(?:correct|right|best)\s+(?:option|choice|statement)\s+is(?!\w)",
-        r"(?<!\w)antwort\s+(?:ist|lautet)(?!\w)", r"(?<!\w)r[ée]ponse(?:\s+finale)?\s+est(?!\w)",
+        r"(?<!\w)antwort\s+(?:ist|lautet|beträgt)(?!\w)", r"(?<!\w)antwoord\s+is(?!\w)",
+        r"(?<!\w)odpowied[źz]\s+to(?!\w)", r"(?<!\w)r[ée]ponse(?:\s+finale)?\s+est(?!\w)",
         r"(?<!\w)respuesta(?:\s+final)?\s+es(?!\w)", r"(?<!\w)resposta(?:\s+final)?\s+é(?!\w)",
         r"(?<!\w)risposta(?:\s+finale)?\s+è(?!\w)", r"ответ\s*[—–-]", "答案[是为為]", "答えは", "정답은", "답은",
         r"jawabannya adalah", r"jibu ni", r"คำตอบคือ", r"উত্তর হল", r"đáp án là", r"उत्तर है",
@@ -38,17 +41,27 @@ SAID = "|".join(
 )  # fmt: skip
 """The words before an answer in a sentence, in many languages."""
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_LINE = re.compile(rf"(?<![\w<])(?:{WORDS})[*_\s]{{0,4}}[:：]", re.IGNORECASE)
+_REASONING = re.compile(
+    r"</(?:think|thinking|thought|reasoning)>|◁/think▷|\[/THINK\]|<\|channel\|>final<\|message\|>", re.IGNORECASE
+)
+"""The end of a model's reasoning."""
+_TAGGED = re.compile(r"<((?:final[_ -]?)?answer)>(.*?)</\1>", re.DOTALL | re.IGNORECASE)
+_DASH = r"^[ \t#*_>-]*(?:final[ \t]+)?answer[*_]*[ \t]+(?:[—–→]|->?|=>?)(?=\s)"
+_LINE = re.compile(rf"(?<![^\W_])(?<!<)(?:{WORDS})[*_\s]{{0,4}}[:：]|{_DASH}", re.IGNORECASE | re.MULTILINE)
 _HEADING = re.compile(
     rf"^[ \t]*(?:#{{1,6}}[ \t]*|[*_]{{2}})[*_]*(?:the[ \t]+)?(?:final[ \t]+)?(?:{WORDS})[*_ \t]*$",
     re.IGNORECASE | re.MULTILINE,
 )
-_BOX = re.compile(r"\\f?boxed[ \t]*")
+_BOX = re.compile(r"\\(?:f?boxed|fbox|framebox)(?![a-zA-Z])[ \t]*")
 _HASHES = re.compile(r"(?<!#)####(?!#)")
 _SENTENCE = re.compile(rf"(?:{SAID})[ \t]*[:：]?", re.IGNORECASE)
 _VALUE = re.compile(r"[*_]*(?!\d+[.):]\s)(?:[-+−]?[$€£¥]?\s?[-+−]?\.?\d|\$|\\[(\[a-zA-Z]|[-+−]?[√π∞(\[{])")
 _TOGETHER = re.compile(r"\s*\$?[\s,;]*(?:(?:and|or|und|oder|et|ou|y|o|和|或)\b|[,;、])?[\s,;]*\$?\s*", re.IGNORECASE)
+_ABBREVIATED = r"(?<!\b[MD]r)(?<!\b[MS]t)(?<!\bMrs)(?<!\bM[sx])(?<!\bNo)(?<!\bProf)"
+"""Looks back for no abbreviation whose full stop ends no sentence."""
+_EMPHASIS = re.compile(r"(?<![\w*)}\]\\])(?<!\d\s)(\*{1,3}|__|`)(?=[^\s*])([^*\n]*?[^\s*])\1(?![\w*])")
+_PICTURES = re.compile("[\u2600-\u27bf\ufe0f\u200b-\u200d\u2060\ufeff\U0001f000-\U0001faff]")
+"""Emoji, check marks and characters without width."""
 _OPEN = ("$$", "\\["), ("$$", "\\]")
 
 
@@ -59,8 +72,8 @@ def extract_answer(text: str) -> str | None:
 
 def candidates(text: str) -> Iterator[str]:
     """Yield possible answers in ``text``, the most reliable first."""
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    strong = [(match.start(), match[1]) for match in _TAGGED.finditer(text)]
+    text = without_reasoning(text).replace("\r\n", "\n").replace("\r", "\n")
+    strong = [(match.start(), match[2]) for match in _TAGGED.finditer(text)]
     strong += [(match.start(), _line_after(text, match.end())) for match in _LINE.finditer(text)]
     strong += [(match.start(), _line_after(text, match.end())) for match in _HEADING.finditer(text)]
     strong += _boxes(text)
@@ -77,9 +90,18 @@ def candidates(text: str) -> Iterator[str]:
                 yield answer
 
 
+def without_reasoning(text: str) -> str:
+    """Return the text after a response's reasoning in tags; the whole text if nothing follows them."""
+    *_, answer = _REASONING.split(text)
+    return answer if answer.strip() else text
+
+
 def last_line(text: str) -> str:
-    """Return the last line that is not empty; a formula set off by ``\\[`` or ``$$`` counts as one line."""
-    text = text.rstrip()
+    """Return the last line that is not empty; a formula set off by ``\\[`` or ``$$`` counts as one line.
+
+    Fences of Markdown are no lines.
+    """
+    text = re.sub(r"^[ \t]*(?:```|~~~)\w*[ \t]*$", "", without_reasoning(text), flags=re.MULTILINE).rstrip()
     for opening, closing in (("\\[", "\\]"), ("$$", "$$")):
         if text.rstrip(".").endswith(closing) and (start := text.rfind(opening, 0, text.rfind(closing))) >= 0:
             return text[start:]
@@ -87,12 +109,12 @@ def last_line(text: str) -> str:
 
 
 def tidy(answer: str) -> str:
-    r"""Return ``answer`` without emphasis, ``$`` or ``\( \)``, quotation marks and a full stop around it."""
-    previous = None
+    r"""Return ``answer`` without emphasis and pictures, and ``$``, quotation marks and a full stop around it."""
+    previous, answer = None, _EMPHASIS.sub(r"\2", _PICTURES.sub("", answer))
     while previous != answer:
         previous = answer
         answer = answer.strip().strip("*_`").strip()
-        answer = re.sub(r"(?<!\\right)(?<!\\left)(?<!\\)[.,;:。，；]+$|\\\\$", "", answer)
+        answer = re.sub(r"(?<!\\right)(?<!\\left)(?<!\\)[.,;:。，；]+$|\\\\$|(?<=\d)[.,][-–—]+$", "", answer)
         for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ('"', '"'), ("“", "”")):
             inside = answer[len(opening) : -len(closing)]
             around = (
@@ -141,9 +163,9 @@ def _line_after(text: str, start: int) -> str:
     for opening, closing in zip(*_OPEN, strict=True):
         if rest.startswith(opening) and (end := rest.find(closing, len(opening))) >= 0:
             return rest[: end + len(closing)]
-    return re.split(r"</answer>|\n", rest, maxsplit=1, flags=re.IGNORECASE)[0]
+    return re.split(r"</(?:final[_ -]?)?answer>|\n", rest, maxsplit=1, flags=re.IGNORECASE)[0]
 
 
 def _sentence_after(text: str, start: int) -> str:
     """Return the rest of the sentence, up to a full stop before white space or the end of the line."""
-    return re.split(r"[.!?](?=\s|$)|。", _line_after(text, start), maxsplit=1)[0]
+    return re.split(rf"{_ABBREVIATED}[.!?](?=\s|$)|。", _line_after(text, start), maxsplit=1)[0]

@@ -6,6 +6,7 @@ Imports nothing of rolltree, like `verifiers.py`.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from functools import lru_cache, partial
@@ -14,11 +15,19 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
+from .answers import without_reasoning
 from .verifiers import load_file
 
 BUDGET = 0.8
 """Share of a verdict's time limit that a response's code may use."""
-PYTHON = {"python", "python3", "python2", "py", "py3", "ipython", "ipython3"}
+PYTHON = re.compile(r"(?:language-|lang-|jupyter-|\.)?(?:i|c)?py(?:thon)?[\d.]*")
+MARKDOWN = re.compile(r"markdown|md")
+NO_NAME = re.compile("")
+_INVISIBLE = re.compile(r"^[\ufeff\u200b\u00a0]+(?=[ \t]*(?:`{3}|~{3}))", re.MULTILINE)
+_OPENED_IN_LINE = re.compile(
+    r"^(.*[^\s`~>])[ \t]*((?:`{3,}|~{3,})[ \t]*py(?:thon)?[\d.]*[ \t]*)$", re.MULTILINE | re.IGNORECASE
+)
+_CLOSED_IN_LINE = re.compile(r"(?<=[^\s`~])[ \t]*(`{3,}|~{3,})[ \t]*$", re.MULTILINE)
 
 
 class CodeVerifier:
@@ -124,14 +133,21 @@ def extract_code(text: str) -> str | None:
     """Return the program of a response; None if it has none.
 
     The program is the last fenced block (three or more backticks or tildes) that is closed and named Python; without
-    such a block, the last that is closed and has no name. Fences are read by the rules of CommonMark, also within lists
-    and quotations; if that finds no program, they are read again without regard to indentation.
+    such a block, the last that is closed and has no name, or a program in a block of Markdown. Fences are read by the
+    rules of CommonMark, also within lists and quotations; if that finds no program, they are read again without regard
+    to indentation, and then with fences that begin or end within a line. Of a response with reasoning in tags, the text
+    after it is read.
     """
-    for strict in (True, False):
-        blocks = list(_closed_blocks(text, _markdown(strict)))
-        for names in (PYTHON, {""}):
-            if found := [content for name, content in blocks if name in names]:
+    text = _INVISIBLE.sub("", without_reasoning(text).replace("\r\n", "\n").replace("\r", "\n"))
+    in_lines = _CLOSED_IN_LINE.sub(r"\n\1", _OPENED_IN_LINE.sub(r"\1\n\2", text))
+    for read, strict in ((text, True), (text, False), (in_lines, True)):
+        blocks = list(_closed_blocks(read, _markdown(strict)))
+        for names in (PYTHON, NO_NAME):
+            if found := [content for name, content in blocks if names.fullmatch(name)]:
                 return found[-1]
+        for name, content in reversed(blocks):
+            if MARKDOWN.fullmatch(name) and (program := extract_code(content)) is not None:
+                return program
     return None
 
 
@@ -142,5 +158,5 @@ def _closed_blocks(text: str, parser: MarkdownIt) -> Iterator[tuple[str, str]]:
             continue
         begin, end = token.map
         if end - begin == token.content.count("\n") + 2:  # the opening and closing fences are a line each
-            name, *_ = token.info.strip().strip("{}. ").split(maxsplit=1) or [""]
-            yield name.rstrip(",:}").casefold(), token.content
+            name, *_ = re.split(r"[\s:{},=]", token.info.strip().strip("{}. "), maxsplit=1)
+            yield name.casefold(), token.content

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +24,12 @@ class RewardItem:
     """`Prompt.text`, for models that read the response after its prompt."""
     given: float | None = None
     """The reward that the rollout program assigned to the response."""
+    roles: Mapping[str, str] | None = None
+    """The texts of the roles that wrote the response, by name; None where all of it is of one role."""
+    judged: float | None = None
+    """The value of the part that `Rewards.reads_part` names; None if it has none."""
+    group: int | None = None
+    """Number of the group that it belongs to, whose responses follow each other; None: it is alone."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +54,18 @@ class Rewards(ABC):
 
     Attributes:
         note: a sentence for the user before a run, or empty.
+        reads_part: name of another part of the reward whose value it reads, and which is judged before it.
         in_turn: it uses the rollout engine, so `score` must be called by the engine's thread, between two steps.
         at_once: number of concurrent calls of `score` that keep all verifiers busy, each with what had to be judged by
             then.
+        by_group: it compares the responses of a group, so `score` needs all of them at once.
         asked_again: number of items so far whose process was lost and that were given to another.
     """
 
     note: str = ""
     in_turn: bool = False
+    reads_part: str = ""
+    by_group: bool = False
     at_once: int = 2
     asked_again: int = 0
 

@@ -14,12 +14,14 @@ from .parts import RewardParts, task_names
 from .policy import PolicyScorer, Score
 from .pool import RewardPool
 from .remote import Judge, RewardModel
+from .verdict import Verdict
 
 OWN: dict[str, Callable[..., Rewards]] = {
     "judge": Judge,
     "reward_model": RewardModel,
     "policy": PolicyScorer,
     "program": FromProgram,
+    "verdict": Verdict,
 }
 """Rewards by name that do not run as verifiers in processes of their own."""
 
@@ -29,6 +31,7 @@ def make_rewards(
     tasks: Sequence[TaskConfig] = (),
     score: Score | None = None,
     context: Context | None = None,
+    roles: Sequence[str] = (),
 ) -> Rewards:
     """Return the verifier of a run's responses, to be entered as a context manager.
 
@@ -36,6 +39,7 @@ def make_rewards(
         tasks: the `reasoning_gym` tasks, for the verifier ``task``.
         score: the engine's scoring function, for the verifier ``policy``.
         context: the run's values, which weights may follow.
+        roles: the roles of the rollout program, for parts that judge one.
 
     Raises:
         UserError: the verifier cannot be used, or has no such option.
@@ -44,12 +48,14 @@ def make_rewards(
     if config.parts:
         parts = []
         for part in config.parts:
-            alone = config.model_copy(update={"verifier": part.verifier, "options": part.options, "parts": ()})
+            alone = config.model_copy(
+                update={"verifier": part.verifier, "options": part.options, "group": part.group, "parts": ()}
+            )
             try:
                 parts.append((part, make_rewards(alone, tasks, score, context)))
             except UserError as error:
                 raise UserError(f"The part '{part.name}' (reward.parts) cannot be used: {error}") from error
-        return RewardParts(parts, task_names(tasks), context)
+        return RewardParts(parts, task_names(tasks), context, roles)
     if config.verifier not in OWN:
         return RewardPool(config, tasks)
     known: dict[str, dict[str, Any]] = {

@@ -11,14 +11,20 @@ from __future__ import annotations
 import re
 import warnings
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
-from .answers import candidates, last_line, tidy
+from .answers import candidates, last_line, tidy, without_reasoning
+from .notation import both_signs, with_decimal_points
 from .reading import HEDGES, UNIT_OF, AmbiguousError, Answer, plain_words, read
 
 CHOICE = re.compile(r"(?:(?:option|choice)\s+)?\(?([A-J])\)?[.):]?", re.IGNORECASE)
+CHOICES = re.compile(r"\(?[A-J]\)?(?:\s*(?:,|;|/|&|\band\b|,\s*and\b)\s*\(?[A-J]\)?)+|(?!.*(.).*\1)[A-J]{2,}")
+"""The letters of a question with several right choices."""
 CHOICE_AND_TEXT = re.compile(r"(?:(?:option|choice)\s+)?(?:\(([A-J])\)|([A-J])[.):])\s+(?P<text>.+)", re.DOTALL)
+YES_OR_NO = {"yes", "no", "true", "false"}
 _BASE = re.compile(r"(?<=[\dA-F])_\s*(?:\{\s*(\d+)\s*\}|(\d+))")
 _DOTS = re.compile(r"\\(?:ldots|cdots|dots|dotsc|vdots)(?![a-zA-Z])|\.\.\.|…")
 
@@ -28,15 +34,24 @@ class Reference:
     """A reference answer that was read.
 
     Attributes:
-        choice: the letter of a multiple-choice answer.
+        choice: the letters of a multiple-choice answer, usually one.
         parsed: math-verify's values; empty for a text or a choice.
         bases: the number bases written in the formula.
     """
 
     answer: Answer
-    choice: str | None
+    choice: frozenset[str] | None
     parsed: Any
     bases: frozenset[str]
+
+    @property
+    def is_single(self) -> bool:
+        """True if the reference is one number or expression, False for lists, sets, intervals, tuples and matrices."""
+        from sympy import Eq, Expr, MatrixBase
+
+        return self.answer.words is None and not any(
+            isinstance(value, MatrixBase) or not isinstance(value, Expr | Eq) for value in self.parsed
+        )
 
 
 @lru_cache(maxsize=1 << 16)
@@ -50,9 +65,11 @@ def read_reference(text: str) -> Reference:
     said = text if marked is None else marked
     bare = tidy(_without_text(tidy(said)))
     if (match := CHOICE.fullmatch(bare)) and (bare.isupper() or len(bare) > 1):
-        return Reference(Answer(bare, words=plain_words(bare)), match[1].upper(), [], frozenset())
+        return Reference(Answer(bare, words=plain_words(bare)), frozenset(match[1].upper()), [], frozenset())
+    if CHOICES.fullmatch(bare) and sorted(letters := re.findall("[A-J](?![a-z])", bare)) == letters:
+        return Reference(Answer(bare, words=plain_words(bare)), frozenset(letters), [], frozenset())
     if match := CHOICE_AND_TEXT.fullmatch(bare):
-        choice = (match[1] or match[2]).upper()
+        choice = frozenset((match[1] or match[2]).upper())
         return Reference(Answer(bare, words=plain_words(match["text"])), choice, [], frozenset())
     if _DOTS.search(said):
         return Reference(Answer(said, words=plain_words(said)), None, [], frozenset())
@@ -64,7 +81,7 @@ def read_reference(text: str) -> Reference:
         raise ValueError(f"the reference answer {_shown(text)} has no content")
     if found.words is not None:
         return Reference(found, None, [], frozenset())
-    parsed = parse(found.formula)
+    parsed = _values(found.formula)
     if not parsed and re.search("[\u3040-\ud7a3]", said):
         return Reference(Answer(said, words=plain_words(said)), None, [], frozenset())  # a sentence with formulas
     if not parsed:
@@ -99,10 +116,46 @@ def parse(formula: str) -> list[Any]:
     """Return math-verify's values of a whole formula; empty if it cannot read the formula."""
     import math_verify
 
+    formula = both_signs(formula)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = math_verify.parse(f"\\boxed{{{formula}}}", _extraction(), "no_fallback", parsing_timeout=None)
-    return [value for value in found if not isinstance(value, str)]
+    return [_plain(value) for value in found if not isinstance(value, str)]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value whose symbols are all alike: the i of 4i is real to math-verify's parser, that of √3i is not."""
+    from sympy import Symbol
+
+    unreal = [one for one in getattr(value, "free_symbols", ()) if one.is_real is False]
+    return value.xreplace({one: Symbol(one.name, real=True) for one in unreal}) if unreal else value
+
+
+def _values(formula: str) -> list[Any]:
+    r"""Return the values of a formula, those of both sides of an approximation: ``\sqrt{2} \approx 1.414``.
+
+    Raises:
+        AmbiguousError: the two sides are different numbers.
+    """
+    *exact, rounded = re.split(r"\s*\\(?:approx|simeq)(?![a-zA-Z])\s*", formula)
+    found = parse(rounded) if rounded else []
+    for side in exact:
+        if re.fullmatch(r"(?:[a-zA-Z]\w*)?", side):
+            continue
+        values = parse(side)
+        for one, other in product(values, found):
+            if abs(_complex(one) - _complex(other)) > 0.05 * abs(_complex(one)):
+                raise AmbiguousError
+        found = values + found
+    return found
+
+
+def _complex(value: Any) -> complex:
+    """Return the number that a value of math-verify is; NaN if it is none."""
+    try:
+        return complex(value)
+    except (TypeError, ValueError, OverflowError):
+        return complex("nan")
 
 
 def judge(text: str, reference: Reference) -> float | None:
@@ -119,8 +172,9 @@ def judge(text: str, reference: Reference) -> float | None:
             return None
         if verdict is not None:
             return float(verdict)
+    text = without_reasoning(text)
     line = tidy(last_line(text))
-    if re.search(r"\\f?boxed", line):
+    if re.search(r"\\(?:f?boxed|fbox|framebox)", line):
         return None  # a box that could not be read, or is not closed
     if reference.answer.words is not None and reference.choice is None:
         return 1.0 if not marked and plain_words(text) == reference.answer.words else None
@@ -150,24 +204,40 @@ def _compare(candidate: str, reference: Reference) -> bool | None:
         said = plain_words(candidate)
         if not said:
             return None
+        if gold.words in YES_OR_NO and (first := said.split()[0]) in YES_OR_NO and not HEDGES.search(candidate):
+            return first == gold.words and len(YES_OR_NO & set(said.split())) == 1
         return said == gold.words or said.endswith((f" is {gold.words}", f" are {gold.words}", f" = {gold.words}"))
     if match := CHOICE_AND_TEXT.fullmatch(bare):
         candidate = match["text"]
     if _DOTS.search(candidate):
         return False
-    found = read(candidate)
+    verdict = _compare_values(candidate, reference)
+    if not verdict and reference.is_single and (pointed := with_decimal_points(candidate)) != candidate:
+        return _compare_values(pointed, reference)
+    return verdict
+
+
+def _compare_values(candidate: str, reference: Reference) -> bool | None:
+    from sympy import Expr
+
+    found, gold = read(candidate), reference.answer
     if found is None or found.words is not None:
         return None
     if _contradict(found, gold):
         return False
+    scales: list[int | Fraction] = [1]
+    if found.percent != gold.percent:
+        scales.append(100 if gold.percent else Fraction(1, 100))  # 12 and 0.12 are both 12 %
     if found.number is not None and gold.number is not None:
-        return found.number == gold.number
+        return any(found.number * scale == gold.number for scale in scales)
     bases = _bases(found.formula)
     if bases and reference.bases and bases != reference.bases:
         return False
-    if not (parsed := parse(found.formula)):
+    if not (parsed := _values(found.formula)):
         return None
-    return any(_equal(one, other) for one in reference.parsed for other in parsed) or _with_unit(found, reference)
+    if len(scales) == 2:
+        parsed = [*parsed, *(value * scales[1] for value in parsed if isinstance(value, Expr))]
+    return any(_equal(one, other) for one, other in product(reference.parsed, parsed)) or _with_unit(found, reference)
 
 
 def _contradict(found: Answer, gold: Answer) -> bool:
@@ -187,40 +257,40 @@ def _with_unit(found: Answer, reference: Reference) -> bool:
     return any(_equal(one, other) for one in reference.parsed for other in parse(match[1]))
 
 
-def _chooses(said: str, choice: str) -> bool | None:
-    """Return True if an answer names the choice; None if it names no choice.
+def _chooses(said: str, choice: frozenset[str]) -> bool | None:
+    """Return True if an answer names the choices; None if it names no choice.
 
     Raises:
-        AmbiguousError: the answer names several choices.
+        AmbiguousError: the answer names several choices where one is asked.
     """
     if match := CHOICE.fullmatch(said):
-        return match[1].upper() == choice
+        return {match[1].upper()} == choice
+    if len(choice) > 1 and CHOICES.fullmatch(said):
+        return set(re.findall("[A-J]", said)) == choice
     if match := CHOICE_AND_TEXT.fullmatch(said):
         if re.search(r"\([A-J]\)|(?<!\w)[B-J][.):](?:\s|$)|(?<!\w)(?:or|and)\s+\(?[A-J](?!\w)", match["text"]):
             raise AmbiguousError
-        return (match[1] or match[2]).upper() == choice
+        return {(match[1] or match[2]).upper()} == choice
     letters = set(re.findall(r"(?<!\w)[A-J](?!\w)", said))
     if re.search(r"(?<!\w)(?!and\b|or\b)[a-z]{2,}", said):  # a sentence, in which A and I can be words
         letters = letters - {"A", "I"} | set(re.findall(r"\(([AI])\)", said))
     if len(letters) > 1:
         raise AmbiguousError
-    return None if not letters or HEDGES.search(said) else letters == {choice}
+    return None if not letters or HEDGES.search(said) else letters == choice
 
 
 def _equal(gold: Any, said: Any) -> bool:
     """Return True if two values of math-verify are equal. Its comparison is not symmetric: the reference is first."""
     import math_verify
-    from sympy import Basic, Eq, FiniteSet, Set, Symbol
+    from sympy import Basic, Eq, Symbol
 
-    if isinstance(gold, Set) and isinstance(said, Set) and isinstance(gold, FiniteSet) != isinstance(said, FiniteSet):
-        gold, said = _united(gold), _united(said)
     if isinstance(gold, Eq) and gold.lhs.is_number:
         gold = gold.rhs  # 48 + 25 = 73
     equation = isinstance(said, Eq) and not isinstance(gold, Eq) and said.lhs.free_symbols
     if equation and not (isinstance(said.lhs, Symbol) or said.lhs.is_Function):
         return False  # math-verify would read 2x = 6 as 6
     if not math_verify.verify(gold, said, allow_set_relation_comp=True, timeout_seconds=None):
-        return False
+        return _same_region(gold, said)
     if isinstance(gold, Basic) and isinstance(said, Basic) and gold.is_number and said.is_number:
         try:  # math-verify compares six decimals, too few for numbers as small as these
             wanted, given = complex(gold), complex(said)
@@ -231,12 +301,34 @@ def _equal(gold: Any, said: Any) -> bool:
     return True
 
 
-def _united(values: Any) -> Any:
-    """Return the set of numbers that inequalities joined by "or" describe; other values are returned unchanged."""
-    from sympy import Union
-    from sympy.core.relational import Relational
+def _same_region(gold: Any, said: Any) -> bool:
+    """Return True if two values, at least one of them inequalities in one variable, describe the same real numbers."""
+    from sympy import Set
 
-    parts = list(getattr(values, "args", ()))
-    if not parts or not all(isinstance(part, Relational) and len(part.free_symbols) == 1 for part in parts):
-        return values
-    return Union(*(part.as_set() for part in parts))
+    wanted, given = _region(gold), _region(said)
+    if wanted is None and given is None:
+        return False
+    if wanted is not None and given is not None:
+        return bool(wanted == given) and gold.free_symbols == said.free_symbols
+    other = said if given is None else gold
+    return isinstance(other, Set) and bool((given if wanted is None else wanted) == other)
+
+
+def _region(value: Any) -> Any:
+    """Return the set of real numbers that inequalities in one variable describe; None for other values.
+
+    Several are joined by "or", unless one of them leaves numbers out (``x >= 0, x != 1``).
+    """
+    from sympy import And, FiniteSet, Intersection, Ne, Or, Union
+    from sympy.core.relational import Equality, Relational
+
+    parts = list(value.args) if isinstance(value, FiniteSet) else [value]
+    if not parts or len(getattr(value, "free_symbols", ())) != 1:
+        return None
+    if any(not isinstance(part, Relational | And | Or) or isinstance(part, Equality) for part in parts):
+        return None
+    try:
+        regions = [part.as_set() for part in parts]
+    except (NotImplementedError, TypeError, ValueError):
+        return None
+    return (Intersection if any(isinstance(part, Ne) for part in parts) else Union)(*regions)

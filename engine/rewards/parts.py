@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -48,13 +49,35 @@ class RewardParts(Rewards):
         parts: the configuration of each part, with its verifier.
         task_of: see `task_names`.
         context: the run's values, at whose step weights that change are taken.
+        roles: the roles of the rollout program. A part with a ``role`` reads that role's text; it judges no response
+            without one. Held-out answers are of the first role.
 
     Raises:
-        UserError: a weight names no schedule.
+        UserError: a weight names no schedule, or a part a role that is not there.
     """
 
-    def __init__(self, parts: Sequence[tuple[RewardPartConfig, Rewards]], task_of: TaskOf, context: Context) -> None:
-        self._parts, self._task_of, self._context = parts, task_of, context
+    def __init__(
+        self,
+        parts: Sequence[tuple[RewardPartConfig, Rewards]],
+        task_of: TaskOf,
+        context: Context,
+        roles: Sequence[str] = (),
+    ) -> None:
+        self._parts, self._task_of, self._context, self._roles = parts, task_of, context, roles
+        self._names = [part.name for part, _ in parts]
+        free = [part.name for part, rewards in parts if not rewards.reads_part]
+        for part, rewards in parts:
+            if rewards.reads_part and rewards.reads_part not in free:
+                raise UserError(
+                    f"The part '{part.name}' (reward.parts) reads the part '{rewards.reads_part}', and there is none "
+                    "of that name that reads no other; name one in its options."
+                )
+            if part.role is not None and part.role not in roles:
+                known = f"its roles are {', '.join(roles)}" if roles else "it has one role, which needs no name"
+                raise UserError(
+                    f"The part '{part.name}' (reward.parts) judges the role '{part.role}', which rollout.program does "
+                    f"not play; {known}."
+                )
         self._weights = [
             find_schedule(f"reward.parts.{part.name}.weight", part.weight, part.weight_options) for part, _ in parts
         ]
@@ -62,6 +85,7 @@ class RewardParts(Rewards):
             if not isinstance(schedule, int | float):
                 context.schedules[f"reward.{part.name}.weight"] = Changing(partial(at_step, schedule), context)
         self.in_turn = any(rewards.in_turn for _, rewards in parts)
+        self.by_group = any(rewards.by_group for _, rewards in parts)
 
     def __enter__(self) -> Self:
         with ExitStack() as started:
@@ -80,21 +104,39 @@ class RewardParts(Rewards):
             rewards.close()
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        wanted = self._judged([item.entry for item in items])
-        found: list[dict[int, RewardResult]] = []
+        asked = [
+            {i: read for i in mine if (read := self._read_by(part, items[i])) is not None}
+            for (part, _), mine in zip(self._parts, self._judged([item.entry for item in items]), strict=True)
+        ]
+        found: list[dict[int, RewardResult]] = [{} for _ in self._parts]
         with ThreadPoolExecutor(len(self._parts)) as threads:
             waiting = [
-                None if rewards.in_turn or not mine else threads.submit(rewards.score, [items[i] for i in mine])
-                for (_, rewards), mine in zip(self._parts, wanted, strict=True)
+                None
+                if rewards.in_turn or rewards.reads_part or not mine
+                else threads.submit(rewards.score, list(mine.values()))
+                for (_, rewards), mine in zip(self._parts, asked, strict=True)
             ]
-            for (_, rewards), mine, answer in zip(self._parts, wanted, waiting, strict=True):
+            for k in sorted(range(len(self._parts)), key=lambda k: bool(self._parts[k][1].reads_part)):
+                (_, rewards), mine, answer = self._parts[k], asked[k], waiting[k]
+                if rewards.reads_part:
+                    other = found[self._names.index(rewards.reads_part)]
+                    mine = {i: replace(item, judged=other[i].value if i in other else None) for i, item in mine.items()}
                 if answer is not None:
                     verdicts = answer.result()
-                else:  # the engine's own thread asks the policy
-                    verdicts = rewards.score([items[i] for i in mine]) if mine else []
-                found.append(dict(zip(mine, verdicts, strict=True)))
+                elif mine:  # it reads another part, or the engine's own thread asks the policy
+                    verdicts = rewards.score(list(mine.values()))
+                else:
+                    verdicts = []
+                found[k] = dict(zip(mine, verdicts, strict=True))
         now = [at_step(schedule, self._context.step, self._context.metrics) for schedule in self._weights]
         return [self._sum(items[i], [of_part.get(i) for of_part in found], now) for i in range(len(items))]
+
+    def _read_by(self, part: RewardPartConfig, item: RewardItem) -> RewardItem | None:
+        """Return what a part reads of a response; None if the part's role wrote nothing of it."""
+        if part.role is None:
+            return item
+        roles = {self._roles[0]: item.response_text} if item.roles is None else item.roles
+        return replace(item, response_text=roles[part.role]) if part.role in roles else None
 
     def check(self, entries: Sequence[dict[str, Any]]) -> list[str | None]:
         reasons: list[str | None] = [self._unjudged(entry) for entry in entries]
@@ -125,6 +167,11 @@ class RewardParts(Rewards):
             if verdict is None:
                 continue
             named |= {f"{part.name}.{name}": value for name, value in verdict.named.items()}
+            if verdict.spans and part.role is not None:
+                raise UserError(
+                    f"The part '{part.name}' (reward.parts) rewards spans of the text of one role, which have no place "
+                    "in the whole response; leave its `role` or the spans out."
+                )
             spans += [(begin, end, weight * value) for begin, end, value in verdict.spans]
             reason, skipped = reason or verdict.reason, skipped or verdict.skipped
             unparsed = unparsed or verdict.unparsed
@@ -135,6 +182,8 @@ class RewardParts(Rewards):
             reason = f"the sum of the parts is {total:g}, which is not finite in fp32"
         if reason is not None:
             return RewardResult(None, reason, named)
+        if skipped is None and all(verdict is None for verdict in verdicts):
+            skipped = "no_role"  # no part reads the roles that wrote it
         if skipped is not None:
             return RewardResult(None, None, named, skipped=skipped)
         return RewardResult(total, None, named, spans, unparsed)

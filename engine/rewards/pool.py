@@ -1,10 +1,11 @@
 """RewardPool: verifiers in processes of their own, because a verifier may hang, crash or end the interpreter.
 
-Items go to the workers in batches and answers come back one by one, so the item that a worker computes is always known.
-A worker that sends no answer for ``timeout_s`` is killed with everything it has started (`keeper.py`), the item's
-result is ``timeout``, and the rest of its batch goes back to the queue; likewise if a worker dies or sends malformed
-data. The pool never blocks on one worker, neither sending nor receiving. Order is kept, and results do not depend on
-which worker computed them. Workers are started by ``exec``, not ``fork``, so they inherit nothing of torch.
+Units, which are single responses or, for a judge of groups, all responses of a group, go to the workers in batches, and
+answers come back one by one, so the unit that a worker computes is always known. A worker that sends no answer for
+``timeout_s`` is killed with everything it has started (`keeper.py`), the result of the unit's responses is ``timeout``,
+and the rest of its batch goes back to the queue; likewise if a worker dies or sends malformed data. The pool never
+blocks on one worker, neither sending nor receiving. Order is kept, and results do not depend on which worker computed
+them. Workers are started by ``exec``, not ``fork``, so they inherit nothing of torch.
 
 Any number of threads may call the pool at once. It has no thread of its own: one of the waiting threads serves the
 workers for all of them, and another takes over once that thread has its own answers.
@@ -13,6 +14,7 @@ workers for all of them, and another takes over once that thread has its own ans
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -41,26 +43,26 @@ START_S = 120.0
 """Seconds that a worker may take to import its verifier (sympy, reasoning_gym, user code)."""
 MAX_BATCH = 64
 LONGEST_ANSWER = 1 << 16
-"""Largest answer accepted, in bytes; a verdict has some hundreds."""
+"""Largest answer accepted for each response of a unit, in bytes; a verdict has some hundreds."""
 KILL_S = 10.0
 """Seconds to wait for a keeper to end; its own limit is shorter."""
 
 
 @dataclass(eq=False)
 class _Job:
-    """The items of one call, and their results so far."""
+    """The units of one call, and their results so far."""
 
-    items: Sequence[RewardItem]
+    units: Sequence[Sequence[RewardItem]]
     check: bool = False
     """Check only the entries, without responses."""
-    results: list[RewardResult | None] = field(init=False)
+    results: list[list[RewardResult] | None] = field(init=False)
     left: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.results, self.left = [None] * len(self.items), len(self.items)
+        self.results, self.left = [None] * len(self.units), len(self.units)
 
-    def settle(self, index: int, result: RewardResult) -> None:
-        self.results[index] = result
+    def settle(self, index: int, results: list[RewardResult]) -> None:
+        self.results[index] = results
         self.left -= 1
 
 
@@ -73,12 +75,13 @@ class RewardPool(Rewards):
     """
 
     def __init__(self, config: RewardConfig, tasks: Sequence[TaskConfig] = ()) -> None:
-        self._config = config
+        self._config, self.by_group = config, config.by_group
         setup = {
             "verifier": config.verifier,
             "tasks": [(task.name, task.options) for task in tasks],
             "options": config.options,
             "timeout_s": config.timeout_s,
+            "by_group": config.by_group,
         }
         self._start = lambda: _Worker(setup, config.timeout_s)
         self._workers: list[_Worker] = []
@@ -118,21 +121,24 @@ class RewardPool(Rewards):
             UserError: a worker had to be replaced and the verifier no longer loads.
             ValueError: the pool is not started, or closed.
         """
-        return self._do(_Job(items))
+        if not self.by_group:
+            return self._do(_Job([[item] for item in items]))
+        alone = itertools.count(-1, -1)
+        of_groups = itertools.groupby(items, lambda item: next(alone) if item.group is None else item.group)
+        return self._do(_Job([list(some) for _, some in of_groups]))
 
     def check(self, entries: Sequence[dict[str, Any]]) -> list[str | None]:
         """Let the verifier read the problems' entries; see `Rewards.check`."""
-        return [result.reason for result in self._do(_Job([RewardItem("", entry) for entry in entries], check=True))]
+        job = _Job([[RewardItem("", entry)] for entry in entries], check=True)
+        return [result.reason for result in self._do(job)]
 
     def _do(self, job: _Job) -> list[RewardResult]:
-        items = job.items
-        size = min(MAX_BATCH, max(1, math.ceil(len(items) / (4 * self._config.workers))))
+        count = len(job.units)
+        size = min(MAX_BATCH, max(1, math.ceil(count / (4 * self._config.workers))))
         with self._turn:
             if self._error is not None:
                 raise self._error
-            self._queue.extend(
-                (job, range(start, min(start + size, len(items)))) for start in range(0, len(items), size)
-            )
+            self._queue.extend((job, range(start, min(start + size, count))) for start in range(0, count, size))
             self._rouse()
             while job.left:
                 if self._error is not None:
@@ -141,7 +147,7 @@ class RewardPool(Rewards):
                     self._turn.wait()
                 else:
                     self._lead()
-        return [result for result in job.results if result is not None]
+        return [result for unit in job.results if unit is not None for result in unit]
 
     def _rouse(self) -> None:
         """Wake the thread that currently serves the workers, so that it reads the queue."""
@@ -195,7 +201,8 @@ class RewardPool(Rewards):
                 raise _broken(self._config.verifier, f"its process {why}")
             if worker.pending:
                 assert worker.job is not None
-                worker.job.settle(worker.pending[0], RewardResult(None, failure))
+                unit = worker.job.units[worker.pending[0]]
+                worker.job.settle(worker.pending[0], [RewardResult(None, failure)] * len(unit))
                 if rest := worker.pending[1:]:
                     self._queue.appendleft((worker.job, rest))
             worker.kill()
@@ -236,7 +243,9 @@ class RewardPool(Rewards):
                 raise EOFError  # not the answer to the item it was given
             else:
                 assert worker.job is not None
-                worker.job.settle(worker.pending[0], RewardResult(*message[1:]))
+                if len(message[1]) != len(worker.job.units[worker.pending[0]]):
+                    raise EOFError
+                worker.job.settle(worker.pending[0], [RewardResult(*verdict) for verdict in message[1]])
                 worker.pending = worker.pending[1:]
             worker.set_deadline()
 
@@ -250,6 +259,7 @@ class _Worker:
         self.job: _Job | None = None
         self.pending = range(0)
         """Indices of its job's items that it was given and has not answered; it computes the first."""
+        self.longest = LONGEST_ANSWER
         self.outbox = bytearray()
         self._inbox = bytearray()
         self._token = os.urandom(16)
@@ -269,8 +279,11 @@ class _Worker:
 
     def give(self, job: _Job, batch: range) -> None:
         self.job, self.pending = job, batch
+        self.longest = LONGEST_ANSWER * max((len(job.units[i]) for i in batch), default=1)
         self.set_deadline()
-        self._send([(i, None if job.check else job.items[i].response_text, job.items[i].entry) for i in batch])
+        self._send(
+            [(i, None if job.check else [r.response_text for r in job.units[i]], job.units[i][0].entry) for i in batch]
+        )
 
     def set_deadline(self) -> None:
         self.deadline = time.monotonic() + self.timeout_s if self.pending else math.inf
@@ -307,7 +320,7 @@ class _Worker:
                 return
             _, length, checksum = HEADER.unpack_from(self._inbox)
             end = HEADER.size + length
-            if length > LONGEST_ANSWER or (
+            if length > self.longest or (
                 len(self._inbox) >= end and zlib.crc32(self._inbox[HEADER.size : end]) != checksum
             ):
                 raise EOFError

@@ -2,8 +2,8 @@ r"""Rewrites mathematical answers in common notation as formulas that math-verif
 
 An answer is read in two steps, so that nothing is guessed:
 
-- Notation: `latex` brings Unicode, thin spaces, thousands (``1,234``, ``1\,234``), mixed numbers (``3 1/2``), powers of
-  ten (``4.5e33``), repeating decimals and currency signs into LaTeX that math-verify reads.
+- Notation: `notation.py` brings usual notation into LaTeX that math-verify reads, `numerals.py` English words for
+  numbers into digits.
 - Words: `split` separates words from formulas. A formula with words after it is a value with its unit (``72 clips``);
   words alone are a text; several formulas among words are ambiguous.
 
@@ -19,15 +19,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from .answers import tidy
+from .notation import FUNCTIONS, latex
+from .numerals import in_digits
 
-FUNCTIONS = (
-    "arcsin|arccos|arctan|arcsec|arccsc|arccot|sinh|cosh|tanh|coth|sin|cos|tan|sec|csc|cot|log|ln|exp|lim|max|min|gcd|lcm|"
-    "det|dim|ker|arg|mod|Re|Im|tr|rank"
-)
-GREEK = (
-    "alpha|beta|gamma|delta|epsilon|theta|lambda|mu|nu|xi|pi|rho|sigma|tau|phi|chi|psi|omega|"
-    "Gamma|Delta|Theta|Lambda|Pi|Sigma|Phi|Psi|Omega"
-)
 CONNECTORS = {"and", "or", "und", "oder", "et", "ou"}
 UNITS = (
     "mm millimeter millimeters millimetre millimetres", "cm centimeter centimeters centimetre centimetres",
@@ -61,55 +55,6 @@ BOUNDS = re.compile(
 )
 """Words that make a number a bound of the answer and not the answer itself."""
 _NUMBER = re.compile(r"([-+]?)(\d{1,3}(?:,\d{3})+|\d+)?(\.\d*)?")
-_UNICODE = {
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "∞": r"\infty ", "π": r"\pi ",
-    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ",
-    "±": r"\pm ", "°": r"^\circ ", "º": r"^\circ ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ",
-    "⁰": "^0", "¹": "^1", "²": "^2", "³": "^3", "⁴": "^4", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}",
-    "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "ℝ": r"\mathbb{R}", "∣": "|", "，": ",", "；": ";",
-    "（": "(", "）": ")", "：": ":", "％": "%", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "、": ",",
-}  # fmt: skip
-_REWRITES = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in [
-        (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"√\s*(\w+)", r"\\sqrt{\1}"),
-        (r"\\(?:displaystyle|limits|quad|qquad|bigl?|bigr?|Bigl?|Bigr?)(?![a-zA-Z])", " "),
-        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        (r"\\left(?=[(\[|.\\])|\\right(?=[)\]|.\\])", ""),
-        (r"\\(?:phantom|hspace|vspace)\{[^{}]*\}", " "),
-        (r"(?<=\d)(?:\{,\}|\\,|\\!|\\ |~|\\;|\\:|,\\!|,\\,)+(?=\d{3}(?!\d))", ""),
-        (r"(?<![\d.])(\d{1,3}) (?=\d{3}(?: \d{3})*(?![\d/.]))", r"\1"),
-        (r"\{,\}", ","),
-        (r"(?<!\\)\\[,!;:> ]|~", " "),
-        (r"\\(?:\$|euro|pounds)|[$€£¥]|(?<![A-Za-z])(?:Rs\.?|USD)\s*(?=\d)", ""),
-        (r"(?<=[\d.])[eE]([-+]?\d+)(?![\d.])", r"\\times 10^{\1}"),
-        (r"(?<![\d.}])(\d+)\s+(\d+)\s*/\s*(\d+)", r"\1\\frac{\2}{\3}"),
-        (r"(?<![\d.}])(\d+)\s+\\frac", r"\1\\frac"),
-        (r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)\s*[CF]?\s*$", r" \\text{degrees}"),
-        (r"\^\s*\{?\s*\\circ\s*\}?\s*(?:[CF](?![a-zA-Z]))?|\\degree(?![a-zA-Z])", ""),
-        (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"(?<![\\a-zA-Z])sqrt\s*(\d+)", r"\\sqrt{\1}"),
-        (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
-        (rf"(?<![\\a-zA-Z])({FUNCTIONS}|{GREEK})(?![a-zA-Z])", r"\\\1 "),
-        (r"(?<![\\a-zA-Z])(pi)(?=[a-z]?(?![a-zA-Z]))", r"\\pi "),
-        (r"\\(?:varnothing|O)(?![a-zA-Z])", r"\\emptyset "),
-        (r"\\(?:leqslant|leq)(?![a-zA-Z])", r"\\le "),
-        (r"\\(?:geqslant|geq)(?![a-zA-Z])", r"\\ge "),
-        (r"_\s*\{?\s*\\(?:text|mathrm|rm|mbox)\s*\{[^{}]*\}\s*\}?|_\s*\{\s*\\?(?:max|min)\s*\}", ""),
-        (r"\\log_\s*(?:\{\s*e\s*\}|e)", r"\\ln "),
-        (r"<=", r"\\le "),
-        (r">=", r"\\ge "),
-        (r"\*\*", "^"),
-        (r"(?<![*])\*(?![*])", r"\\cdot "),
-    ]
-]
-_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|dot|bar)\s*\{(\d+)\}")
-_RATIO = re.compile(r"-?[\w.\\{}]+(?:\s*:\s*-?[\w.\\{}]+){2,}")
-_IN_SET = re.compile(
-    r"^\s*(?:\\\(|\()?\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*\)?\s*(?:\\in(?![a-zA-Z])|=(?=\s*\\?[(\[{]))\s*"
-)
-_BUILDER = re.compile(r"^\s*\\\{\s*[a-z]\s*(?:\\in[^|]*?)?(?:\\mid|\\vert|[|:])\s*([^{}|]*)\\\}\s*$")
 _TOKEN = re.compile(
     r"(?P<kept>\\(?:begin|end)\{[^}]*\}(?:\{[^}]*\})?|\\(?:operatorname|mathbb|mathcal|mathfrak)\*?\s*\{[^}]*\})"
     r"|\\(?:text|textbf|textit|textrm|textsf|textnormal|mathrm|mathbf|mathit|mathsf|rm|mbox|hbox|bf)\s*"
@@ -117,6 +62,9 @@ _TOKEN = re.compile(
     r"|(?P<command>\\[a-zA-Z]+|\\.)|(?P<word>[^\W\d_]+(?:['’][^\W\d_]+|-[^\W\d_]{3,})*)|(?P<other>.)",
     re.DOTALL,
 )
+
+_NOUN = re.compile(r"(?<=[\d.])\s*\(([^\W\d_]{2,}(?:[\s-]+[^\W\d_]{2,})+|[^\W\d_]{4,})\)$")
+_ONLY_TEXT = re.compile(r"^\\(?:text|mathrm|textbf|textit|mbox)\s*\{([^{}\d]*)\}$")
 
 
 class AmbiguousError(ValueError):
@@ -132,6 +80,7 @@ class Answer:
         words: the answer in lower case if it is a text without a value, else None.
         number: the value if it is a plain decimal number, else None.
         formula: LaTeX for math-verify; empty for a text.
+        percent: the formula was followed by a percent sign.
         units, telling: known units, and words that change the meaning (`TELLING`), found with the formula.
     """
 
@@ -139,6 +88,7 @@ class Answer:
     words: str | None = None
     number: Fraction | None = None
     formula: str = ""
+    percent: bool = False
     units: frozenset[str] = frozenset()
     telling: frozenset[str] = frozenset()
 
@@ -155,32 +105,11 @@ def _decimal(text: str) -> str:
     return re.sub(r"[^-\d.]", "", text.replace("−", "-"))
 
 
-def latex(text: str) -> str:
-    """Return a formula in common notation as LaTeX that math-verify reads."""
-    for sign, written in _UNICODE.items():
-        text = text.replace(sign, written)
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
-    text = re.sub(r"\\(?:text\w*|mathrm|mbox)\s*\{([^{}]*\d[^{}]*)\}", r" \1 ", text)
-    text = _REPEATING.sub(_repeating, text)
-    text = _IN_SET.sub("", _BUILDER.sub(r"\1", text))
-    if _RATIO.fullmatch(text.strip()):
-        text = f"({text.strip().replace(':', ',')})"
-    return re.sub(r"(?<=\d)\.(?=[\s,/]|$)", "", text).strip()
-
-
-def _repeating(match: re.Match[str]) -> str:
-    whole, fixed, again = match[1] or "0", match[2], match[3]
-    nines = 10 ** len(fixed) * (10 ** len(again) - 1)
-    value = Fraction(int(whole + fixed + again) - int(whole + fixed), nines)
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
 def plain_words(text: str) -> str:
     """Return ``text`` as words to compare: lower case, without markup, punctuation and articles."""
     text = re.sub(r"\\(?:text\w*|math\w+|mbox|hbox|rm|bf)\b|\\[,!;: ]|[{}$~*_`]|\\", " ", text)
     text = re.sub(r"[^\w\s+/%°<>=^-]", " ", text).casefold()
-    return " ".join(word for word in text.split() if word not in ("the", "a", "an"))
+    return " ".join(re.sub(r"(?<!\w)(?:the|an?)\s+(?=\w{2,})", "", " ".join(text.split())).split())
 
 
 def split(text: str) -> tuple[list[str], list[str], bool]:
@@ -216,6 +145,8 @@ def split(text: str) -> tuple[list[str], list[str], bool]:
 
 def _is_word(run: str, text: str, begin: int, end: int) -> bool:
     """Return True if letters are a word, False if they are a product of variables."""
+    if run in ("a", "A") and (noun := re.match(r"\s+([^\W\d_]{2,})", text[end:])) and noun[1] not in UNIT_OF:
+        return True
     if run.casefold() in CONNECTORS or (len(run) == 1 and not "\u3040" <= run <= "\ud7a3"):
         return False
     if (
@@ -253,7 +184,7 @@ def _trim(run: str) -> str:
     while previous != run:
         previous = run
         run = re.sub(
-            r"^\s*(?:and|or|,|;)(?![a-zA-Z])\s*|\s*(?<![a-zA-Z])(?:and|or|,|;|:|\?|\()\s*$|\s+/\s*$|\.\s*$", "", run
+            r"^\s*(?:and|or|[,;=:])(?![a-zA-Z])\s*|\s*(?<![a-zA-Z])(?:and|or|,|;|:|\?|\()\s*$|\s+/\s*$|\.\s*$", "", run
         )
         if run.count(")") == run.count("(") + 1 and run.endswith(")") and "[" not in run:
             run = run[:-1]
@@ -270,6 +201,10 @@ def read(text: str, *, reference: bool = False) -> Answer | None:
         AmbiguousError: the text holds several answers.
     """
     text = tidy(re.sub(r"(?<!\w)([ap])\.\s?m(?:\.|(?!\w))", r"\1m", text, flags=re.I))
+    text = _NOUN.sub(r" \\text{\1}", text)
+    spelled = _ONLY_TEXT.sub(r"\1", text)
+    if (counted := in_digits(spelled, whole=reference)) != spelled:
+        text = counted
     if not text or not re.search(r"\w|\\|∞|[∅√½⅓⅔¼¾]", text):
         return None
     if (value := number(re.sub(r"^([-+−]?)(?:\\?\$|[€£¥])\s*", r"\1", text))) is not None:
@@ -289,7 +224,7 @@ def read(text: str, *, reference: bool = False) -> Answer | None:
     units = frozenset(UNIT_OF[word] for word in words if word in UNIT_OF)
     telling = frozenset(TELLING.findall(" ".join(words).casefold()))
     if not words and len(runs) == 1:
-        return Answer(text, number=number(runs[0]), formula=runs[0], telling=telling)
+        return _answer(text, runs[0], frozenset(), telling)
     if not runs or (reference and leading):
         return Answer(text, words=plain_words(text)) if plain_words(text) else None
     if HEDGES.search(text) or BOUNDS.search(text) or folded & {"but", "wait", "versus"}:
@@ -297,5 +232,10 @@ def read(text: str, *, reference: bool = False) -> Answer | None:
     equal = {run.rpartition("=")[2].strip() for run in runs}
     if len(equal) > 1:
         raise AmbiguousError
-    formula = runs[-1]
-    return Answer(text, number=number(formula), formula=formula, units=units, telling=telling)
+    return _answer(text, runs[-1], units, telling)
+
+
+def _answer(text: str, formula: str, units: frozenset[str], telling: frozenset[str]) -> Answer:
+    percent = formula.count("%") == 1 and formula.endswith("%")
+    formula = re.sub(r"\s*\\?%$", "", formula) if percent else formula
+    return Answer(text, None, number(formula), formula, percent, units, telling)

@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from .answers import extract_answer, tidy
+from .group_judges import JUDGES, Pairwise
 from .mathematics import judge, parse, read_reference
 from .reading import number
 from .references import reference_text
@@ -47,7 +48,7 @@ def load_verifier(
     """Return the verifier that ``name`` names, and a sentence about it for the user (empty: none).
 
     Args:
-        name: ``task``, ``code``, a name in `BUILT_IN`, or ``file.py:function``.
+        name: ``task``, ``code``, a name in `BUILT_IN` or `JUDGES`, or ``file.py:function``.
         tasks: names and options of the `reasoning_gym` tasks, for ``task``.
         timeout_s: the time limit of a verdict, in seconds.
 
@@ -68,6 +69,12 @@ def load_verifier(
         _check_options(name, inspect.signature(CodeVerifier).parameters, {"timeout_s": 0, **options})
         code = CodeVerifier(timeout_s, **options)
         return code, f"Code in responses runs in {code.containment}"
+    if name in JUDGES:
+        _check_options(name, inspect.signature(JUDGES[name]).parameters, options)
+        given = dict(options)
+        if issubclass(JUDGES[name], Pairwise) and isinstance(compare := options.get("compare"), str):
+            given["compare"] = _user_verifier(compare)
+        return JUDGES[name](**given), ""
     verify = _user_verifier(name)
     _check_options(name, inspect.signature(verify).parameters, options)
     return (partial(verify, **options) if options else verify), ""

@@ -1,9 +1,10 @@
 """The verifier process, run by `keeper.py`; it imports neither torch nor the rest of rolltree.
 
 It communicates with :class:`RewardPool` over a socket. First comes a *setup* message ``{verifier, tasks, options,
-timeout_s, token}``, answered by ``["ready", note]`` or ``["broken", why]``; then lists of ``(number, response text,
-entry)``, each item answered in order by ``[number, value, reason, named, spans, unparsed, skipped]``. If the text is
-None, only the entry is checked, and ``reason`` is the reason why responses to it could not be judged. Answers are JSON:
+timeout_s, by_group, token}``, answered by ``["ready", note]`` or ``["broken", why]``; then lists of ``(number, texts of
+responses, entry)``, each answered in order by ``[number, verdicts]``, one ``[value, reason, named, spans, unparsed,
+skipped]`` for each text. If the texts are None, only the entry is checked, and ``reason`` is the reason why responses
+to it could not be judged. A judge of groups gets the list of texts; any other verifier gets one. Answers are JSON:
 nothing that user code returns is unpickled.
 
 User code shares the process, and may write to any file descriptor. The socket has a high number, closes on ``exec``,
@@ -60,15 +61,17 @@ def main(fd: int) -> None:
     send(["ready", note])
     here = os.getpid()
     while True:
-        for number, text, entry in messages.get():
-            verdict = (
-                _judge(verify, text, entry, failure, verifiers.WORD)
-                if text is not None
-                else (None, _check(verify, entry), {}, [], None, None)
-            )
+        for number, texts, entry in messages.get():
+            verdicts: list[Verdict]
+            if texts is None:
+                verdicts = [(None, _check(verify, entry), {}, [], None, None)]
+            elif setup["by_group"]:
+                verdicts = _judge_group(verify, texts, entry, failure, verifiers.WORD)
+            else:
+                verdicts = [_judge(verify, text, entry, failure, verifiers.WORD) for text in texts]
             if os.getpid() != here:
                 os._exit(0)  # the verifier forked, and the child returned too
-            send([number, *verdict])
+            send([number, verdicts])
 
 
 def _read(connection: socket.socket, messages: queue.SimpleQueue[Any]) -> None:
@@ -89,10 +92,34 @@ def _check(verify: Callable[..., Any], entry: dict[str, Any]) -> str | None:
     return None
 
 
+Verdict = tuple[float | None, str | None, dict[str, float], list[tuple[int, int, float]], str | None, str | None]
+"""Value, reason of a failure, named rewards, spans, and the words ``unparsed`` and ``skipped``."""
+
+
+def _judge_group(
+    judge: Callable[..., Any],
+    texts: list[str],
+    entry: dict[str, Any],
+    failure: Callable[..., str],
+    word: re.Pattern[str],
+) -> list[Verdict]:
+    """Return a verdict on each response of a group; if the judge fails, all have its reason."""
+    try:
+        found = list(judge(texts, entry))
+        if len(found) != len(texts):
+            raise ValueError(f"the judge returned {len(found)} values for {len(texts)} responses")
+    except BaseException as error:  # sys.exit too
+        return [(None, failure(error, judge), {}, [], None, None)] * len(texts)
+    return [
+        _judge(lambda *_, value=value: value, text, entry, failure, word)
+        for text, value in zip(texts, found, strict=True)
+    ]
+
+
 def _judge(
     verify: Callable[..., Any], text: str, entry: dict[str, Any], failure: Callable[..., str], word: re.Pattern[str]
-) -> tuple[float | None, str | None, dict[str, float], list[tuple[int, int, float]], str | None, str | None]:
-    """Return value, reason of a failure, named rewards, spans, and the words ``unparsed`` and ``skipped``."""
+) -> Verdict:
+    """Return the verdict on a response."""
     try:
         found = verify(text, entry)
         given = dict(found) if isinstance(found, dict) else {"reward": found}

@@ -112,6 +112,10 @@ class Node:
     """False: the tokens are in no policy loss."""
     routes: Array = field(default_factory=lambda: UNKNOWN)
     """[<= n, layers, k] int16, the experts that computed the first tokens, if they are recorded."""
+    role: int = 0
+    """Place of the role that the tokens were sampled in among the program's."""
+    model: int = 0
+    """Number of the policy that sampled the tokens; 0: the engine's own."""
 
     def path(self) -> Iterator[Node]:
         """Yield the node and its ancestors, upwards."""
@@ -147,6 +151,8 @@ class Branch:
     """Temperature of the tokens that are sampled next."""
     trained: bool = True
     """An update counts the response."""
+    role: int = 0
+    """Place of the role that its next tokens are sampled in among the program's."""
     kv: int = -1
     """Node of the KvTree that the branch holds; -1 for none."""
     slot: int = -1
@@ -161,6 +167,8 @@ class Branch:
     """Rewards that the program gave to turns: the response's length at the end of each, and the value."""
     saved: dict[str, Any] | None = None
     """The branch's row of the row table, while the request is aborted."""
+    away: tuple[int, int] | None = None
+    """While another policy samples it: into how many branches, and the response length at which they rest."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +306,8 @@ class Request:
         )
         if self.media is not None:
             tree.pictures = self.media.pictures
+        if self.program.roles:
+            tree.meta["roles"] = list(self.program.roles)
         if not all(leaf.trained for leaf in ordered):
             tree.set("trained", [leaf.trained for leaf in ordered])
         if any(leaf.turn_rewards for leaf in ordered):
@@ -338,6 +348,9 @@ def _tokens_of(nodes: Sequence[Node]) -> Segment:
         "entropy": np.where(sampled, column("entropy"), nan),
         "temperature": np.where(sampled, temperature, nan),
     }
+    for name in ("role", "model"):
+        if any(getattr(node, name) for node in nodes):
+            columns[name] = np.repeat(np.array([getattr(node, name) for node in nodes], np.int8), length)
     if known := [node.routes for node in nodes if len(node.routes)]:
         routes = COLUMNS["routes"].filled(sum(length), known[0])
         for node, begin in zip(nodes, np.cumsum([0, *length]).tolist(), strict=False):

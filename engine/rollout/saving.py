@@ -38,6 +38,7 @@ def request_state(request: Request, made: RolloutProgram) -> dict[str, Any]:
         "kept": list(request.kept),
         "orders": request.branches_made,
         "calls": [key for key, _ in request.calls],
+        "away": {branch.id: branch.away for branch in every if branch.away is not None},
         "program": request.program.state_dict(own),
         "nodes": [
             (
@@ -49,6 +50,8 @@ def request_state(request: Request, made: RolloutProgram) -> dict[str, Any]:
                 n.temperature,
                 n.trained,
                 n.routes,
+                n.role,
+                n.model,
             )
             for n in ordered
         ],
@@ -60,7 +63,7 @@ def _branch_state(branch: Branch, node: int) -> tuple[Any, ...]:
     order = branch.order & 0xFFFFFFFF  # within its request
     return (
         branch.id, node, branch.seed, order, branch.boundaries, branch.status, branch.length, branch.rewinds,
-        branch.saved, branch.reward, branch.temperature, branch.trained, branch.turn_rewards,
+        branch.saved, branch.reward, branch.temperature, branch.trained, branch.role, branch.turn_rewards,
     )  # fmt: skip
 
 
@@ -81,4 +84,5 @@ def restore_request(request: Request, state: dict[str, Any]) -> None:
             branch = Branch(request, key, nodes[node], seed, request.number << 32 | order, boundaries, *own)
             branch.status, branch.length, branch.rewinds, branch.saved = status, length, rewinds, saved
             branch.reward, branch.turn_rewards = reward, turns
+            branch.away = state.get("away", {}).get(key)
             place[key] = branch

@@ -14,6 +14,7 @@ from .algorithm import (
     TeacherConfig,
     TermConfig,
 )
+from .policies import PolicyConfig
 from .rewards import REWARD_NAMES, VERIFIERS, RewardConfig, RewardPartConfig, ShapingConfig, known_verifier
 from .run import TrainConfig
 from .sampling import DataConfig, DraftsConfig, LoraConfig, ModelConfig, RolloutConfig, TaskConfig
@@ -34,6 +35,7 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "PlacementConfig",
+    "PolicyConfig",
     "ReferenceConfig",
     "ReplayConfig",
     "RewardConfig",

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from .section import NonNegativeInt, PositiveInt, Schedule, Section
 
-VERIFIERS = ("task", "math", "exact", "regex", "code", "judge", "reward_model", "policy", "program")
+GROUP_JUDGES = ("majority", "answer_share", "pairwise", "against_one")
+"""Verifiers that compare the responses of a group."""
+VERIFIERS = ("task", "math", "exact", "regex", "code", "judge", "reward_model", "policy", "program", *GROUP_JUDGES)
+OF_PARTS = (*VERIFIERS, "verdict")
+"""The verifiers of `reward.parts`."""
 REWARD_NAMES = ("reward", "verifier")
 """Named rewards that every run may have: the one that counts, and the verifier's before any shaping."""
 
 
-def known_verifier(name: str) -> str:
+def known_verifier(name: str, among: Sequence[str] = VERIFIERS) -> str:
     """Return ``name`` if it names a verifier.
 
     Raises:
         ValueError: there is no such verifier.
     """
-    if name not in VERIFIERS and ":" not in name:
-        raise ValueError(f"it must be one of {', '.join(VERIFIERS)}, or file.py:function")
+    if name not in among and ":" not in name:
+        raise ValueError(f"it must be one of {', '.join(among)}, or file.py:function")
     return name
 
 
@@ -35,7 +40,10 @@ class RewardPartConfig(Section):
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)]
     """Name of the part's own value among the rewards, for `reward.shaping`, the advantage and the records."""
     verifier: str
-    """Verifier of this part, as `reward.verifier`."""
+    """Verifier of this part, as `reward.verifier`; or `verdict`, which compares what the text says with another part's
+    value."""
+    group: bool = False
+    """As `reward.group`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the verifier."""
     weight: Schedule = 1.0
@@ -46,6 +54,9 @@ class RewardPartConfig(Section):
     when: str | tuple[str, ...] = ()
     """Task or tasks that the part judges: names in `data.tasks`, or values of the column `task` of `data.path` or
     `data.source`. Default: all."""
+    role: str | None = None
+    """Role of `rollout.program` whose text the part judges; a response without one has no value of the part. Default:
+    the whole response."""
 
     @field_validator("name")
     @classmethod
@@ -57,7 +68,7 @@ class RewardPartConfig(Section):
     @field_validator("verifier")
     @classmethod
     def _known_verifier(cls, verifier: str) -> str:
-        return known_verifier(verifier)
+        return known_verifier(verifier, OF_PARTS)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -72,8 +83,11 @@ class RewardConfig(Section):
     verifier: str = "task"
     """Verifier of responses: `task` (the dataset's own), `math` (math-verify against the reference answer), `exact`,
     `regex`, `code` (runs the response's program on tests), `judge` or `reward_model` (a model on a server), `policy`
-    (the policy's log-probs), `program` (the rollout program's own rewards), or `file.py:function`; see
-    docs/rewards.md."""
+    (the policy's log-probs), `program` (the rollout program's own rewards), `majority`, `answer_share`, `pairwise` or
+    `against_one` (compare the responses of a group), or `file.py:function`; see docs/rewards.md."""
+    group: bool = False
+    """The verifier is a function of yours that judges all responses of a group at once: it gets their texts and the
+    problem's row, and returns a verdict for each. `timeout_s` is then the time for a group."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the verifier."""
     parts: tuple[RewardPartConfig, ...] = ()
@@ -111,10 +125,27 @@ class RewardConfig(Section):
                 f"`reward.{max(both)}` does not go with `reward.parts`, which have their own; leave it out, or make it "
                 "a part"
             )
+        if self.group and self.parts:
+            raise ValueError("`reward.group` does not go with `reward.parts`; give it to the part that judges groups")
+        for given in self.parts or (self,):
+            if given.group and ":" not in given.verifier:
+                raise ValueError(
+                    f"`group` is for a `verifier` of your own, file.py:function, and '{given.verifier}' is a name; "
+                    "leave it out"
+                )
+        if self.hosts and self.by_group:
+            raise ValueError(
+                "`reward.hosts` get single responses, and a judge of groups compares several; set `hosts` to 0"
+            )
         if self.hosts and "policy" in self.verifiers:
             raise ValueError(
                 "`reward.hosts` have no rollout engine, which the verifier `policy` asks; set `hosts` to 0, or leave "
                 "`policy` out"
+            )
+        if self.hosts and (own := [part.name for part in self.parts if part.role is not None]):
+            raise ValueError(
+                f"`reward.hosts` do not know the roles of which the part '{own[0]}' judges one; set `hosts` to 0, or "
+                "leave its `role` out"
             )
         if self.hosts and self.scheduled:
             raise ValueError(
@@ -127,6 +158,11 @@ class RewardConfig(Section):
     def scheduled(self) -> list[str]:
         """Names of the parts whose weight changes with the step."""
         return [part.name for part in self.parts if not isinstance(part.weight, int | float)]
+
+    @property
+    def by_group(self) -> bool:
+        """True if a verifier compares the responses of a group."""
+        return any(given.group or given.verifier in GROUP_JUDGES for given in self.parts or (self,))
 
     @property
     def verifiers(self) -> tuple[str, ...]:

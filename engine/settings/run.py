@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from .algorithm import AlgorithmConfig, DemonstrationsConfig, ReplayConfig, RolesConfig
+from .policies import METRICS, PolicyConfig, PolicyName
 from .rewards import VERIFIERS, RewardConfig
 from .sampling import DataConfig, ModelConfig, RolloutConfig
 from .section import Section
@@ -32,6 +33,8 @@ class TrainConfig(Section):
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Trackers that receive the metrics in addition to `metrics.jsonl`; each needs its own library installed."""
     model: ModelConfig
+    models: dict[PolicyName, PolicyConfig] = Field(default_factory=dict)
+    """Further policies, by name, each trained on the tokens that it samples; see docs/loop.md."""
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
@@ -76,6 +79,36 @@ class TrainConfig(Section):
         if len(name.encode("utf-8", "replace")) > LONGEST_NAME or not name.isprintable():
             raise ValueError(f"it names a directory, so it must be printable and {LONGEST_NAME} bytes long at most")
         return name
+
+    @model_validator(mode="after")
+    def _one_process_trains_all_policies(self) -> Self:
+        """Refuse what runs of several policies do not have."""
+        if not self.models:
+            return self
+        first, roles = next(iter(self.models)), self.roles
+        for name in self.models:
+            if name in (*METRICS, *(term.name for term in self.algorithm.terms)):
+                raise ValueError(f"`models.{name}` has a name that metrics begin with already; choose another")
+        refused = {
+            "rollout.engines": self.rollout.engines > 0,
+            'rollout.backend = "vllm"': self.rollout.backend == "vllm",
+            "rollout.stop, which would end a whole response,": bool(self.rollout.stop),
+            "trainer.ranks above 1": self.trainer.ranks > 1,
+            "reward.hosts": self.reward.hosts > 0,
+            "loop.staleness above 0": self.loop.staleness > 0,
+            'loop.train_context = "plain"': self.loop.train_context == "plain",
+            "data.image_key": self.data.image_key is not None,
+            "model.lora": self.model.lora is not None,
+            "model.replay_routes": self.model.replay_routes,
+            "replay": self.replay is not None,
+            "roles.critic": roles.critic is not None,
+            "roles.teacher": roles.teacher is not None,
+            "roles.reference.path": roles.reference is not None and roles.reference.path is not None,
+        }
+        for key, given in refused.items():
+            if given:
+                raise ValueError(f"`models.{first}` does not go with {key} yet; leave one of them out")
+        return self
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -152,6 +185,11 @@ class TrainConfig(Section):
                 f"`replay.share` = {self.replay.share} of `trainer.prompts_per_step` = {trainer.prompts_per_step} is "
                 f"{self.replayed} groups, which leaves none {'to draw' if not self.replayed else 'to sample'}; change "
                 "one of them"
+            )
+        if evaluation.problems and self.reward.by_group:
+            raise ValueError(
+                "held-out problems are answered once, and a judge of groups cannot judge one response; set "
+                "`evaluation.problems` to 0"
             )
         if evaluation.every and not evaluation.problems:
             raise ValueError("`evaluation.every` is given but `evaluation.problems` is 0; give both or neither")

@@ -64,6 +64,10 @@ class TaskConfig(Section):
     """Keyword arguments of `reasoning_gym.create_dataset`."""
 
 
+OF_ROWS = ("difficulty", "gvm", "predicted", "hard_replay", "hardest", "limr", "ladder")
+"""Curricula that need problems which may come again, or columns."""
+
+
 class DataConfig(Section):
     tasks: tuple[TaskConfig, ...] = ()
     """`reasoning_gym` tasks whose problems are generated during the run. Give one of `tasks`, `path` and `source`."""
@@ -135,10 +139,10 @@ class DataConfig(Section):
             raise ValueError(
                 "`data.curriculum` chooses from `data.path` or `data.tasks`; a `data.source` chooses itself"
             )
-        if self.curriculum == "difficulty" and self.tasks:
+        if self.curriculum in OF_ROWS and self.tasks:
             raise ValueError(
-                "`data.curriculum` = 'difficulty' needs `data.path`: the problems of `data.tasks` come once, before "
-                "their difficulty is known"
+                f"`data.curriculum` = '{self.curriculum}' needs `data.path`: the problems of `data.tasks` come once, "
+                "before anything is known of them"
             )
         return self
 

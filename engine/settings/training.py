@@ -144,6 +144,9 @@ class PlacementConfig(Section):
     hang_s: PositiveFloat = 120.0
     """An engine is replaced if it takes no step for this many seconds while it has work, or gives no answer; a reward
     host, if it gives no answer."""
+    start_s: PositiveFloat = 900.0
+    """A process is replaced if it takes longer than this many seconds to start and to load its model, or an engine to
+    load weights. One that hangs meanwhile is noticed by this alone, so set it to a few times what a start takes."""
     restarts: NonNegativeInt = 10
     """The run stops if more engines than this are lost between two updates of the weights, more reward hosts without a
     verdict between them, or ranks more often than this without a new step."""

@@ -13,6 +13,9 @@ from ..errors import UserError
 Image = bytes | str
 """A picture: the bytes of an encoded file (PNG, JPEG), or the path of one."""
 
+THUMBNAIL = 128
+"""Longest side of a thumbnail, in pixels."""
+
 
 def read_images(value: Any, folder: Path | None, where: str) -> list[Image]:
     """Return the pictures in a column's value: none, one, or a list of them.
@@ -58,6 +61,22 @@ def image_of(value: Any, folder: Path | None, where: str) -> Image:
 def content_of(image: Image) -> bytes:
     """Return the encoded bytes of a picture."""
     return image if isinstance(image, bytes) else Path(image).read_bytes()
+
+
+def thumbnail(image: Image) -> bytes:
+    """Return a picture as a JPEG file of at most `THUMBNAIL` pixels a side; empty if it cannot be read any more."""
+    from PIL import Image as Pillow  # here, as only pictures need Pillow
+    from PIL import UnidentifiedImageError
+
+    file = io.BytesIO()
+    try:
+        with Pillow.open(io.BytesIO(content_of(image))) as found:
+            small = found.convert("RGB")
+        small.thumbnail((THUMBNAIL, THUMBNAIL))
+        small.save(file, format="JPEG", quality=90, subsampling=0)
+    except (UnidentifiedImageError, OSError, ValueError, Pillow.DecompressionBombError):
+        return b""
+    return file.getvalue()
 
 
 def digest_of(images: Sequence[Image]) -> str:

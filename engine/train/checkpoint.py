@@ -244,6 +244,7 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: Group =
     for path in directory.glob(f"shard-{group.rank + 1:05d}-*"):
         _sync(path)
         mine[path.name] = _fingerprint(path)
+    _sync(directory)
     return {name: file for files in group.gather(mine) for name, file in files.items()}
 
 

@@ -129,6 +129,7 @@ class UserTerm:
             columns=batch.columns,
             mask=mask,
             normalizer=normalizer,
+            share=normalizer / batch.of if batch.trees else 0.0,
             on_policy=on_policy,
         )
         ids = [batch.columns[name].long() for name in self.extra]
@@ -143,6 +144,7 @@ class UserTerm:
         columns: Mapping[str, Tensor],
         mask: Tensor,  # [M]
         normalizer: float,
+        share: float,  # of the normaliser, so that those of all micro-batches add up to it
         on_policy: bool,
         **statistics: Tensor,  # [M], and extra_logprob [M, K]
     ) -> PolicyLossOutput:
@@ -161,7 +163,7 @@ class UserTerm:
         if not isinstance(metrics, Mapping):
             raise UserError(f"{self.what}: the metrics of its loss must be a dict, not {_shown(metrics)}.")
         double = torch.float64
-        loss = {"loss": (total.detach().to(double), torch.full((), normalizer, dtype=double, device=total.device))}
+        loss = {"loss": (total.detach().to(double), torch.full((), share, dtype=double, device=total.device))}
         sums = {name: _pair(self.what, name, value, total) for name, value in metrics.items()}
         return PolicyLossOutput(
             total / normalizer if normalizer else total * 0, {f"{self.name}/{k}": v for k, v in (loss | sums).items()}

@@ -173,11 +173,8 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_tree_step_computes_the_same_gradient_every_way(name: str) -> None:
+def assert_gradients_agree(bench: Bench, inputs: Any) -> None:
     """AdamW's first step is the gradient's sign, so gradients are read before it."""
-    bench = load("tree_step")
-    inputs = replace(next(bench.cases(CPU, True)).make(), tree=TREES[name])
     found = []
     for provider in bench.providers.values():
         try:
@@ -199,6 +196,19 @@ def test_tree_step_computes_the_same_gradient_every_way(name: str) -> None:
     assert len(found) >= 3
     for other in found[1:]:
         assert (other - found[0]).norm() <= 1e-4 * found[0].norm()
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_tree_step_computes_the_same_gradient_every_way(name: str) -> None:
+    bench = load("tree_step")
+    assert_gradients_agree(bench, replace(next(bench.cases(CPU, True)).make(), tree=TREES[name]))
+
+
+def test_picture_step_computes_the_same_gradient_every_way() -> None:
+    bench = load("picture_step")
+    frozen, trained = (case.make() for case in bench.cases(CPU, True))
+    assert {p.requires_grad for p in frozen.model.model.visual.parameters()} == {False}
+    assert_gradients_agree(bench, trained)
 
 
 @pytest.mark.parametrize(

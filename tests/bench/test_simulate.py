@@ -12,7 +12,7 @@ import pytest
 
 from rolltree.bench import simulate as bench
 from rolltree.bench.cli import main
-from rolltree.engine.app.plan import NETWORK
+from rolltree.engine.app.rates import NETWORK
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.rollout.modelled import MeasuredRates
 

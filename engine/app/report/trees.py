@@ -6,6 +6,7 @@ ids agree; the tree is the trie of those lists, with runs of tokens between bran
 
 from __future__ import annotations
 
+import base64
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,9 @@ MAX_TOKENS = 80_000
 FIRST = ("advantage", "behaviour_logprob", "entropy")
 """Columns that the explorer lists first; the others follow in alphabetical order."""
 
+SHOWN = ("loss_mask", "thumbnails")
+"""Columns beyond those of every file that the page shows by themselves, not as values of tokens."""
+
 Row = dict[str, Any]
 TokenTexts = Callable[[Sequence[int]], list[str]]
 """Function from the token ids of one response to the text of each token."""
@@ -36,7 +40,8 @@ def explorer_data(files: Sequence[Path], token_texts: TokenTexts | None, missing
 
     A tree is ``{step, id, task, reward, leaves, nodes}``; a node ``{parent, tokens, text, mask, values, leaves}``:
     ``leaves`` are the responses that end there, and ``values`` has for each column of numbers in the file one entry per
-    token, or a single number; both are means over the responses below the node.
+    token, or a single number; both are means over the responses below the node. The first node of a tree may have
+    ``pictures``: URLs that hold the data of thumbnails, empty for pictures that could not be read.
 
     Args:
         files: ``rollouts/*.parquet``.
@@ -83,6 +88,8 @@ def build_tree(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str,
     nodes: list[dict[str, Any]] = [
         {"parent": -1, "tokens": [], "text": [first.get("prompt_text") or ""], "values": {}, "leaves": []}
     ]
+    if first.get("thumbnails"):
+        nodes[0]["pictures"] = [_url(content) for content in first["thumbnails"]]
     columns = [name for name in dict.fromkeys(name for row in rows for name in row) if _is_value(name)]
     texts = [_texts(row, token_texts) for row in rows]
     keys = [list(row.get("node_ids") or [leaf] * len(_ids(row))) for leaf, row in enumerate(rows)]
@@ -107,12 +114,17 @@ def build_tree(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str,
     }
 
 
+def _url(content: bytes) -> str:
+    """Return a URL that holds a thumbnail's data; empty for an empty one."""
+    return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}" if content else ""
+
+
 def _is_value(name: str) -> bool:
     """Return whether a column of the file has values to show, other than those that the page always shows."""
     declared = COLUMNS.get(name.removeprefix("prompt_"))
     if declared is not None and declared.axes:
         return False
-    return name.startswith("reward/") or name not in (*IDENTITY.names, "loss_mask", "pictures")
+    return name.startswith("reward/") or name not in (*IDENTITY.names, *SHOWN, "pictures")
 
 
 def _below(columns: Sequence[Any], begin: int, end: int) -> list[float | None] | float | None:
@@ -191,9 +203,7 @@ def _groups(file: Path) -> list[list[Row]]:
     parquet = pq.ParquetFile(file)
     kinds = dict(zip(parquet.schema_arrow.names, parquet.schema_arrow.types, strict=True))
     numbers = [name for name, kind in kinds.items() if _is_value(name) and _is_number(kind)]
-    rows = parquet.read(
-        columns=[name for name in kinds if name in (*IDENTITY.names, "loss_mask", *numbers)]
-    ).to_pylist()
+    rows = parquet.read(columns=[name for name in kinds if name in (*IDENTITY.names, *SHOWN, *numbers)]).to_pylist()
     by_prompt: dict[Any, list[Row]] = defaultdict(list)
     for row in rows:
         by_prompt[row["prompt_id"]].append(row)

@@ -80,6 +80,7 @@ class NativeLoop(Steering):
 
     def step(self) -> list[Request]:
         self._collect_calls()
+        self._collect_others()
         step = None
         try:
             while (request := self.scheduler.admit()) is not None:
@@ -182,7 +183,9 @@ class NativeLoop(Steering):
             table = self.stops.table(request, self.rows)
             branch.slot = self.rows.restore(branch, {**branch.saved, "stop_table": table})
             branch.saved = None
-            if branch.id in request.sampling:
+            if self.others is not None and branch.away is not None:
+                self.others.ask(branch, tokens, self._length(branch))
+            elif branch.id in request.sampling:
                 self.scheduler.resume(branch)
         self._resume_calls(request)
 

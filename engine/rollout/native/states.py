@@ -1,4 +1,4 @@
-"""States of recurrent layers, kept with the paged keys: their slots, which of them are kept, and the segments of a step.
+"""States of recurrent layers, stored with the paged keys: their slots, which are kept, and the segments of a step.
 
 Keys of a path stay where they were written; a state is overwritten by every token. So each running branch has a slot
 of its own, in which a step finds the state before the branch's last token and leaves the state after it. A fork copies

@@ -47,6 +47,8 @@ def test_ranges_are_those_of_the_package() -> None:
         dotted = ".".join(map(str, low))
         upper = f",<{'.'.join(map(str, high))}" if high else ""
         assert f"{package}>={dotted}{upper}" in wanted
+    assert project["requires-python"] == ">=3.11,<3.14"
+    assert doctor.PYTHON == ((3, 11), (3, 14))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,8 @@ def test_versions_outside_the_range_are_named(
 
 def test_python_out_of_range() -> None:
     assert doctor.python_version((3, 12, 4)).level == "ok"
-    assert doctor.python_version((3, 13, 0)).level == "bad"
+    assert doctor.python_version((3, 13, 9)).level == "ok"
+    assert doctor.python_version((3, 14, 0)).level == "bad"
     assert doctor.python_version((3, 10, 9)).level == "bad"
 
 

@@ -50,6 +50,9 @@ class Case:
     """One process takes the micro-batches of so many ranks, for a loss that depends on them; 0: its own."""
 
 
+OWN = "a loss of the user's, of statistics of the head"
+ADAPTER = "an adapter of the run, a reference without it"
+FOLLOWED = "an adapter and a reference that follows it"
 CASES = {
     "tokens, two updates": Case(("--trainer.updates_per_step=2", "--trainer.max_tokens=96"), groups=7),
     "sequences, a reference that moves, untied": Case(
@@ -64,6 +67,25 @@ CASES = {
         ("--algorithm.objective=ppo", "--algorithm.advantage=gae", "--roles.critic={lr=1e-3}"), groups=1
     ),
     "adapters, of the head too": Case(("--algorithm.drop_zero_variance=false",), lora=True, tied=False),
+    ADAPTER: Case(
+        (
+            "--model.lora={rank=4,alpha=8.0}",
+            "--roles.reference={}",
+            "--algorithm.objective_options={kl_coef=0.1}",
+            "--trainer.updates_per_step=2",
+        ),
+        groups=7,
+    ),
+    FOLLOWED: Case(
+        ("--model.lora={rank=4}", "--roles.reference={ema=0.9}", "--algorithm.objective_options={kl_coef=0.1}")
+    ),
+    OWN: Case(
+        (
+            "--trainer.max_tokens=96",
+            '--algorithm.terms=[{name="own",loss="mine.py:Own",select="mine.py:some",weight=0.5}]',
+        ),
+        groups=7,
+    ),
     "a mean of batches, chosen tokens": Case(
         (
             "--algorithm.objective=bnpo",
@@ -86,6 +108,13 @@ import numpy as np
 
 def some(tree):
     return (np.arange(tree.num_tokens) % 3 != 0).astype(np.float32)
+
+class Own:
+
+    def loss(self, logprob, fields, entropy, sum_p2, mean_logprob):
+        gap = mean_logprob - logprob
+        total = (fields.weight * (gap.square() - entropy + 0.3 * sum_p2)).sum()
+        return total, {"gap": (gap.sum(), fields.weight.sum())}
 """
 
 
@@ -191,7 +220,7 @@ def of_cases(group: Group, toml: Path, trees: Sequence[list[Any]], names: Sequen
     return {name: learn(make(toml, CASES[name], group), trees, CASES[name]) for name in names}
 
 
-RESUMED = ("sequences, a reference that moves, untied", "critic, fewer trees than ranks")
+RESUMED = ("sequences, a reference that moves, untied", "critic, fewer trees than ranks", FOLLOWED)
 """Cases with weights of roles, or of a critic, in the checkpoint."""
 
 
@@ -278,6 +307,10 @@ MUTANTS: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
         "tokens, two updates",
         [("rolltree.engine.app.build_learning", "shard", _sharded_with_means), HEAD],
     ),
+    "gradients of an adapter averaged": (
+        ADAPTER,
+        [("rolltree.engine.app.build_learning", "shard", _sharded_with_means)],
+    ),
     "the head's gradient averaged": ("sequences, a reference that moves, untied", [HEAD]),
     "one share for all": ("tokens, two updates", [(learning, "distribute", _same_share)]),
     "metrics not summed": ("tokens, two updates", [(Group, "added", lambda group, sums: dict(sums))]),
@@ -289,6 +322,8 @@ MUTANTS: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     ),
 }
 """Wrong code by its name: a case that it must fail, and what it replaces."""
+LATE = ("metrics not summed", "scores not exchanged")
+"""Wrong code that shows up in the second step: in the first all ratios are 1, and the reference is the policy."""
 
 
 def of_mutants(group: Group, toml: Path, trees: Sequence[list[Any]]) -> dict[str, Result]:
@@ -299,5 +334,6 @@ def of_mutants(group: Group, toml: Path, trees: Sequence[list[Any]]) -> dict[str
                 target = f"{owner}.{attribute}" if isinstance(owner, str) else None
                 patch = mock.patch(target, wrong) if target else mock.patch.object(owner, attribute, wrong)
                 stack.enter_context(patch)
-            found[name] = learn(make(toml, CASES[case], group), trees, CASES[case])
+            steps = 2 if name in LATE else 1
+            found[name] = learn(make(toml, CASES[case], group), trees[:steps], CASES[case])
     return found

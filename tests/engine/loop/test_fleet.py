@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import RunError
-from rolltree.engine.loop.fleet import HEALTH_S, START_S, Fleet
+from rolltree.engine.loop.engines import HEALTH_S
+from rolltree.engine.loop.fleet import Fleet
 from rolltree.engine.loop.workers import InThreads, Worker
 from rolltree.engine.rewards import RewardItem, RewardResult
 from rolltree.engine.rollout import SamplingParams
@@ -24,7 +25,7 @@ from rolltree.engine.rollout.host import Facts, Health, Result
 from rolltree.engine.rollout.questions import Question
 from rolltree.engine.rollout.sampler import Flight, Job, Kept
 
-HANG_S = 30.0
+HANG_S, START_S = 30.0, 300.0
 
 
 class Weights:
@@ -155,7 +156,7 @@ class Stage(InThreads):
 @contextmanager
 def fleet(engines: int = 2, restarts: int = 100, make: Any = Made, judge: Any = None) -> Iterator[tuple[Fleet, Stage]]:
     stage = Stage()
-    made = Fleet(stage, engines, make, stage, hang_s=HANG_S, restarts=restarts, judge=judge)
+    made = Fleet(stage, engines, make, stage, hang_s=HANG_S, start_s=START_S, restarts=restarts, judge=judge)
     try:
         assert made.longest == 64  # waits for the first
         for _ in range(3):
@@ -286,7 +287,7 @@ def test_an_engine_that_never_starts_is_replaced_and_many_losses_end_the_run() -
             return Future()
 
     stage = Stage()
-    made = Fleet(stage, 1, Silent, stage, hang_s=HANG_S, restarts=2)
+    made = Fleet(stage, 1, Silent, stage, hang_s=HANG_S, start_s=START_S, restarts=2)
     with pytest.raises(RunError, match=r"3 rollout engines were lost .*placement\.restarts = 2.*did not start"):
         steps(made, 100, 60.0)
     assert stage.now <= 3 * (START_S + 120)

@@ -21,7 +21,6 @@ from rolltree.engine.loop.hosted import (
     HEALTH_S,
     LOOK_S,
     REPLACE_S,
-    START_S,
     HostedRewards,
     HostFacts,
     RewardHost,
@@ -30,7 +29,7 @@ from rolltree.engine.loop.workers import InThreads, Worker
 from rolltree.engine.rewards import RewardItem, RewardResult
 from rolltree.engine.settings import RewardConfig
 
-HANG_S, TIMEOUT_S = 30.0, 4.0
+HANG_S, START_S, TIMEOUT_S = 30.0, 300.0, 4.0
 
 
 class Made:
@@ -105,7 +104,9 @@ def rewards(
 ) -> Iterator[tuple[HostedRewards, Stage]]:
     """Without a thread: the test makes the rounds."""
     stage = Stage()
-    made = HostedRewards(config(hosts=hosts, **given), (), stage, hang_s=HANG_S, restarts=restarts, make=make)
+    made = HostedRewards(
+        config(hosts=hosts, **given), (), stage, hang_s=HANG_S, start_s=START_S, restarts=restarts, make=make
+    )
     try:
         yield made, stage
     finally:
@@ -277,7 +278,9 @@ def test_a_host_that_never_starts_is_replaced() -> None:
             return Future()
 
     with rewards(1, restarts=1, make=Silent) as (made, stage):
-        with pytest.raises(RunError, match=r"2 reward hosts .* because it did not start within 300 s"):
+        with pytest.raises(
+            RunError, match=r"2 reward hosts .* because it did not start .placement.start_s. within 300 s"
+        ):
             made.__enter__()
         assert stage.now <= 2 * (START_S + 10)
 
@@ -340,7 +343,7 @@ def test_hosts_of_verifier_processes_keep_order_and_the_rules_of_a_pool(
 
     before = set(psutil.Process().children(recursive=True))
     given = config(verifier=f"{mine}:judge", timeout_s=0.5, workers=2)
-    judging = HostedRewards(given, (), InThreads(), hang_s=HANG_S, restarts=3, make=make)
+    judging = HostedRewards(given, (), InThreads(), hang_s=HANG_S, start_s=START_S, restarts=3, make=make)
     with judging:
         texts = [str(i) for i in range(100)] + ["hang", "die"]
         found = judging.score([RewardItem(text, {"add": 0.25}) for text in texts])
@@ -359,7 +362,7 @@ def test_hosts_of_verifier_processes_keep_order_and_the_rules_of_a_pool(
 
 
 def test_a_caller_that_waits_is_told_that_the_hosts_are_closed(mine: Path) -> None:
-    made = HostedRewards(config(hosts=1), (), InThreads(), hang_s=HANG_S, restarts=3, make=Made)
+    made = HostedRewards(config(hosts=1), (), InThreads(), hang_s=HANG_S, start_s=START_S, restarts=3, make=Made)
     Stage.made.clear()
     with made:
         future = made.ask("score", items(1))
@@ -369,7 +372,9 @@ def test_a_caller_that_waits_is_told_that_the_hosts_are_closed(mine: Path) -> No
 
 
 def test_a_verifier_that_cannot_be_loaded_is_the_users_mistake(mine: Path) -> None:
-    made = HostedRewards(config(verifier=f"{mine}:nobody", hosts=1), (), InThreads(), hang_s=HANG_S, restarts=3)
+    made = HostedRewards(
+        config(verifier=f"{mine}:nobody", hosts=1), (), InThreads(), hang_s=HANG_S, start_s=START_S, restarts=3
+    )
     with pytest.raises(UserError, match=r"The verifier '.*mine\.py:nobody' \(reward\.verifier\) cannot be used"):
         made.__enter__()
     with pytest.raises((UserError, ValueError)):

@@ -284,7 +284,6 @@ class TestMistakes:
             (("--model.lora={targets=[]}",), "at least one linear layer"),
             (("--model.lora={rank=0}",), "greater than 0"),
             (("--model.lora={}", "--model.train_tower=true"), "train_tower trains weights that"),
-            (("--model.lora={}", "--trainer.ranks=2", "--rollout.engines=1"), "one process trains the adapter"),
         ],
     )
     def test_a_dry_run_finds(self, toml, flags, said):

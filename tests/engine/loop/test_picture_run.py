@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +19,14 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoTokenizer
 
+from rolltree.engine import TokenTree
 from rolltree.engine.app.cli import main
+from rolltree.engine.app.report.trees import build_tree
 from rolltree.engine.data.media import FIRST_ID, PromptMedia
+from rolltree.engine.data.store import read_rollouts
 from rolltree.engine.errors import UserError
 from rolltree.engine.loop.prompts import held_out, make_prompts, pictures_of
+from rolltree.engine.loop.rollout_files import texts_of, write_step
 from rolltree.engine.loop.sources import PromptSource
 from rolltree.engine.settings import DataConfig
 from rolltree.engine.tasks import problem_of, read_problems
@@ -94,6 +102,61 @@ def test_resumed_equals_uninterrupted_with_open_groups_and_a_trained_tower(home:
     first, second = (weights(export) for export in both)
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert changed(home, both[0]) == {"text", "visual"}
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def decoded(content: bytes) -> np.ndarray[Any, Any]:
+    return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"), np.float32)
+
+
+def test_the_report_shows_the_pictures_of_its_prompts(home: Path) -> None:
+    rows = pq.read_table(home / "problems.parquet").to_pylist()
+    page = (home / "runs" / "tiny" / "report.html").read_text()
+    found = re.search(r'<script type="application/json" id="trees">(.*?)</script>', page, re.S)
+    assert found
+    trees = json.loads(found[1])
+    assert len(trees) == 6
+    for tree in trees:
+        own = int(tree["id"].rpartition("/")[2])
+        (url,) = tree["nodes"][0]["pictures"]
+        shown = decoded(base64.b64decode(url.removeprefix("data:image/jpeg;base64,")))
+        there = {
+            number: np.abs(shown - decoded(row["image"]["bytes"])).mean()
+            for number, row in enumerate(rows)
+            if decoded(row["image"]["bytes"]).shape == shown.shape
+        }
+        assert min(there, key=lambda number: there[number]) == own
+        assert there.pop(own) < 12
+        assert all(far > 40 for far in there.values())  # pictures of noise
+        assert not any("pictures" in node for node in tree["nodes"][1:])
+
+
+def test_rollouts_have_small_pictures_of_the_first_prompts(home: Path, tmp_path: Path) -> None:
+    """A large picture is made small, one that is gone is empty, and later prompts have none."""
+    tall = Image.fromarray(np.random.default_rng(2).integers(0, 256, (600, 300, 3), dtype=np.uint8))
+    tall.save(tmp_path / "tall.png")
+    images: list[tuple[Any, ...]] = [("tall.png",), ("gone.png", "tall.png"), (), ("tall.png",), ("tall.png",)]
+    trees = read_rollouts(home / "runs" / "tiny" / "rollouts" / "step_000001.parquet")
+    batch: list[Any] = []
+    for number, names in enumerate(images):
+        tree = TokenTree.from_sequences([1, 2], [[3], [4]])
+        tree.rewards["reward"], tree.meta = np.zeros(2, np.float32), trees[0].meta | {"prompt_id": str(number)}
+        prompt = SimpleNamespace(images=tuple(str(tmp_path / name) for name in names))
+        batch.append(SimpleNamespace(tree=tree, prompt=prompt, texts=["a", "b"]))
+    write_step(tmp_path, 7, batch)
+    (file,) = (tmp_path / "rollouts").iterdir()
+    written = [row["thumbnails"] for row in pq.read_table(file).to_pylist()]
+    assert [[len(content) > 0 for content in found or []] for found in written[::2]] == [
+        [True], [False, True], [], [True], [],
+    ]  # fmt: skip
+    assert written[1::2] == [None] * 5
+    assert decoded(written[0][0]).shape == (128, 64, 3)
+    assert [text.tokens.tolist() for text in texts_of(tmp_path, 7)[:2]] == [[3], [4]]
+    assert texts_of(tmp_path, 6) == []
+    pages = build_tree(pq.read_table(file).to_pylist()[2:4], None)
+    assert [bool(url) for url in pages["nodes"][0]["pictures"]] == [False, True]
 
 
 # -- data files --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,13 @@ from safetensors.torch import load_file
 from rolltree.engine import UserError
 from rolltree.engine.app import build, build_sampling, build_workers
 from rolltree.engine.errors import RunError
+from rolltree.engine.loop import rank as rank_module
 from rolltree.engine.loop import ranks as ranks_module
+from rolltree.engine.loop.hosted import HostedRewards, RewardHost
 from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.loop.parts import RanksLostError
-from rolltree.engine.loop.ranks import Rank, Ranks
+from rolltree.engine.loop.rank import Rank
+from rolltree.engine.loop.ranks import Ranks
 from rolltree.engine.loop.workers import InThreads, LostError, Worker
 from rolltree.engine.train.checkpoint import Saved
 from rolltree.engine.train.group import ALONE, Group
@@ -145,6 +149,26 @@ def test_replicas_give_the_bits_of_one_process(toml: Path, alone: Path, threads:
     assert last["timing_s/pack"] > 0
 
 
+def test_ranks_engines_and_a_reward_host_give_the_tokens_of_one_process(
+    toml: Path, alone: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks, two engines and a host, in threads; the log-probs of two engines are rounded otherwise."""
+    hosts: list[RewardHost] = []
+
+    class Kept(RewardHost):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            hosts.append(self)
+
+    monkeypatch.setattr(build_workers, "HostedRewards", partial(HostedRewards, make=Kept))
+    all_of_them = ["--rollout.engines=2", "--trainer.ranks=2", "--reward.hosts=1"]
+    config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *all_of_them])
+    assert_learned_alike(config.run_dir, alone)
+    assert len(threads.ranks) == 2
+    for host in hosts:  # a thread cannot be killed; a process ends and takes them along
+        host.rewards.close()
+
+
 @pytest.mark.parametrize(("method", "step", "again"), [("update", 3, 2), ("updated", 1, 0), ("save", 0, 0)])
 def test_a_lost_rank_takes_the_run_back(
     toml: Path,
@@ -246,7 +270,7 @@ def test_a_rank_out_of_memory_halves_the_micro_batches_of_all(
 def test_ranks_that_differ_end_the_run(
     toml: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digest = ranks_module.Digest
+    digest = rank_module.Digest
 
     def unequal(*values: str) -> Any:
         mine = threading.current_thread() not in seen and len(seen) == 1
@@ -254,7 +278,7 @@ def test_ranks_that_differ_end_the_run(
         return digest(*values)._replace(loss="7.0") if mine else digest(*values)
 
     seen: set[threading.Thread] = set()
-    monkeypatch.setattr(ranks_module, "Digest", unequal)
+    monkeypatch.setattr(rank_module, "Digest", unequal)
     unequal._fields = digest._fields  # type: ignore[attr-defined]
     with pytest.raises(RunError, match=r"^In step 1 the ranks learned differently: loss is .*7\.0"):
         train(toml, [f"--output_dir={tmp_path}", *SHORT, *TWO])
@@ -295,7 +319,7 @@ class Silent:
         return None
 
     def join(self, store: str) -> Any:
-        return ranks_module.Facts({"w": 4}, np.arange(2), 1)
+        return rank_module.Facts({"w": 4}, np.arange(2), 1)
 
     def load(self, directory: str, state: Any) -> int:
         if self.generation == 0 and self.index == 1:
@@ -309,7 +333,7 @@ def silent() -> Iterator[Ranks]:
     Silent.made.clear()
     Silent.go_on.clear()
     workers = InThreads()
-    yield Ranks(workers, 2, Silent, max_tokens=8, timeout_s=0.1, restarts=3, note=lambda text: None)  # type: ignore[arg-type]
+    yield Ranks(workers, 2, Silent, max_tokens=8, timeout_s=0.1, start_s=20.0, restarts=3, note=lambda text: None)  # type: ignore[arg-type]
     Silent.go_on.set()
     workers.close()
 
@@ -335,7 +359,7 @@ def test_weights_are_gathered_bucket_by_bucket(monkeypatch: pytest.MonkeyPatch) 
 
     def gather(names: Any) -> Any:
         asked.append(list(names))
-        return list(ranks_module.pack_weights({name: tensors[name] for name in names}))
+        return list(rank_module.pack_weights({name: tensors[name] for name in names}))
 
     found = ranks_module.Gathered(dict.fromkeys(tensors, 40), gather)
     assert list(found) == list(tensors)
@@ -360,11 +384,8 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Forked:
     return made
 
 
-def test_two_processes_learn_what_one_learns(
-    toml: Path, alone: Path, processes: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One is killed in an update and one stopped in another, which exceeds the time; both times the run goes back."""
-    strikes = {2: signal.SIGKILL, 3: signal.SIGSTOP}
+def struck_at(strikes: dict[int, signal.Signals], monkeypatch: pytest.MonkeyPatch) -> Callable[[Orchestrator], None]:
+    """Return what lets the last rank get a signal in the updates of some steps."""
 
     def watch(run: Orchestrator) -> None:
         learn = run.learner._learn  # type: ignore[attr-defined]
@@ -376,16 +397,85 @@ def test_two_processes_learn_what_one_learns(
 
         monkeypatch.setattr(run.learner, "_learn", struck)
 
+    return watch
+
+
+def assert_learned_alike(ours: Path, theirs: Path) -> None:
+    """The same tokens, checkpoints, metrics and exports, within the bound."""
+    assert_close(ours, theirs, WITHIN)
+    for one, other in zip(rows(ours), rows(theirs), strict=True):
+        for name in ("actor/loss", "actor/grad_norm", "reward/mean", "eval/accuracy", "replay/groups"):
+            assert one.get(name) == pytest.approx(other.get(name), abs=WITHIN), name
+    files = sorted(file.relative_to(theirs) for file in (theirs / "export").rglob("*.safetensors"))
+    assert files
+    for file in files:
+        exported, expected = load_file(ours / file), load_file(theirs / file)
+        assert exported.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(exported[name], tensor, rtol=0, atol=WITHIN)
+
+
+KEEPING = """
+from rolltree.engine.methods.credit import Credit
+
+class Running:
+    def __init__(self):
+        self.seen, self.total = 0, 0.0
+
+    def __call__(self, trees):
+        for tree in trees:
+            self.seen += tree.num_leaves
+            self.total += float(tree.rewards["reward"].sum())
+        return Credit("leaf", [tree.rewards["reward"] - self.total / self.seen for tree in trees])
+
+    def state_dict(self):
+        return {"seen": self.seen, "total": self.total}
+
+    def load_state_dict(self, state):
+        self.seen, self.total = state["seen"], state["total"]
+"""
+
+
+def test_two_processes_train_an_adapter_with_replay_and_credit_that_remembers(
+    toml: Path, processes: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is killed, so that the run goes back to its checkpoint, with the state of the credit; one process goes on."""
+    (tmp_path / "keeping.py").write_text(KEEPING)
+    given = [
+        "--model.lora={rank=4,alpha=8.0}", "--replay={share=0.34}", "--trainer.lr=0.01", "--checkpoint.every=2",
+        f"--algorithm.advantage={tmp_path}/keeping.py:Running", "--evaluation.problems=0", "--evaluation.every=0",
+        "--roles.reference={ema=0.9}", "--algorithm.objective_options={kl_coef=0.1}",
+    ]  # fmt: skip
+    one, _ = train(toml, [f"--output_dir={tmp_path}/one", *given, "--trainer.steps=4"])
+    watch = struck_at({4: signal.SIGKILL}, monkeypatch)
+    two, _ = train(toml, [f"--output_dir={tmp_path}/two", *given, *TWO, "--trainer.steps=4"], watch)
+    assert len(processes.ranks) == 4
+    assert rows(one.run_dir)[-1]["replay/groups"] == 2
+    assert_learned_alike(two.run_dir, one.run_dir)
+    assert any("lora_B" in name for name in load_file(two.run_dir / "export/adapter/adapter_model.safetensors"))
+    for config in (one, two):
+        train(toml, [f"--output_dir={config.output_dir}", *given, "--trainer.steps=5"], resume=True)
+    assert_learned_alike(two.run_dir, one.run_dir)
+
+
+def test_a_loss_with_a_state_is_refused_by_name(toml: Path, threads: Started, tmp_path: Path) -> None:
+    own = "class Own:\n    def loss(self, logprob):\n        return logprob.sum()\n"
+    own += "    def state_dict(self):\n        return {}\n    def load_state_dict(self, state):\n        pass\n"
+    (tmp_path / "own.py").write_text(own)
+    term = f'--algorithm.terms=[{{name="own",loss="{tmp_path}/own.py:Own"}}]'
+    with pytest.raises(UserError, match=r"^'algorithm.terms.own' has a state, .* trainer.ranks = 2 .* of a share"):
+        train(toml, [f"--output_dir={tmp_path}", *SHORT, *TWO, term])
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_learns(
+    toml: Path, alone: Path, processes: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is killed in an update and one stopped in another, which exceeds the time; both times the run goes back."""
+    watch = struck_at({2: signal.SIGKILL, 3: signal.SIGSTOP}, monkeypatch)
     config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *TWO, "--trainer.timeout_s=8"], watch)
     assert len(processes.ranks) == 6
-    assert_close(config.run_dir, alone, WITHIN)
-    for one, other in zip(rows(config.run_dir), rows(alone), strict=True):
-        for name in ("actor/loss", "actor/grad_norm", "reward/mean", "eval/accuracy"):
-            assert one.get(name) == pytest.approx(other.get(name), abs=WITHIN), name
-    exported, expected = (load_file(at / "export/model.safetensors") for at in (config.run_dir, alone))
-    assert exported.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=WITHIN)
+    assert_learned_alike(config.run_dir, alone)
     audit(config)
     arguments = [f"--output_dir={tmp_path}", *SHORT, "--trainer.steps=5"]  # one process continues what two have saved
     again, _ = train(toml, arguments, resume=True)
@@ -415,12 +505,17 @@ def random(trees):
 """
 
 
-def test_wrong_ranks_are_found(toml: Path, processes: Forked, tmp_path: Path) -> None:
-    """Credit that differs between the ranks ends the run; one share for all of them gives other weights."""
+def test_credit_that_differs_between_the_ranks_ends_the_run(toml: Path, processes: Forked, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     few = [*SHORT, "--trainer.steps=2", f"--output_dir={tmp_path}"]
     with pytest.raises(RunError, match=r"^In step 1 the ranks learned differently: credit is "):
         train(toml, [*few, *TWO, f"--algorithm.advantage={tmp_path}/mine.py:random"])
+
+
+@pytest.mark.slow
+def test_one_share_for_all_ranks_gives_other_weights(toml: Path, processes: Forked, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    few = [*SHORT, "--trainer.steps=2", f"--output_dir={tmp_path}"]
     of = f"--algorithm.advantage={tmp_path}/mine.py:same_share"
     (one, _), (two, _) = train(toml, [*few, "--name=one", of]), train(toml, [*few, "--name=two", *TWO, of])
     with pytest.raises(AssertionError):

@@ -23,7 +23,7 @@ from rolltree.engine import load_config
 from rolltree.engine.app import build, build_sampling, build_workers
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.errors import RunError, UserError
-from rolltree.engine.loop import fleet as fleet_module
+from rolltree.engine.loop import engines as engines_module
 from rolltree.engine.loop import hosted as hosted_module
 from rolltree.engine.loop.fleet import Fleet
 from rolltree.engine.loop.hosted import HostedRewards, RewardHost
@@ -224,7 +224,7 @@ def test_the_plan_tells_where_the_work_is_and_what_does_not_fit_is_refused(
         (["--reward.hosts=1", "--placement.layout=colocated"], "are for `rollout.engines`"),
         (["--rollout.engines=1", "--loop.staleness=1", "--placement.layout=colocated"], "set `loop.overlap` to false"),
         (["--reward.hosts=1", "--reward.verifier=policy"], "have no rollout engine"),
-        (["--placement.hang_s=3"], "set `rollout.engines` or `reward.hosts`"),
+        (["--placement.start_s=3"], "set `rollout.engines` or `reward.hosts`"),
     ):
         with pytest.raises(UserError, match=needle):
             load_config(toml, wrong)
@@ -506,7 +506,7 @@ def test_ranks_of_ray_learn_what_one_process_learns(ray: Any, toml: Path, alone:
 def test_processes_that_are_killed_or_stopped_lose_no_group(
     ray: Any, toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "HEALTH_S", 0.5)
+    monkeypatch.setattr(engines_module, "HEALTH_S", 0.5)
     saboteurs, seen = [], []
 
     def signal_to(number: signal.Signals, engine: Any) -> None:
@@ -532,17 +532,56 @@ def test_processes_that_are_killed_or_stopped_lose_no_group(
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(1800)
+def test_ranks_engines_and_a_reward_host_of_ray_learn_what_one_process_learns(
+    ray: Any, toml: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing listens beyond loopback while all of them are there, the ranks' own connections included."""
+    for module in (build_sampling, build_workers):
+        monkeypatch.setattr(module, "make_rewards", no_verifier_here)
+    seen: list[dict[str, set[str]]] = []
+
+    def watch(run: Orchestrator) -> None:
+        update = run.learner.update
+
+        def looking(*given: Any) -> bool:
+            changed = update(*given)
+            seen.append(listening())
+            return changed
+
+        monkeypatch.setattr(run.learner, "update", looking)
+
+    arguments = ["--rollout.engines=2", "--trainer.ranks=2", "--reward.hosts=1"]
+    config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *arguments], watch)
+    assert_close(config.run_dir, alone, WITHIN)
+    for one, other in zip(rows(config.run_dir), rows(alone), strict=True):
+        for name in ("actor/grad_norm", "reward/mean", "eval/accuracy"):
+            assert one.get(name) == pytest.approx(other.get(name), abs=WITHIN), name
+    assert len(seen) == 3
+    for addresses in seen:
+        assert {"ray::RolltreeRank", "ray::RolltreeEngine", "ray::RolltreeReward"} <= {*addresses}
+        assert set.union(*addresses.values()) <= {"127.0.0.1", "::1"}
+
+
+def listening() -> dict[str, set[str]]:
+    """The addresses on which this process, Ray's and its workers listen, by the beginning of their command lines."""
+    mine = psutil.Process()
+    found: dict[str, set[str]] = {}
+    for process in [mine, *mine.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # a worker of an earlier test has just ended
+            name = "".join(process.cmdline()).partition(".")[0]
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.setdefault(name, set()).add(connection.laddr.ip.removeprefix("::ffff:"))
+    return found
+
+
+@pytest.mark.ray
 def test_nothing_listens_beyond_loopback(ray: Any) -> None:
     """The sockets of this process, of Ray's and of its workers listen on loopback alone."""
-    mine = psutil.Process()
-    known = [mine, *mine.children(recursive=True)]
-    assert len(known) > 3
-    listening = []
-    for process in known:
-        with contextlib.suppress(psutil.NoSuchProcess):  # a worker of an earlier test has just ended
-            listening += [c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    assert len(listening) > 3
-    assert {ip.removeprefix("::ffff:") for ip in listening} <= {"127.0.0.1", "::1"}
+    found = listening()
+    assert len(found) > 3
+    assert set.union(*found.values()) <= {"127.0.0.1", "::1"}
 
 
 @pytest.mark.ray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -196,6 +197,22 @@ def test_no_verdict_is_taken_at_staleness_0_before_all_have_come() -> None:
     judging.wait(9.0)
     assert (workers.clock(), judging.take(all_or_none=True)) == (4.0, groups[1:])
     assert not judging.busy
+
+
+def test_a_round_of_the_driver_costs_what_changed_and_not_what_is_open() -> None:
+    """Four times the groups cost four times the calls; looking at all open groups in a round cost 16 times."""
+
+    def calls(batch: int) -> int:
+        run = Simulation(scenario(batch, 2, 0.25, lengths=long_tail, engines=batch // 16))
+        profile = cProfile.Profile()
+        with run.controller.running(None):  # type: ignore[arg-type]
+            trained(run, 4)
+            profile.enable()
+            trained(run, 3)
+            profile.disable()
+        return sum(entry.callcount for entry in profile.getstats())  # type: ignore[attr-defined]
+
+    assert calls(256) < 1.5 * 4 * calls(64)
 
 
 def test_lost_engines_cost_time_and_no_group() -> None:

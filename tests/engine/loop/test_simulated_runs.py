@@ -62,7 +62,7 @@ def run_for_real(made: Scenario, workers: Any) -> Seen:
     quiet, prompts = Quiet(), Prompts()
     host = (RATES.step_s, made.load_s, made.rows)
     make: Any = SleepingHost
-    fleet = Fleet(workers, made.engines, make, *host, hang_s=60.0, restarts=0)
+    fleet = Fleet(workers, made.engines, make, *host, hang_s=60.0, start_s=300.0, restarts=0)
     parts: Any = SamplingParts(
         sampler=fleet,
         tokenizer=quiet,  # type: ignore[arg-type]

@@ -68,7 +68,7 @@ class Shared(Rewards):
         if verifier not in STARTED:
             STARTED[verifier] = pool.__enter__()
             atexit.register(pool.close)
-        self.pool = STARTED[verifier]
+        self.pool, self.by_group = STARTED[verifier], pool.by_group
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         return self.pool.score(items)

@@ -281,7 +281,7 @@ def check_what_they_saw(steps):
     assert {step for _, step in seen["gate"]} == {1, 2}
     (called,) = [s for what, s in steps.orchestrator.learner.parts.shapings if "Called" in what]
     assert called.calls == 8
-    assert called in steps.orchestrator.parts.stateful.values()
+    assert called in steps.orchestrator.learner.parts.stateful.values()
 
 
 def test_a_step_where_an_option_leaves_its_range_ends_the_run(asking, tmp_path):

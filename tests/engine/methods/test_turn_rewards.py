@@ -104,9 +104,17 @@ def rewards_along(tree: TokenTree, leaf: int) -> np.ndarray:
     return tree.token_reward[first : first + int(tree.response_length[leaf])]
 
 
-def test_a_turns_reward_is_at_its_last_token_and_becomes_its_credit(toml, tmp_path):
-    """Full turns of two tokens are rewarded; G_k = r_k + 0.5 G_k+1, normalised over the group's turns of an index."""
-    options = ("--algorithm.advantage=turn_credit", "--algorithm.advantage_options={gamma=0.5}")
+@pytest.mark.parametrize("gamma", [0.5, pytest.param(0.9, marks=pytest.mark.methods)], ids=["options", "recipe"])
+def test_a_turns_reward_is_at_its_last_token_and_becomes_its_credit(toml, tmp_path, gamma):
+    """Full turns of two tokens are rewarded; G_k = r_k + gamma G_k+1, normalised over the group's turns of an index.
+
+    The recipe `turn_rewards` has the discount 0.9.
+    """
+    options: tuple[str, ...] = ("--algorithm.advantage=turn_credit", "--algorithm.advantage_options={gamma=0.5}")
+    if gamma == 0.9:
+        bare = toml.with_name("bare.toml")
+        bare.write_text(toml.read_text().replace('advantage = "tree_path_mean"', ""))
+        toml, options = bare, ("--recipe=turn_rewards", "--data.chat=false")
     steps = take_steps(toml, tmp_path, *flags(toml, "Turns"), *options, unset=UNSET)
     credit: dict[tuple[int, int], np.ndarray] = {}
     several = 0
@@ -125,7 +133,7 @@ def test_a_turns_reward_is_at_its_last_token_and_becomes_its_credit(toml, tmp_pa
             np.testing.assert_allclose(found, wanted, atol=1e-6)
             gain[-1] += float(tree.rewards["reward"][leaf])
             for k in reversed(range(len(gain) - 1)):
-                gain[k] += 0.5 * gain[k + 1]
+                gain[k] += gamma * gain[k + 1]
             gains.append(gain)
             places.append(turns)
             several += len(turns) > 1

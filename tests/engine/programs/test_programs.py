@@ -19,14 +19,19 @@ from rolltree.engine.programs import (
     MCTS,
     PROGRAMS,
     SGRPO,
+    DemoPrefix,
     EPTree,
     Flat,
+    Foresee,
+    GenerateThenVerify,
     HintLadder,
+    PlanExecute,
     RolloutProgram,
     SPOChain,
     SPOTree,
     ToolTurns,
     TreePO,
+    TryAgain,
     make_program,
 )
 from rolltree.engine.programs.treepo import _repeats
@@ -78,6 +83,14 @@ CASES: dict[str, tuple[Callable[[], RolloutProgram], int]] = {
     "mcts": (lambda: MCTS(judge, segment_tokens=5, branch=2, expansions=4, max_depth=6), 4),
     "tools": (lambda: ToolTurns(**TURNS, max_turns=2), 4),
     "arpo": (lambda: ARPO(**TURNS, initial=2, probe_tokens=4, probability=0.9), 6),
+    "generate_then_verify": (
+        lambda: GenerateThenVerify(20, verdicts=2, question=text(30, 31), stop=[text(40), text(41), text(42)]),
+        6,
+    ),
+    "demo_prefix": (lambda: DemoPrefix(members=2), 5),
+    "foresee": (lambda: Foresee(text(70, 71), members=2), 5),
+    "try_again": (lambda: TryAgain(text(72), tries=2, always=True), 4),
+    "plan_execute": (lambda: PlanExecute(plans=2, plan_end=text(20)), 6),
 }
 CONTEXTS = [{"id": i, "solution": text(*range(60, 70))} for i in range(len(PROMPTS))]
 
@@ -126,7 +139,9 @@ def rescored(tree: TokenTree, net: Any, temperature: float, bias: dict[int, floa
 
 
 def test_every_program_has_a_case() -> None:
-    assert set(CASES) | {"environment"} == set(PROGRAMS)  # which needs a chat template: test_environment.py
+    """`environment` needs a chat template (test_environment.py), `annealed` has a temperature for each token
+    (tests/engine/methods/test_recipes_of_problems.py)."""
+    assert set(CASES) | {"environment", "annealed"} == set(PROGRAMS)
 
 
 OTHERS = [family for family in MODELS if family != "qwen3"]

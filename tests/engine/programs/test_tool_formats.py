@@ -219,6 +219,27 @@ def test_forms_that_nobody_knows_are_refused_with_the_known_ones() -> None:
     assert find_format(tokenizer, TOOLS).name == "mistral"
 
 
+@pytest.mark.parametrize(
+    ("name", "form"), [("deepseek_r1_distill", "deepseek"), ("deepseek_r1_distill_training", "deepseek")]
+)
+def test_a_template_that_writes_calls_of_no_content_only_is_read_by_its_text(name: str, form: str) -> None:
+    if name not in templates.names():
+        pytest.skip("TRL is not installed")
+    assert find_format(templates.tokenizer(name), TOOLS).name == form
+
+
+def test_the_text_of_a_template_does_not_count_where_it_writes_calls_otherwise() -> None:
+    body = (
+        "{% for m in messages %}{% if m.tool_calls and {} %}<tool_call>{{ m.tool_calls[0].function.name }}!"
+        "</tool_call>{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
+    )
+    never = templates.byte_tokenizer(body.replace("{}", "m.number"), ("</s>",))
+    assert find_format(never, TOOLS).name == "hermes"
+    always = templates.byte_tokenizer(body.replace("{}", "true"), ("</s>",))
+    with pytest.raises(ValueError, match="no known form"):
+        find_format(always, TOOLS)
+
+
 def test_no_text_breaks_a_parser() -> None:
     """Any mixture of marks, calls and texts: nothing raises, and what is no call stays content."""
     marks = [text for _, text, *_ in RIGHT] + [text for _, text, *_ in WRONG if len(text) < 200]

@@ -1,0 +1,151 @@
+"""The state of a learner: what a checkpoint of it holds, and the policy as a directory of Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from ..model.lora import base_digest, gathered_sum, has_lora, plain_copy, save_adapter
+from ..model.sharding import gathered, joined, local, named_shards, placed
+from ..parts.calling import call
+from ..train import checkpoint
+from ..train.checkpoint import Saved
+from ..train.phases import Phases
+from ..train.trainer import Trainer
+from .parts import LearningParts
+
+
+class Learned:
+    """The models of a learner and their optimisers, saved and restored by any number of ranks.
+
+    Args:
+        phases: records which part of an update the device computes when.
+
+    Attributes:
+        metrics: of the last step, which schedules may read.
+    """
+
+    def __init__(self, parts: LearningParts, phases: Phases) -> None:
+        self.parts, self.model, self.group = parts, parts.model, parts.group
+        self.roles, self.critic = parts.roles, parts.critic
+        self.metrics: dict[str, float] = {}
+        self.trainer = Trainer(parts.model, parts.optimizer, phases, parts.group)
+        self._parameters = named_shards(parts.model)
+        self._base = base_digest(parts.model) if has_lora(parts.model) else None
+
+    def save(self, directory: Path) -> Saved:
+        """Write `state_dict` for a checkpoint; of several ranks each writes its part, and all must call it.
+
+        The state holds the generators of numpy and Python, which are equal on all ranks.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        tensors, state = self.state_dict()
+        if self.group.count > 1:
+            generators, state["generators"] = checkpoint.generator_state()
+            tensors |= {f"{self._own}{name}": tensor for name, tensor in generators.items()}
+        return Saved(checkpoint.write_tensors(directory, tensors, self.group), state)
+
+    def load(self, directory: Path, state: dict[str, Any]) -> None:
+        """Restore what `save` wrote with any number of ranks; all must call it.
+
+        Raises:
+            UserError: as for `load_state_dict`.
+        """
+        like = None if self.group.count == 1 else self._like
+        tensors = checkpoint.read_tensors(directory, like, self.group)
+        self.load_state_dict(tensors, state)
+        if self.group.count > 1 and (generators := _under(self._own, tensors)):
+            checkpoint.restore_generators(generators, state["generators"])
+
+    @property
+    def _own(self) -> str:
+        """Prefix of this rank's generators among the tensors of a checkpoint."""
+        return f"rank.{self.group.rank}/"
+
+    def _like(self, name: str, size: torch.Size) -> Tensor | None:
+        """Return a tensor that is sharded as ``name`` in a checkpoint is to be; None for one that every rank has."""
+        prefix, _, rest = name.rpartition("/")
+        if prefix.startswith("role."):
+            ours: Tensor | None = self._parameters.get(rest)
+        else:
+            trainer = self.critic.trainer if prefix == "critic" and self.critic is not None else self.trainer
+            ours = trainer.like(rest)
+        return ours if ours is not None and ours.shape == size else None
+
+    def export(self, directory: Path) -> None:
+        """Write the policy as a Hugging Face directory that plain transformers loads; of several ranks the first does,
+        and all must call it.
+
+        An adapter is merged into the weights there, and also written alone, as peft loads it, to ``adapter``.
+        """
+        adapted, writes = has_lora(self.model), self.group.rank == 0
+        if self.group.count == 1:
+            (plain_copy(self.model) if adapted else self.model).save_pretrained(directory)
+        else:
+            whole = (gathered_sum if adapted else gathered)(self.model, writes)
+            if writes:
+                self.model.save_pretrained(directory, state_dict=whole)
+        if adapted:
+            save_adapter(self.model, directory / "adapter", writes)
+        self.group.gather(None)  # the directory is complete when any rank returns
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors and counters of the optimisers of policy and critic, and of roles whose weights change."""
+        tensors, counters = self.trainer.state_dict()
+        seen = [role.seen for role in self.roles]
+        state: dict[str, Any] = {"trainer": counters, "roles": seen, "metrics": self.metrics, "base": self._base}
+        if self.critic is not None:
+            theirs, state["critic"] = self.critic.trainer.state_dict()
+            tensors |= {f"critic/{name}": t for name, t in theirs.items()}
+        for role in self.roles:
+            if role.weights is not None and (role.initial or role.reset_every or role.ema is not None):
+                theirs = {name: joined(w, self._parameters[name]) for name, w in role.weights.items()}
+                tensors |= {f"role.{role.column}/{name}": t for name, t in theirs.items()}
+        return tensors, state
+
+    def load_state_dict(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict`.
+
+        Raises:
+            UserError: the tensors belong to another model or to other roles, or to the adapter of other weights.
+        """
+        if state.get("base") != self._base:
+            raise UserError(
+                "The checkpoint's adapter was trained on other weights than the model has now; set model.path back to "
+                "the model the run began with, or restore its files."
+            )
+        self.metrics = state["metrics"]
+        self.trainer.load_state_dict({name: t for name, t in tensors.items() if "/" not in name}, state["trainer"])
+        if self.critic is not None:
+            self.critic.trainer.load_state_dict(_under("critic/", tensors), state["critic"])
+        if len(state["roles"]) != len(self.roles):
+            raise UserError("The checkpoint has other [roles] than the configuration; restore them to resume.")
+        for role, seen in zip(self.roles, state["roles"], strict=True):
+            role.seen = seen
+            if role.weights is not None and (saved := _under(f"role.{role.column}/", tensors)):
+                shards = {name: local(placed(part, self._parameters[name])) for name, part in saved.items()}
+                role.weights = {name: shards[name].to(w.device, copy=True) for name, w in role.weights.items()}
+
+    def states(self) -> dict[str, Any]:
+        """Return the states of the functions that have one, by their keys.
+
+        Raises:
+            UserError: one of them failed.
+        """
+        return {key: call(key, part.state_dict) for key, part in self.parts.stateful.items()}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Restore the result of `states`; raises as that."""
+        for key, part in self.parts.stateful.items():
+            call(key, part.load_state_dict, states[key])
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,147 @@
+"""Credit and shaping for trees whose tokens are of several roles, such as an answer and a verdict on it."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..data.columns import Array
+from ..data.policies import in_role, role_texts
+from ..data.tree import TokenTree
+from ..errors import UserError
+from .credit import EPS, Credit, centred
+
+
+def by_role(trees: Sequence[TokenTree], *, rewards: Mapping[str, str]) -> Credit:
+    """Baselines by role (UnityMAS-O, RL Tango; the scope is inferred): ``(R - mu) / (sd + 1e-6)`` over the responses of
+    one role in a group, R the role's own reward; plus the sum of `token_reward` at this and later tokens of the role.
+
+    A response of a role is counted once, also where several leaves continue it; its R is their mean. Tokens of a role
+    without a reward, and a role's only response, have no credit from R.
+
+    Args:
+        rewards: by the name of a role its named reward, with a minus sign before it for the opposite.
+
+    Raises:
+        UserError: no verifier gave a reward of a name.
+    """
+    return Credit("path", [_of_roles(tree, rewards) for tree in trees])
+
+
+def _of_roles(tree: TokenTree, rewards: Mapping[str, str]) -> Array:  # [P]
+    cuts = np.cumsum(tree.response_length)[:-1]
+    gained = np.nan_to_num(tree.token_reward.astype(np.float64))
+    found = np.zeros(len(gained))
+    for role, given in rewards.items():
+        name, sign = given.removeprefix("-"), -1.0 if given.startswith("-") else 1.0
+        if name not in tree.rewards:
+            raise UserError(f"The verifier named no reward '{name}'; it named {', '.join(sorted(tree.rewards))}.")
+        roles = tree.meta.get("roles") or [next(iter(rewards))]
+        if role not in roles:
+            continue
+        marked = in_role(tree, roles.index(role))[tree.path_tokens]
+        last = _last_rows(tree, roles.index(role))
+        credit = _normalised(last, sign * tree.rewards[name].astype(np.float64))
+        later = [own[::-1].cumsum()[::-1] for own in np.split(np.where(marked, gained, 0.0), cuts)]
+        found += np.where(marked, np.repeat(credit, tree.response_length) + np.concatenate(later), 0.0)
+    return found
+
+
+def _last_rows(tree: TokenTree, role: int) -> Array:  # [L] int64
+    """Return the row of each leaf's last token in a role, which is that of the role's response; -1 without one."""
+    rows = np.where(in_role(tree, role)[tree.path_tokens], tree.path_tokens, -1)
+    return np.array([own.max(initial=-1) for own in np.split(rows, np.cumsum(tree.response_length)[:-1])], np.int64)
+
+
+def _normalised(response: Array, rewards: Array) -> Array:  # [L] int64, [L] -> [L]
+    """Return the credit of each leaf's response, whose leaves share a number in ``response`` (-1: none)."""
+    judged, found = (response >= 0) & ~np.isnan(rewards), np.zeros(len(rewards))
+    if not judged.any():
+        return found
+    _, own, count = np.unique(response[judged], return_inverse=True, return_counts=True)
+    mean = np.bincount(own, rewards[judged]) / count
+    if len(mean) > 1:
+        found[judged] = (centred(mean) / (mean.std(ddof=1) + EPS))[own]
+    return found
+
+
+def step_verdicts(
+    tree: TokenTree,
+    *,
+    tokenizer: Any,
+    weight: float = 1.0,
+    of: str = "generator",
+    by: str = "verifier",
+    separator: str = "\n\n",
+    pattern: str = r"(?i)step\s+(\d+)\s*:\s*(correct|incorrect)",
+    says_right: str = "correct",
+) -> Array:  # [L]
+    """RL Tango (arXiv 2505.15034; the form is inferred): the verdicts of one role on the steps of the other's response,
+    1 or -1, their mean where several judge it, normalised over the steps of the group as in `process` and multiplied by
+    ``weight``, are added to `token_reward` at each step's last token; the response's reward stays.
+
+    Args:
+        of, by: the role whose steps are judged, and the one that judges.
+        separator: text between steps.
+        pattern: regular expression of a verdict, with groups for the number of the step, from 1 on, and what it says.
+        says_right: what a verdict of 1 says, in any case of letters.
+
+    Raises:
+        UserError: the tree has no such role.
+    """
+    roles = tree.meta.get("roles", [])
+    if of not in roles or by not in roles:
+        raise UserError(f"step_verdicts needs the roles '{of}' and '{by}'; rollout.program has {list(roles) or 'one'}.")
+
+    def decode(ids: Array) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    marked = in_role(tree, roles.index(of))
+    response = _last_rows(tree, roles.index(of))
+    first = np.cumsum(tree.response_length) - tree.response_length
+    places: list[Array] = []  # of each leaf: the steps' last tokens, among the values of a path column
+    said = dict[int, list[dict[int, float]]]()
+    for leaf in range(tree.num_leaves):
+        rows = tree.response_rows(leaf)
+        mine = np.flatnonzero(marked[rows])
+        ends = _step_ends(tree.token_id[rows[mine]], separator, decode)
+        places.append(first[leaf] + mine[np.array(ends, np.int64)])
+        text = role_texts(tree, leaf, decode).get(by, "")
+        verdicts = {int(n): 2.0 * (word.casefold() == says_right) - 1.0 for n, word in re.findall(pattern, text)}
+        said.setdefault(int(response[leaf]), []).append(verdicts)
+    values: dict[int, Array] = {}
+    for key, place in zip(response.tolist(), places, strict=True):
+        values[key] = np.array([_mean([v.get(step) for v in said[key]]) for step in range(1, len(place) + 1)])
+    every = np.concatenate([steps[~np.isnan(steps)] for steps in values.values()])
+    if not len(every):
+        return tree.rewards["reward"]
+    mean = every[0] if np.ptp(every) == 0 else every.mean()
+    spread = every.std(ddof=1) if len(every) > 1 else 0.0
+    found = tree.token_reward.copy()
+    for key, place in zip(response.tolist(), places, strict=True):
+        known = ~np.isnan(values[key])
+        found[place[known]] = np.nan_to_num(found[place[known]])
+        np.add.at(found, place[known], weight * (values[key][known] - mean) / (spread + EPS))
+    tree.set("token_reward", found)
+    return tree.rewards["reward"]
+
+
+def _mean(verdicts: Sequence[float | None]) -> float:
+    known = [verdict for verdict in verdicts if verdict is not None]
+    return sum(known) / len(known) if known else float("nan")
+
+
+def _step_ends(ids: Array, separator: str, decode: Any) -> list[int]:  # [n] int32
+    """Return the index of the token that completes each step of a response."""
+    text, ends, at = decode(ids), list[int](), 0
+    for step in text.split(separator):
+        at += len(step)
+        if step.strip():
+            ends.append(at)
+        at += len(separator)
+    places = [bisect_left(range(len(ids)), end, key=lambda token: len(decode(ids[: token + 1]))) for end in ends]
+    return [min(place, len(ids) - 1) for place in places]

@@ -1,0 +1,94 @@
+"""Responses that begin with a part of a given solution (Prefix-RFT; resets as in DR-PO), or end with a question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from ..data.segment import LeafStatus
+from .program import Action, Given, GroupState, Rewind, RolloutProgram, SegmentReport
+
+
+class DemoPrefix(RolloutProgram):
+    """Independent responses, some of which begin with the first tokens of the problem's solution, a random share of
+    them for each (Prefix-RFT with one such member; a reset to states of demonstrations, as in DR-PO, with more).
+
+    The given tokens count as injected: they are in an update only where its selection says so. A part that leaves no
+    room for a sampled token gives an empty response; lower ``high`` for long solutions. The shares do not depend on the
+    step (inferred).
+
+    Args:
+        column: of the problem's row, with the solution's text.
+        members: responses that begin with a part of it, of n.
+        low, high: bounds of the share of its tokens (defaults inferred).
+
+    Raises:
+        ValueError: members is below 1, or the bounds are not 0 < low <= high <= 1.
+    """
+
+    rewinds = True
+
+    def __init__(self, column: str = "solution", members: int = 1, low: float = 0.1, high: float = 0.9) -> None:
+        if members < 1 or not 0 < low <= high <= 1:
+            raise ValueError(f"demo_prefix needs members >= 1 and 0 < low <= high <= 1, got {members}, {low}, {high}.")
+        self.column, self.members, self.low, self.high = column, members, low, high
+
+    def start(self, group: GroupState) -> int:
+        if self.members >= group.width:
+            raise ValueError(f"demo_prefix with {self.members} members needs n > {self.members}, got {group.width}.")
+        if self.tokenizer is None or not isinstance(self.context, Mapping) or self.column not in self.context:
+            raise ValueError(
+                f"demo_prefix needs a tokenizer, and problems with a column '{self.column}'; name it in `column`."
+            )
+        return group.width - self.members
+
+    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
+        if (first := _first(finished)) is None:
+            return
+        assert self.tokenizer is not None
+        solution = self.tokenizer.encode(str(self.context[self.column]), add_special_tokens=False)
+        rng = np.random.default_rng(group.seed & 0xFFFFFFFFFFFFFFFF)
+        for share in rng.uniform(self.low, self.high, self.members).tolist():
+            yield Rewind(first.branch, 0, 1, Given(solution[: max(1, round(share * len(solution)))]))
+
+
+class Foresee(RolloutProgram):
+    """MASA: independent responses, some of which begin with a question about the others, such as how many are right.
+
+    The question is not trained on. The shaping `foresight` makes the reward of an answer.
+
+    Args:
+        question: the text that begins a response about the others (inferred).
+        members: responses that begin with it, of n (default inferred).
+
+    Raises:
+        ValueError: the question is empty, or members is below 1.
+    """
+
+    rewinds = True
+
+    def __init__(
+        self, question: str = "What share of my attempts will be right, from 0 to 1? Share:", members: int = 2
+    ) -> None:
+        if not question or members < 1:
+            raise ValueError("foresee needs a question and members >= 1.")
+        self.question, self.members = question, members
+
+    def start(self, group: GroupState) -> int:
+        if self.tokenizer is None:
+            raise ValueError("foresee puts a text into responses, so the engine needs a tokenizer.")
+        if self.members >= group.width:
+            raise ValueError(f"foresee with {self.members} members needs n > {self.members}, got {group.width}.")
+        return group.width - self.members
+
+    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
+        if (first := _first(finished)) is not None:
+            assert self.tokenizer is not None
+            asked = Given(self.tokenizer.encode(self.question, add_special_tokens=False))
+            yield Rewind(first.branch, 0, self.members, asked)
+
+
+def _first(finished: Sequence[SegmentReport]) -> SegmentReport | None:
+    """Return the first response, once: when it has ended; None if it failed, or for other reports."""
+    return next((s for s in finished if s.branch == (0,) and s.status not in (None, LeafStatus.FAILED)), None)

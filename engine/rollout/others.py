@@ -1,0 +1,123 @@
+"""Branches that another policy samples: each is a request of that policy's engine, whose prompt is the path so far.
+
+The engine of the run's own policy steers the program and holds the tree. When a role changes hands (`Fork.role`), its
+branch waits, the other engine samples the next segment, and `Steering` appends these tokens as a node of the branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ..data.columns import Array
+from ..data.segment import LeafStatus
+from ..programs import Action, BranchId, Finish, GroupState, RolloutProgram, SegmentReport
+from .branch import Branch, Request, child_seed, join
+from .engine import RolloutEngine
+
+SEGMENTS = 1 << 32
+"""Indices of seeds from here on are those of other policies' segments; no branch has as many children."""
+
+
+class Sampled(NamedTuple):
+    """What another policy sampled for one branch."""
+
+    records: Array  # [tokens], see `sample_dtype`
+    status: LeafStatus | None
+    """As in `SegmentReport`."""
+    stop: str | None
+    error: str | None
+
+
+class OneSegment(RolloutProgram):
+    """Ends each branch after one segment like those of another program."""
+
+    def __init__(self, like: RolloutProgram) -> None:
+        self.segment_stop, self.segment_stop_token_ids = like.segment_stop, like.segment_stop_token_ids
+        self.top_logprobs, self.needs_entropies = like.top_logprobs, like.needs_entropies
+        self.reports: dict[BranchId, SegmentReport] = {}
+
+    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
+        for segment in finished:
+            self.reports[segment.branch] = segment
+            if segment.status is None:
+                yield Finish(segment.branch)
+
+
+@dataclass(frozen=True)
+class Player:
+    """A further policy.
+
+    Attributes:
+        number: its place among the run's policies, from 1 on; the column `model` of its tokens.
+        roles: the roles that it plays.
+    """
+
+    number: int
+    engine: RolloutEngine
+    roles: Sequence[str]
+
+
+class Others:
+    """The further policies of a run, by name, and the branches that they sample at present."""
+
+    def __init__(self, players: Mapping[str, Player]) -> None:
+        self._player = {role: player for player in players.values() for role in player.roles}
+        self._waiting: dict[Branch, tuple[Player, Request]] = {}
+
+    def plays(self, branch: Branch) -> bool:
+        """Return whether another policy plays the role of ``branch``."""
+        roles = branch.request.program.roles
+        return bool(roles) and roles[branch.role] in self._player
+
+    def ask(self, branch: Branch, path: Array, length: int) -> None:
+        """Let the policy of the branch's role sample its next segment, as `Branch.away` says.
+
+        Args:
+            path: [prompt + response] int32, all tokens of the branch.
+            length: response tokens so far.
+
+        Raises:
+            ValueError: the policy's engine cannot serve the request.
+        """
+        assert branch.away is not None
+        request, (n, end) = branch.request, branch.away
+        player = self._player[request.program.roles[branch.role]]
+        params = replace(request.params, n=n, max_new_tokens=end - length, temperature=branch.temperature)
+        seed = int(child_seed(branch.seed, SEGMENTS + length))
+        (asked,) = player.engine.submit([path.tolist()], params, OneSegment(request.program), seeds=[seed])
+        self._waiting[branch] = player, asked
+
+    def step(self) -> list[tuple[Branch, int, list[Sampled] | Exception]]:
+        """Compute a step of every engine that has work; return the branches whose segments have ended.
+
+        Returns:
+            Each branch with the policy's number and a `Sampled` for each branch that it becomes, or the error.
+        """
+        for engine in {id(player.engine): player.engine for player, _ in self._waiting.values()}.values():
+            engine.step()
+        done = [branch for branch, (_, asked) in self._waiting.items() if asked.done]
+        found: list[tuple[Branch, int, list[Sampled] | Exception]] = []
+        for branch in done:
+            player, asked = self._waiting.pop(branch)
+            found.append((branch, player.number, _sampled(asked) if asked.error is None else asked.error))
+        return found
+
+    def drop(self, branches: Iterable[Branch]) -> None:
+        """Stop sampling those of ``branches`` that another policy samples."""
+        for branch in branches:
+            if branch in self._waiting:
+                player, asked = self._waiting.pop(branch)
+                player.engine.abort([asked])
+
+
+def _sampled(asked: Request) -> list[Sampled]:
+    program = asked.program
+    assert isinstance(program, OneSegment)
+    found = []
+    for key in sorted(asked.leaves):
+        records = join([node.records for node in asked.leaves[key].node.path() if node.parent is not None][::-1])
+        report = program.reports[key]
+        found.append(Sampled(records, report.status, report.stop, asked.errors.get(key)))
+    return found

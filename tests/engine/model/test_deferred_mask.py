@@ -1,0 +1,134 @@
+"""The mask of an ordinary batch, made late: whatever looks at it sees a mask, and no tree ever makes one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_overlay
+
+from rolltree.engine.model import attention
+from rolltree.engine.model.attention import DeferredMask
+
+B, S, WINDOW = 2, 6, 3
+PADDED = torch.ones(B, S, dtype=torch.bool)
+PADDED[0, :2] = False
+ROW, COLUMN = torch.arange(S)[:, None], torch.arange(S)[None]
+WANTED = ((COLUMN <= ROW) & (COLUMN > ROW - WINDOW))[None, None] & PADDED[:, None, None]  # [B, 1, S, S]
+CAUSAL = (COLUMN <= ROW).expand(B, 1, S, S)
+
+
+def padded_and_windowed() -> DeferredMask:
+    return DeferredMask(
+        batch_size=B, q_length=S, kv_length=S, attention_mask=PADDED, local_size=WINDOW,
+        mask_function=and_masks(sliding_window_overlay(WINDOW), causal_mask_function),
+    )  # fmt: skip
+
+
+def causal() -> DeferredMask:
+    return DeferredMask(batch_size=B, q_length=S, kv_length=S)
+
+
+LOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "all of it": lambda m: m + 0,
+    "contiguous": lambda m: m.contiguous() | False,
+    "some queries": lambda m: m[:, :, -2:, :],
+    "some keys": lambda m: m[..., :4],
+    "one row": lambda m: m[0, 0, 3],
+    "an index tensor": lambda m: m[torch.tensor([1])],
+    "negated": lambda m: ~m,
+    "additive": lambda m: torch.zeros(B, 1, S, S).masked_fill(~m, -1.0),
+    "where": lambda m: torch.where(m, 1.0, 2.0),
+    "in place": lambda m: torch.ones(B, 1, S, S, dtype=torch.bool).logical_and_(m),
+    "another type": lambda m: m.to(torch.float16),
+    "copied": lambda m: m.clone(),
+    "expanded": lambda m: m.expand(-1, 2, -1, -1),
+    "joined": lambda m: torch.cat([m, m], dim=-1),
+    "iterated": lambda m: torch.stack(list(m)),
+    "viewed": lambda m: m.view(B, S, S),
+    "copied deeply": lambda m: copy.deepcopy(m),
+    "numpy": lambda m: torch.from_numpy(m.clone().numpy()),
+    "any": lambda m: m.any(-1),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize(("made", "wanted"), [(padded_and_windowed, WANTED), (causal, CAUSAL)])
+def test_any_operation_sees_the_values(made: Callable[[], DeferredMask], wanted: Tensor, look: Any) -> None:
+    seen, should = look(made()), look(wanted.clone())
+    assert type(seen) is Tensor
+    assert torch.equal(seen, should)
+
+
+def test_its_form_is_known_before_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` looks for four dimensions to know that a mask is made."""
+
+    def never(**arguments: Any) -> None:
+        raise AssertionError("made a mask")
+
+    monkeypatch.setattr(attention, "sdpa_mask", never)
+    mask = padded_and_windowed()
+    assert isinstance(mask, Tensor)
+    assert (mask.ndim, mask.dim(), len(mask.shape), mask.size(-1), mask.dtype) == (4, 4, 4, S, torch.bool)
+    assert mask.shape == WANTED.shape
+    for whole in (mask[:, :, :, :], mask[:, :, 0:, :], mask.contiguous(), mask.to(torch.bool), mask.to("cpu")):
+        assert whole is mask
+    with pytest.raises(AssertionError, match="made a mask"):
+        mask + 0
+
+
+def test_where_sdpa_needs_none_there_is_none_and_still_one_for_others() -> None:
+    mask = causal()
+    assert mask.make() is None
+    assert torch.equal(mask | False, CAUSAL)
+    assert torch.equal(padded_and_windowed().make(), WANTED)
+
+
+def test_attention_has_what_a_model_has_written_into_its_mask() -> None:
+    for mask, seen in ((causal(), CAUSAL), (padded_and_windowed(), WANTED)):
+        mask.logical_not_()
+        assert torch.equal(mask.make(), ~seen)
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16, num_attention_heads=2,
+        num_key_value_heads=1, attn_implementation="rolltree", pad_token_id=0, use_sliding_window=True,
+        sliding_window=WINDOW, max_window_layers=1,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval()
+
+
+def in_plain(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+    plain = Qwen3ForCausalLM(Qwen3Config(**model.config.to_dict() | {"attn_implementation": "eager"})).eval()
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generate_answers_as_with_plain_attention(model: Any, cache: str | None) -> None:
+    """Also of a prompt of one token, whose mask has the form of a tree's."""
+    plain = in_plain(model)
+    ids = torch.randint(1, 97, (B, S), generator=torch.Generator().manual_seed(0))
+    for prompt, mask in ((ids, PADDED.long()), (ids[:1, :1], None)):
+        options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
+        assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
+
+
+@pytest.mark.slow
+def test_a_model_compiled_whole_makes_its_mask_at_once(model: Any) -> None:
+    ids = torch.randint(1, 97, (B, S), generator=torch.Generator().manual_seed(0))
+    tree = {"subtree_end": torch.tensor([S] * S, dtype=torch.int32), "position_ids": torch.arange(S)[None]}
+    decoder = torch.compile(model.model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        got, want = (m(ids, attention_mask=PADDED, use_cache=False)[0] for m in (decoder, model.model))
+        assert torch.equal(got[PADDED], want[PADDED])
+        with pytest.raises(Exception, match="compile the layers alone, or pass attention_mask"):
+            decoder(ids[:1], use_cache=False, **tree)
