@@ -198,10 +198,11 @@ def test_a_chat_without_a_length_goes_on_as_far_as_positions_and_cache_reach(
 
 NO_OPS: dict[str, Any] = {
     "top_k": -1, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
-    "min_tokens": 0, "length_penalty": 1, "use_beam_search": False, "bad_words": [], "logit_bias": {}, "stop": [], "stop_token_ids": [],
-    "skip_special_tokens": True, "prompt_logprobs": None, "detokenize": True, "thinking_token_budget": None,
-    "request_id": None, "metadata": {"run": "1"}, "store": False, "service_tier": "auto", "user": "u", "seed": None,
-    "structured_outputs": None, "vllm_xargs": {}, "prediction": None, "best_of": 1,
+    "min_tokens": 0, "length_penalty": 1, "use_beam_search": False, "bad_words": [], "logit_bias": {}, "stop": [],
+    "stop_token_ids": [], "skip_special_tokens": True, "prompt_logprobs": None, "detokenize": True,
+    "thinking_token_budget": None, "request_id": None, "metadata": {"run": "1"}, "store": False,
+    "service_tier": "auto", "user": "u", "seed": None, "structured_outputs": None, "vllm_xargs": {},
+    "prediction": None, "best_of": 1,
 }  # fmt: skip
 """Options of OpenAI's and vLLM's clients with values that change nothing."""
 CHAT_NO_OPS: dict[str, Any] = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"]}
