@@ -19,8 +19,8 @@ from ..train.phases import Span
 from .learner import Learner
 from .metrics import Sums
 
-LEFT_OUT = ("untrained", "unseen")
-"""Reasons for which an update leaves out sampled tokens; the run's counts are those of all policies."""
+LEFT_OUT = ("filter/untrained_tokens", "filter/unseen_tokens")
+"""Counts of sampled tokens that an update leaves out; the run's are those of all policies together."""
 
 
 class Policies:
@@ -50,8 +50,8 @@ class Policies:
         for number, (name, learner) in enumerate(self.policies.items(), start=1):
             own = Sums()
             changed |= learner.learn(_seen(kept, number), [], step, own)
-            for reason in LEFT_OUT:
-                sums.count(f"filter/{reason}_tokens", learner.metrics[f"filter/{reason}_tokens"])
+            for counted in LEFT_OUT:
+                sums.count(counted, learner.metrics[counted])
             sums.take(own, f"{name}/")
         return changed
 

@@ -327,7 +327,7 @@ def test_a_policy_is_not_moved_by_the_loss_of_the_other(
     assert any(not torch.equal(w, two.updates[other][1].weights[key]) for key, w in moved.items())
 
 
-@pytest.mark.parametrize("moment", [1, 2])
+@pytest.mark.parametrize("moment", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_crash_changes_not_a_bit(two: Two, toml: Path, tmp_path: Path, monkeypatch: Any, moment: int) -> None:
     left = random.Random(moment).randrange(3, 12)
 
@@ -355,7 +355,7 @@ def test_a_crash_changes_not_a_bit(two: Two, toml: Path, tmp_path: Path, monkeyp
 def test_killed_at_any_moment(server: subprocess.Popen[bytes], toml: Path, tmp_path: Path) -> None:
     from .processes import Process
 
-    command = kill(server, ["train", str(toml), f"--output_dir={tmp_path}", "--trainer.steps=8"], 10)
+    command = kill(server, ["train", str(toml), f"--output_dir={tmp_path}"], 5)
     assert Process(server, [*command, "--name=whole"]).wait() == 0
     assert_same_run(tmp_path / "tiny", tmp_path / "whole", policies=2)
 
@@ -379,6 +379,7 @@ def without(text: str, table: str) -> str:
     return re.sub(rf"\n\[{re.escape(table)}\]\n(?:(?!\[).*\n)*", "\n", text)
 
 
+@pytest.mark.slow
 def test_one_policy_may_play_both_roles(two: Two, toml: Path, tmp_path: Path) -> None:
     alone = toml.with_name("alone.toml")
     alone.write_text(without(toml.read_text(), "models.verifier"))

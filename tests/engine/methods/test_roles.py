@@ -314,6 +314,7 @@ def check_credit(tree: TokenTree, expected: Sequence[Any]) -> None:
         assert values == pytest.approx(list(expected[leaf]), abs=1e-4)
 
 
+@pytest.mark.methods
 def test_rl_tango(toml: Path, tmp_path: Path) -> None:
     folder = toml.parent
     two = take_recipe(
