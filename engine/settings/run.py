@@ -125,6 +125,8 @@ class TrainConfig(Section):
             raise ValueError("`rollout.compile` does not record routes; leave it or `model.replay_routes` out")
         if rollout.vllm_options and rollout.backend != "vllm":
             raise ValueError('`rollout.vllm_options` are for `rollout.backend` = "vllm"; set it, or leave them out')
+        if rollout.python and not rollout.engines:
+            raise ValueError("`rollout.python` is for `rollout.engines`; set this, or leave it out")
         if self.placement != PlacementConfig() and not rollout.engines and not self.reward.hosts:
             raise ValueError(
                 "`placement` is for other processes; set `rollout.engines` or `reward.hosts`, or leave it out"
