@@ -117,6 +117,11 @@ class TrainConfig(Section):
             raise ValueError(
                 '`loop.train_context` = "plain" exchanges no prompts with pictures (`data.image_key`); leave one out'
             )
+        if self.data.image_key is not None and rollout.backend == "vllm":
+            raise ValueError(
+                '`data.image_key` needs `rollout.backend` = "native", which samples prompts with pictures; set it, or '
+                "leave the pictures out"
+            )
         if self.model.replay_routes and rollout.backend == "vllm":
             raise ValueError(
                 '`model.replay_routes` needs `rollout.backend` = "native", which records routes; set it, or replay none'
