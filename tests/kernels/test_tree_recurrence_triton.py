@@ -6,6 +6,7 @@ Chunks have 32 rows here, two blocks of the inverse, as the interpreter takes it
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -388,11 +389,11 @@ def test_the_backend_is_chosen_as_for_other_ops(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(backend, name, lambda *a, f=original, n=name: called.append(n) or f(*a))
     case = Case("delta", (2,), (-1,))
 
-    def run(dtype: torch.dtype) -> list[str]:
-        given, plan = [x.to(dtype).requires_grad_() for x in case.inputs()], RecurrencePlan.make(
-            find_segments(case.subtree_end())
-        )  # fmt: skip
-        out, _ = tree_recurrence(*given, plan)
+    def run(dtype: torch.dtype, named: Any = None) -> list[str]:
+        given = [x.to(dtype).requires_grad_() for x in case.inputs()]
+        plan = RecurrencePlan.make(find_segments(case.subtree_end()))
+        with use_backend(named) if named else nullcontext():
+            out, _ = tree_recurrence(*given, plan)
         worker = threading.Thread(target=out.sum().backward)
         worker.start()
         worker.join()
@@ -402,6 +403,7 @@ def test_the_backend_is_chosen_as_for_other_ops(monkeypatch: pytest.MonkeyPatch)
 
     both = ["tree_recurrence_forward", "tree_recurrence_backward"]
     assert run(torch.float32) == []
+    assert run(torch.float32, "triton") == both
     monkeypatch.setenv("ROLLTREE_BACKEND", "triton")
     assert run(torch.float32) == both
     assert run(torch.float64) == []  # the definition alone has it
