@@ -225,7 +225,7 @@ def _compare_values(candidate: str, reference: Reference) -> bool | None:
         return None
     if _contradict(found, gold):
         return False
-    scales = [1]
+    scales: list[int | Fraction] = [1]
     if found.percent != gold.percent:
         scales.append(100 if gold.percent else Fraction(1, 100))  # 12 and 0.12 are both 12 %
     if found.number is not None and gold.number is not None:
