@@ -436,6 +436,7 @@ class Running:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_train_an_adapter_with_replay_and_credit_that_remembers(
     toml: Path, processes: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
