@@ -33,7 +33,7 @@ from rolltree.engine.model.self_check import own_logprobs
 
 PAGE = Path(__file__).parent / "models.md"
 BATCH = 12  # types that one process measures
-SECONDS = 30  # for each type
+SECONDS = 120  # for each type
 LARGEST = 20_000_000  # parameters; a configuration of other names stays too large
 EXACT = 1e-4  # nats of log-prob, and relative norm of a parameter's gradient
 VOCABULARY = 97

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -137,7 +138,8 @@ def check_backend(config: RolloutConfig) -> None:
             "rollout.drafts applies to the native backend only; set rollout.drafts.rows to 0, and give vLLM its own "
             "speculative_config in rollout.vllm_options."
         )
-    if config.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+    own = not config.python or Path(config.python).absolute() == Path(sys.executable)
+    if config.backend == "vllm" and own and importlib.util.find_spec("vllm") is None:
         raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
 
 

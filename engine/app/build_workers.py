@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -27,12 +30,15 @@ from ..train.group import Group
 from .build_learning import TERMS, learning_parts
 from .build_sampling import check_backend, load_policy, make_engine, rollout_program
 
+INTERPRETER_S = 120.0
+"""Seconds that another interpreter may take to import Ray."""
+
 
 def check_workers(config: TrainConfig) -> None:
     """Check that other processes can be started if the run asks for them.
 
     Raises:
-        UserError: Ray is not installed.
+        UserError: Ray is not installed, or `rollout.python` cannot run engines.
     """
     asked = {"rollout.engines": config.rollout.engines, "reward.hosts": config.reward.hosts}
     for key, count in asked.items():
@@ -40,6 +46,44 @@ def check_workers(config: TrainConfig) -> None:
             raise UserError(
                 f"{key} = {count} needs Ray, which is not installed; install rolltree[ray], or set it to 0."
             )
+    if config.rollout.python and not config.placement.cluster:  # the nodes of a cluster have files of their own
+        check_interpreter(config.rollout.python, config.rollout.backend)
+
+
+HELD = """
+import importlib.metadata, importlib.util, sys
+import ray
+print(".".join(map(str, sys.version_info[:2])), importlib.metadata.version("ray"))
+print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
+"""
+"""Prints the versions of Python and Ray of an interpreter, and which of the named modules it lacks."""
+
+
+def check_interpreter(python: str, backend: str) -> None:
+    """Check that ``python`` can run engines of this process, whose Python and Ray it must have.
+
+    Raises:
+        UserError: it cannot.
+    """
+    wanted = ["rolltree.engine", *(["vllm"] if backend == "vllm" else [])]
+    try:
+        said = subprocess.run([python, "-c", HELD, *wanted], capture_output=True, text=True, timeout=INTERPRETER_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"rollout.python = '{python}' cannot be started ({error}); name an interpreter.") from None
+    lines = said.stdout.splitlines()
+    if said.returncode or len(lines) != 2:
+        reason = (said.stderr.splitlines() or ["it prints nothing"])[-1]
+        raise UserError(
+            f"rollout.python = '{python}' cannot run engines ({reason}); install rolltree[ray] in its environment."
+        )
+    own = f"{'.'.join(map(str, sys.version_info[:2]))} {importlib.metadata.version('ray')}"
+    if lines[0] != own:
+        raise UserError(
+            f"rollout.python = '{python}' has Python and Ray {lines[0]} and the run has {own}; Ray needs the same on "
+            "both sides."
+        )
+    if lines[1]:
+        raise UserError(f"rollout.python = '{python}' has no {lines[1]}; install it in its environment.")
 
 
 def make_workers(config: TrainConfig) -> Workers | None:
@@ -60,7 +104,7 @@ def make_workers(config: TrainConfig) -> Workers | None:
         return None
     from ..integrations.ray import RayWorkers
 
-    return RayWorkers(needs, config.placement.cluster)
+    return RayWorkers(needs, config.placement.cluster, {"engine": config.rollout.python})
 
 
 def per_rank(config: TrainConfig) -> Mapping[str, float]:

@@ -190,8 +190,7 @@ class TokenTree:
         lengths = [len(s) for s in segments]
         columns = {name: COLUMNS[name].joined([s.columns.get(name) for s in segments], lengths) for name in names}
         tokens = Segment(np.concatenate([segment.token_ids for segment in segments]), columns)
-        status = checks.codes("statuses", statuses, LeafStatus)
-        tree = of_runs(parents, lengths, tokens, leaf_nodes, status)
+        tree = of_runs(parents, lengths, tokens, leaf_nodes, checks.codes("statuses", statuses, LeafStatus))
         tree.pictures = distinct(pictures)
         return tree
 

@@ -56,12 +56,19 @@ class RayWorkers:
     Args:
         needs: for each role the resources of one worker and their number, for example ``({"CPU": 1.0}, 2)``.
         cluster: address of a running cluster, or "auto" for the one of this machine; empty to start Ray here.
+        python: for each role the interpreter of its workers; empty or left out: that of this process.
 
     Raises:
         UserError: the cluster cannot be reached, or has no room for all workers.
     """
 
-    def __init__(self, needs: Mapping[Role, tuple[Mapping[str, float], int]], cluster: str = "") -> None:
+    def __init__(
+        self,
+        needs: Mapping[Role, tuple[Mapping[str, float], int]],
+        cluster: str = "",
+        python: Mapping[Role, str] | None = None,
+    ) -> None:
+        self._python = dict(python or {})
         bundles: list[dict[str, float]] = []
         self._first: dict[Role, int] = {}
         for role, (resources, count) in needs.items():
@@ -90,6 +97,8 @@ class RayWorkers:
             "max_concurrency": AT_ONCE,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place),
         }
+        if python := self._python.get(role):
+            options["runtime_env"] = {"py_executable": python}
         actor = ray.remote(ACTORS[role]).options(**options).remote(os.getcwd(), make, args)
         worker = _RayWorker(f"{role} {index}", actor)
         self._started.append(worker)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..data.batch import TreeBatch
+from ..data.media import FIRST_ID, Picture
 from ..data.pack import pack
 from ..data.recurrence import recurrence_of
 from ..data.tree import TokenTree
@@ -25,6 +27,7 @@ class Packed(NamedTuple):
     inputs: dict[str, Any]
     rows: list[npt.NDArray[np.int64]]  # for each sequence the packed rows [n] of its tokens
     copies: Tensor  # [T] int64, number of occurrences of each packed token in a flat batch
+    batch: TreeBatch
 
 
 def packed(
@@ -32,17 +35,21 @@ def packed(
     device: torch.device | str,
     *,
     recurrent: bool = False,
+    pictures: Sequence[Picture] = (),
 ) -> Packed:
     """Pack sequences as trees, each shared prefix once.
 
     Args:
         recurrent: the model has recurrent layers, which need the segments of the trees.
+        pictures: those whose rows the sequences hold (`media.expand`).
 
     Raises:
-        ValueError: a sequence has no token.
+        ValueError: a sequence has no token, or holds a row of another picture.
     """
     whole: list[Any] = list(sequences)
-    trees, members = TokenTree.forest([ids[:1] for ids in whole], [ids[1:] for ids in whole])
+    begin, rest = [ids[:1] for ids in whole], [ids[1:] for ids in whole]
+    words: dict[str, Any] = {"loss_masks": [ids < FIRST_ID for ids in rest]} if pictures else {}  # pictures are in none
+    trees, members = TokenTree.forest(begin, rest, pictures=pictures, **words)
     (batch,) = pack(trees, max_tokens=sum(tree.num_tokens for tree in trees), device=device)
     rows: dict[int, npt.NDArray[np.int64]] = {}
     first = 0
@@ -57,7 +64,7 @@ def packed(
         inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.longest}
     if recurrent:
         inputs["recurrence"] = recurrence_of(batch)
-    return Packed(inputs, [rows[i] for i in range(len(sequences))], batch.copies)
+    return Packed(inputs, [rows[i] for i in range(len(sequences))], batch.copies, batch)
 
 
 def odd_layers(model: PreTrainedModel) -> list[str]:

@@ -76,6 +76,8 @@ class Archive:
             return {kind.__name__: WRITTEN[kind][0](value)}
         if kind is datetime.datetime:
             return {"datetime": [value.replace(tzinfo=None).isoformat(), value.fold, _zone(value)]}
+        if kind.__name__ in ("Timestamp", "Timedelta") and kind.__module__.partition(".")[0] == "pandas":
+            return {kind.__name__: [value.value, _zone(value) if kind.__name__ == "Timestamp" else None]}
         if kind is np.ndarray:
             return self._pack_array(value)
         if isinstance(value, np.generic):
@@ -107,6 +109,8 @@ class Archive:
             return _READERS[name](content)
         if name == "datetime":
             return datetime.datetime.fromisoformat(content[0]).replace(fold=content[1], tzinfo=_made_zone(content[2]))
+        if name in ("Timestamp", "Timedelta"):
+            return _of_pandas(name, *content)
         if name == "array":
             return self.tensors[content].numpy().copy()
         if name == "records":
@@ -156,6 +160,15 @@ class Archive:
 
 
 _READERS = {kind.__name__: read for kind, (_, read) in WRITTEN.items()}
+
+
+def _of_pandas(name: str, nanoseconds: int, zone: Json) -> Any:
+    """Return a pandas.Timestamp or Timedelta, which pyarrow gives for columns in nanoseconds."""
+    import pandas  # type: ignore[import-untyped]
+
+    if name == "Timedelta" or zone is None:
+        return getattr(pandas, name)(nanoseconds, unit="ns")
+    return pandas.Timestamp(nanoseconds, unit="ns", tz=_made_zone(zone))
 
 
 def _zone(moment: datetime.datetime) -> Json:

@@ -32,6 +32,7 @@ from . import preflight
 from .archive import Archive, NotKeptError
 from .buffer import Buffer, Group
 from .controller import Controller
+from .describe import describe, describe_replay
 from .evaluation import Evaluation
 from .failures import Failures
 from .metrics import Idle, MetricsLog, Stopwatch, Sums
@@ -208,13 +209,13 @@ class Orchestrator:
             tree.meta["entry"] = group.prompt.entry
         self._record(batch, sums)
         self._describe_lag(batch, sums)
-        _describe(trees, params.max_new_tokens, sums)
+        describe(trees, params.max_new_tokens, sums)
         self.console.phase("updating")
         given = self.demonstrations.next() if self.demonstrations is not None else []
         store, kept, replayed = self.parts.store, [], list[TokenTree]()
         if store is not None:
             kept, replayed = store.snapshot(batch), store.draw(step)
-            _describe_replay(replayed, self.learner.updates, sums)
+            describe_replay(replayed, self.learner.updates, sums)
         with self.controller.at_rest():
             changed = self.learner.update(trees + replayed, given, step, sums)
         if store is not None:
@@ -438,26 +439,3 @@ def _only_new_garbage() -> Iterator[None]:
     finally:
         if not by_caller:
             gc.unfreeze()
-
-
-def _describe_replay(trees: Sequence[TokenTree], updates: int, sums: Sums) -> None:
-    """Record the number of replayed groups and the updates since their tokens were sampled."""
-    sums.count("replay/groups", len(trees))
-    for tree in trees:
-        sums.add_values("replay/lag", updates - tree.policy_version[tree.loss_mask])
-
-
-def _describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> None:
-    """Record lengths, reward spread and the tokens that sharing saved."""
-    length = np.concatenate([tree.response_length for tree in trees])
-    sums.add_values("response_length/mean", length)
-    sums.maximum("response_length/max", float(length.max()))
-    sums.add_values("response_length/clip_ratio", length >= max_new_tokens)
-    sums.add_values("prompt_length/mean", np.array([tree.prompt_length for tree in trees]))
-    for tree in trees:
-        rewards = tree.rewards["reward"]
-        if not np.isnan(rewards).any():
-            sums.add("reward/group_std", float(rewards.std()))
-    sums.count("rollout/sampled_tokens", sum(tree.sampled_tokens for tree in trees))
-    logical, unique = sum(t.logical_tokens for t in trees), sum(t.num_tokens for t in trees)
-    sums.add("tree/token_ratio", float(logical), float(unique))

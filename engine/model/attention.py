@@ -125,12 +125,20 @@ def computing(mask: Tensor) -> Iterator[None]:
 NO_SKIP = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 """Arguments with which ``sdpa_mask`` makes a mask also where ``sdpa`` needs none."""
 
+aten = torch.ops.aten
+CUTS = (
+    aten.slice, aten.select, aten.index, aten.unbind, aten.alias, aten.detach, aten.clone, aten._to_copy, aten.expand,
+    aten.view, aten.unsqueeze, aten.squeeze,
+)  # fmt: skip
+"""Operations on a deferred mask that give the mask or parts of it."""
+
 
 class DeferredMask(Tensor):  # [B, 1, Q, K] bool
     """The mask that ``sdpa_mask`` makes of the given arguments, made when an operation first needs its values.
 
-    It has a shape, a dtype and a device, and no values: any other operation gets the mask itself. Attention over trees
-    asks for its type only and never makes one.
+    It has a shape, a dtype and a device, and no values. What is cut out of it or copied is the mask itself. Attention
+    over trees asks for its type only and never makes one. Any other operation is an error: a model that computes with
+    its mask has attention of its own, which knows no trees and may mean something else by a mask.
     """
 
     arguments: dict[str, Any]
@@ -171,7 +179,13 @@ class DeferredMask(Tensor):  # [B, 1, Q, K] bool
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(DeferredMask, lambda mask: mask.make(skip=False), (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if func.overloadpacket not in CUTS or kwargs.get("dtype") not in (None, torch.bool):
+            raise TypeError(
+                f"A model computes with its attention mask ({func}) instead of handing it to an attention function of "
+                f"Transformers, so attn_implementation='{NAME}' does not suit it; use 'eager', and plain sequences."
+            )
+        args, kwargs = tree_map_only(DeferredMask, lambda mask: mask.make(skip=False), (args, kwargs))
         return func(*args, **kwargs)
 
 

@@ -116,6 +116,16 @@ def encode_pictures(model: PreTrainedModel, batch: TreeBatch) -> Features | None
     return encode(model, media.inputs, media.sizes)
 
 
+def picture_inputs(model: PreTrainedModel, batch: TreeBatch) -> dict[str, Any]:
+    """Return the decoder's arguments for a batch with pictures, in place of ``input_ids`` and ``position_ids``.
+
+    Raises:
+        ValueError: as `encode_pictures`.
+    """
+    inputs = {"position_ids": batch.position_ids[None]}
+    return inputs | _with_pictures(decoder_of(model), batch, slice(None), encode_pictures(model, batch))
+
+
 def _with_pictures(decoder: nn.Module, batch: TreeBatch, rows: slice, features: Features | None) -> dict[str, Any]:
     """Return the decoder's arguments in place of ``input_ids``, and its positions if they are not the depth."""
     media = batch.media

@@ -117,6 +117,11 @@ class TrainConfig(Section):
             raise ValueError(
                 '`loop.train_context` = "plain" exchanges no prompts with pictures (`data.image_key`); leave one out'
             )
+        if self.data.image_key is not None and rollout.backend == "vllm":
+            raise ValueError(
+                '`data.image_key` needs `rollout.backend` = "native", which samples prompts with pictures; set it, or '
+                "leave the pictures out"
+            )
         if self.model.replay_routes and rollout.backend == "vllm":
             raise ValueError(
                 '`model.replay_routes` needs `rollout.backend` = "native", which records routes; set it, or replay none'
@@ -125,6 +130,8 @@ class TrainConfig(Section):
             raise ValueError("`rollout.compile` does not record routes; leave it or `model.replay_routes` out")
         if rollout.vllm_options and rollout.backend != "vllm":
             raise ValueError('`rollout.vllm_options` are for `rollout.backend` = "vllm"; set it, or leave them out')
+        if rollout.python and not rollout.engines:
+            raise ValueError("`rollout.python` is for `rollout.engines`; set this, or leave it out")
         if self.placement != PlacementConfig() and not rollout.engines and not self.reward.hosts:
             raise ValueError(
                 "`placement` is for other processes; set `rollout.engines` or `reward.hosts`, or leave it out"

@@ -173,6 +173,9 @@ class RolloutConfig(Section):
     engines: Annotated[int, Field(ge=0, le=4096)] = 0
     """Processes in which `rolltree train` samples, each with an engine of its own; they need Ray, see docs/scale.md.
     0: the run's own process samples."""
+    python: str = ""
+    """Interpreter of the processes of `engines`, such as `/opt/vllm/bin/python` of an environment of its own: with
+    rolltree, and with the Python and the Ray of the run. Empty: the run's own."""
     program: str = "flat"
     """Rollout program, which decides where responses branch: a name in `rolltree methods`, or `file.py:Class`."""
     program_options: dict[str, Any] = Field(default_factory=dict)

@@ -176,9 +176,11 @@ def _jsonl(file: Path, key: str) -> list[dict[str, Any]]:
     rows = []
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")  # splitlines would cut at U+2028 inside a string too
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"The prompts file '{file}' ({key}) is not in UTF-8: {error}; save it in UTF-8.") from error
+    except OSError as error:
         raise UserError(f"The prompts file '{file}' ({key}) cannot be read: {error}.") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate((line.removeprefix("\ufeff") for line in lines), 1):  # of files that were joined
         if not line.strip():
             continue
         try:

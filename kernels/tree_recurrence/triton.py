@@ -56,11 +56,13 @@ class Tiles(NamedTuple):
     gradient_warps: int
 
 
-def tiles_for(dim: int, values: int, dtype: torch.dtype) -> Tiles:
-    """Return the tiles for key channels, values and the dtype of products."""
+def tiles_for(dim: int, values: int, dtype: torch.dtype, *, major: int) -> Tiles:
+    """Return the tiles for key channels, values, the dtype of products and the major compute capability."""
     width = padded(dim)
     if dtype == torch.float32:  # no tensor cores: operands stay in registers
-        return Tiles(16, 16, 8 if width <= 128 else 16, min(32, width), 16, 4)
+        return Tiles(16, 16, 8 if width <= 128 else 16, min(32, width), 16, 8)
+    if major < 9:  # products keep their operands in registers
+        return Tiles(64, 16, 4, min(32, width), 32, 8)
     return Tiles(64, 32 if width <= 128 and values > 16 else 16, 4, min(128, width), 32, 8)
 
 
@@ -89,7 +91,8 @@ class _Launch(NamedTuple):
     ) -> _Launch:  # fmt: skip
         dtype = _multiplied_in(query, key, value)
         q, k, v = (_last_contiguous(x.to(dtype)) for x in (query, key, value))
-        tiles = tiles_for(k.shape[2], v.shape[2], dtype)
+        major = torch.cuda.get_device_capability(k.device)[0] if k.is_cuda else 9  # in the interpreter any will do
+        tiles = tiles_for(k.shape[2], v.shape[2], dtype, major=major)
         lists = plan.lists(tiles.chunk)
         if initial is not None:
             initial = initial.float().contiguous()

@@ -125,5 +125,5 @@ def gradients_kernel(
         ddecay = tl.cumsum(ddecay, 0, reverse=True) + ended[None, :]
         store_tile(grad_decay + own, HEADS * DIM, count, columns, ddecay, CHUNK, PART)
     else:
-        of_rows = tl.cumsum(tl.sum(ddecay, 1), 0, reverse=True) + tl.sum(ended, 0)
+        of_rows = tl.cumsum(tl.sum(ddecay, 1), 0, reverse=True) + tl.sum(ended[None, :], 1)  # as rows: Triton 3.6
         tl.store(grad_decay + part * part_stride + at + numbers * HEADS, of_rows, mask=numbers < count)

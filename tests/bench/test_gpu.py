@@ -373,6 +373,7 @@ print(len([load(op) for op in OPS]) == len(OPS), commit())
 """
 
 
+@pytest.mark.slow
 def test_a_plain_checkout_without_repository_and_packages(tmp_path: Path) -> None:
     """By links alone, without .git, without what a GPU machine lacks: kernels, a step and a rollout run."""
     (tmp_path / "rolltree").mkdir()

@@ -61,6 +61,7 @@ def test_every_op_is_in_the_suite() -> None:
     assert {entry.bench.op for entry in entries(CPU, quick=True)} == set(OPS)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("pytest_benchmark") is None, reason="pytest-benchmark is not installed: see rolltree[dev]"
 )

@@ -6,6 +6,7 @@ Chunks have 32 rows here, two blocks of the inverse, as the interpreter takes it
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,13 +78,13 @@ class Case(NamedTuple):
         return [query, F.normalize(key, dim=-1), value, -self.gate * decay, None if self.rule == "mamba" else beta]
 
 
-ROOTS = ((40, 1, 33, 2), (-1, 0, 0, -1))  # a prompt, two responses, and another tree
+ROOTS = ((2, 40, 1, 33), (-1, -1, 1, 1))  # a small tree; a prompt and two responses, which begin first
 DEEP = ((3, 5, 70, 1, 32, 9), (-1, 0, 1, 1, 0, -1))
 CASES = [
     Case("delta", *ROOTS, heads=(2, 1)),
     Case("delta", *DEEP, dim=20, values=18),
-    Case("mamba", *ROOTS, heads=(2, 1), dim=19),
-    Case("kimi", *ROOTS),
+    Case("mamba", *ROOTS, heads=(4, 2), dim=19),
+    Case("kimi", (36, 1, 2), (-1, 0, 0)),
     Case("kimi", *DEEP, heads=(2, 1), dim=20, values=18),
     Case("delta", (64, 65, 128, 17, 63), (-1, 0, 0, 2, 2), dim=96, values=33, chunk=64),
     Case("mamba", (64, 65, 128, 17, 63), (-1, 0, 0, 2, 2), heads=(6, 2), dim=48, values=64, chunk=64),
@@ -108,7 +109,7 @@ def _chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_chunks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "tiles_for", lambda *sizes: TILES_FOR(*sizes)._replace(chunk=rows))
+    monkeypatch.setattr(backend, "tiles_for", lambda *sizes, major: TILES_FOR(*sizes, major=major)._replace(chunk=rows))
 
 
 def found(
@@ -148,14 +149,14 @@ def errors(got: list[Tensor], right: list[Tensor]) -> list[float]:
 def test_error_is_at_most_twice_plain_pytorchs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     use_chunks(case.chunk, monkeypatch)
     given, last = case.inputs(), np.cumsum(case.lengths) - 1
-    ends = [2, 0]  # in any order; a leaf and a branch point
+    ends = [2, 1]  # in any order; a leaf and a branch point
     right, plain = (wanted(given, case, last[ends].tolist(), dtype) for dtype in (torch.float64, torch.float32))
     ours, theirs = errors(found(given, case.plan(ends=np.array(ends)), torch.float32), right), errors(plain, right)
     for name, mine, other in zip(NAMES, ours, theirs, strict=False):
         assert mine <= 2 * other + 4 * torch.finfo(torch.float32).eps, f"{name}: {mine:.1e}, plain PyTorch {other:.1e}"
 
 
-@pytest.mark.parametrize("rule", ["delta", "mamba", "kimi"])
+@pytest.mark.parametrize("rule", ["delta", "mamba", pytest.param("kimi", marks=pytest.mark.slow)])
 def test_products_in_half_precision(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with bfloat16, which the interpreter cannot multiply: against plain PyTorch in the dtype of the products."""
     monkeypatch.setattr(backend, "_multiplied_in", lambda *_: torch.float16)
@@ -272,6 +273,17 @@ def test_depth_and_many_leaves_of_one_row(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(out.cpu().double(), by_token(given, parents, 1.0), rtol=1e-5, atol=1e-5)
 
 
+def test_a_run_is_a_whole_tree_and_the_longest_begins_first() -> None:
+    lists = Case("mamba", (2, 40, 1, 33, 50), (-1, -1, 1, 1, -1)).plan(ends=np.array([3, 3])).lists(16)
+    assert [x.tolist() for x in (lists.run_begin, lists.run_end)] == [[1, 4, 0], [4, 5, 1]]
+    assert lists.source.tolist() == [-1, -1, 1, 1, -1]
+    assert lists.slot.tolist() == [-1, 1, -1, 0, -1]  # what is asked for comes first
+    assert lists.ends is not None
+    assert lists.ends.tolist() == [0, 0]
+    assert lists.chunk_row.tolist() == [0, 2, 18, 34, 42, 43, 59, 75, 76, 92, 108, 124]
+    assert lists.chunk_rows.tolist() == [2, 16, 16, 8, 1, 16, 16, 1, 16, 16, 16, 2]
+
+
 class _Largest(TorchDispatchMode):
     """Notes how many states [Dk, Dv] the largest tensor of states holds."""
 
@@ -377,11 +389,11 @@ def test_the_backend_is_chosen_as_for_other_ops(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(backend, name, lambda *a, f=original, n=name: called.append(n) or f(*a))
     case = Case("delta", (2,), (-1,))
 
-    def run(dtype: torch.dtype) -> list[str]:
-        given, plan = [x.to(dtype).requires_grad_() for x in case.inputs()], RecurrencePlan.make(
-            find_segments(case.subtree_end())
-        )  # fmt: skip
-        out, _ = tree_recurrence(*given, plan)
+    def run(dtype: torch.dtype, named: Any = None) -> list[str]:
+        given = [x.to(dtype).requires_grad_() for x in case.inputs()]
+        plan = RecurrencePlan.make(find_segments(case.subtree_end()))
+        with use_backend(named) if named else nullcontext():
+            out, _ = tree_recurrence(*given, plan)
         worker = threading.Thread(target=out.sum().backward)
         worker.start()
         worker.join()
@@ -391,6 +403,7 @@ def test_the_backend_is_chosen_as_for_other_ops(monkeypatch: pytest.MonkeyPatch)
 
     both = ["tree_recurrence_forward", "tree_recurrence_backward"]
     assert run(torch.float32) == []
+    assert run(torch.float32, "triton") == both
     monkeypatch.setenv("ROLLTREE_BACKEND", "triton")
     assert run(torch.float32) == both
     assert run(torch.float64) == []  # the definition alone has it

@@ -120,6 +120,13 @@ class Sampling(Strict):
     guided_grammar: Annotated[Any, only()] = None
     kv_transfer_params: Annotated[Any, only()] = None
     vllm_xargs: Annotated[Any, only({})] = None
+    detokenize: Annotated[Any, only(True)] = None
+    thinking_token_budget: Annotated[Any, only()] = None
+    request_id: Annotated[Any, only()] = None
+    prediction: Annotated[Any, only()] = None
+    store: Annotated[Any, only(False)] = None
+    service_tier: Annotated[Any, only("auto", "default")] = None
+    metadata: dict[str, str] | None = None  # accepted without effect
 
     def sampling_params(self, *, n: int, most: int, top_logprobs: int, seed: int, grammar: Any) -> SamplingParams:
         """Return the engine's sampling parameters.
@@ -215,7 +222,7 @@ class Message(BaseModel):
 
 class ChatBody(Sampling):
     messages: Annotated[list[Message], Field(min_length=1)]
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None  # False: only the first call counts, others stay text
     max_tokens: Length | None = None
@@ -236,8 +243,6 @@ class ChatBody(Sampling):
     include_reasoning: Annotated[Any, only(True)] = None
     reasoning_effort: Annotated[Any, only()] = None
     modalities: Annotated[Any, only(["text"])] = None
-    store: Annotated[Any, only(False)] = None
-    service_tier: Annotated[Any, only("auto", "default")] = None
     verbosity: Annotated[Any, only("medium")] = None
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none")] = None

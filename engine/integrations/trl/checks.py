@@ -8,10 +8,12 @@ from typing import Any
 import trl
 from peft import PeftModel
 from transformers import PreTrainedModel
+from trl import GRPOTrainer
 
 from ...errors import UserError
 from ...model import recurrent
 from ...model.head import head
+from ...model.pictures import FAMILIES, placeholders
 from ...model.self_check import check_model
 from ..trees import odd_layers
 
@@ -37,7 +39,7 @@ def trainer(trainer: Any) -> None:
     """Raise UserError if no part of rolltree supports the trainer."""
     name, args = type(trainer).__name__, trainer.args
     if getattr(trainer, "_is_vlm", False) or hasattr(trainer.model.config, "vision_config"):
-        raise UserError(f"{name} trains on images, which rolltree does not compute; train it without accelerate.")
+        _images(trainer, name)
     if args.use_liger_kernel:
         raise UserError(f"{name} replaces layers by Liger's (use_liger_kernel); leave it out to use rolltree.")
     kind = str(trainer.accelerator.distributed_type).rsplit(".", 1)[-1]
@@ -49,6 +51,26 @@ def trainer(trainer: Any) -> None:
         head(base_model(trainer.model))
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
+
+
+def _images(trainer: Any, name: str) -> None:
+    """Raise UserError unless rolltree computes the images that the trainer trains on."""
+    kind = base_model(trainer.model).config.model_type
+    if not isinstance(trainer, GRPOTrainer):
+        raise UserError(
+            f"{name} trains on images, which rolltree computes for GRPOTrainer only; train it without accelerate."
+        )
+    if kind not in FAMILIES or not FAMILIES[kind].grid:
+        types = ", ".join(sorted(known for known, family in FAMILIES.items() if family.grid))
+        raise UserError(
+            f"{name} trains on images with a model of the type {kind}, and rolltree computes those of {types} under "
+            "TRL; train it without accelerate."
+        )
+    if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None) is not None:
+        raise UserError(
+            f"{name} trains on images with tools, whose answers may hold images in completions; leave the tools out or "
+            "train it without accelerate."
+        )
 
 
 def own_forward(model: PreTrainedModel) -> None:
@@ -98,6 +120,8 @@ def no_rollouts(trainer: Any) -> str | None:
         return f"repetition_penalty is {config.repetition_penalty}"
     model = trainer.model.generation_config.to_diff_dict()
     asked = {**model, **config.to_diff_dict()}
+    if set(asked.get("suppress_tokens") or ()) <= set(placeholders(base_model(trainer.model))):
+        asked.pop("suppress_tokens", None)  # the engine never samples placeholders of pictures
     others = sorted(key for key, value in asked.items() if key not in UNDERSTOOD and value not in (None, False))
     return f"generation is asked for {', '.join(others)}" if others else None
 

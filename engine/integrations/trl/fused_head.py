@@ -21,7 +21,9 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from rolltree.kernels import Term, linear_logprob, linear_terms_loss
 
-from ...model.head import head
+from ...data.batch import TreeBatch
+from ...model.decoder import picture_inputs
+from ...model.head import decoder_of, head
 
 ROWS = 256  # rows whose logits are in memory at once
 NEAR = 1e-3  # relative distance below which probabilities are compared by their logits
@@ -65,13 +67,18 @@ class FusedHead:
         shift_labels: Tensor | None = None,  # [B, S]
         num_items_in_batch: Any = None,
         scored: Scored | None = None,
+        pictures: TreeBatch | None = None,  # the trees that the other arguments are of, if they have pictures
         **kwargs: Any,
     ) -> FusedCausalLMOutput:
         config = model.config.get_text_config()
         kwargs["use_cache"] = False
         if getattr(config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
-        output = model.base_model(*args, **kwargs)
+        if pictures is None:
+            output = model.base_model(*args, **kwargs)
+        else:
+            del kwargs["input_ids"]
+            output = decoder_of(model)(**kwargs | picture_inputs(model, pictures))
         hidden = output.last_hidden_state
         aux = None
         if kwargs.get("output_router_logits"):

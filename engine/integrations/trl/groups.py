@@ -10,6 +10,9 @@ from torch import Tensor
 
 from rolltree.kernels import Objective
 
+from ...model.pictures import placeholder
+from . import pictures
+from .checks import base_model
 from .objective import term
 from .packing import Batch, packed, padded
 from .regroup import matters, regroup
@@ -30,10 +33,18 @@ class Parts:
     recurrent: bool = False  # the models have recurrent layers
     scores: tuple[Tensor, Tensor] | None = None  # log-probs and entropies [B, C] that were computed with the loss
 
-    def batch(self, input_ids: Tensor, attention_mask: Tensor, completion: int) -> Batch:
+    def batch(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, completion: int, fields: dict[str, Any]
+    ) -> Batch:
+        """Return the model's inputs for samples; ``fields`` are those of their pictures."""
         if not self.tree:
-            return padded(input_ids, attention_mask, completion)
-        return packed(input_ids, attention_mask, completion, recurrent=self.recurrent)
+            for_model = {name: values for name, values in fields.items() if name != "num_images"}
+            return padded(input_ids, attention_mask, completion, for_model)
+        given: dict[str, Any] = {}
+        if "pixel_values" in fields:
+            own = base_model(model)
+            given = {"pictures": pictures.pictures_of(own, fields), "placeholder": placeholder(own)}
+        return packed(input_ids, attention_mask, completion, recurrent=self.recurrent, **given)
 
 
 class GroupTrainer:
@@ -63,8 +74,11 @@ class GroupTrainer:
             return *self.rolltree.scores, None
         parts: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
         chunk = batch_size or len(input_ids)
-        for ids, mask in zip(input_ids.split(chunk), attention_mask.split(chunk), strict=True):
-            batch = self.rolltree.batch(ids, mask, logits_to_keep)
+        own, fields = self.accelerator.unwrap_model(model), pictures.fields_of(images)
+        for first in range(0, len(input_ids), chunk):
+            ids, mask = (values[first : first + chunk] for values in (input_ids, attention_mask))
+            shown = pictures.cut(fields, first, first + len(ids))
+            batch = self.rolltree.batch(own, ids, mask, logits_to_keep, shown)
             given = batch.inputs | ({"output_router_logits": True} if compute_aux_loss else {})
             with self.accelerator.autocast():
                 out = model(**given, scored=batch.scored(batch.valid), fused_lm_head=True)
@@ -101,7 +115,8 @@ class GroupTrainer:
         ids, attended = (
             torch.cat([inputs[f"prompt_{kind}"], inputs[f"completion_{kind}"]], 1) for kind in ("ids", "mask")
         )
-        batch = parts.batch(ids, attended, mask.shape[1])
+        own = self.accelerator.unwrap_model(model)
+        batch = parts.batch(own, ids, attended, mask.shape[1], pictures.fields_of(inputs))
         with self.accelerator.autocast():
             out = model(**batch.inputs, scored=batch.scored(mask)._replace(loss=loss), fused_lm_head=True)
         parts.scores = _on(mask, out.log_probs), _on(mask, out.entropy)
@@ -125,7 +140,10 @@ class GroupTrainer:
         if engine is None:
             theirs: Any = super()
             return theirs._generate_single_turn(prompt_ids, images, multimodal_fields, *more, **others)
-        completions, logprobs = engine.generate(self, prompt_ids)
+        fields = dict(multimodal_fields or {})
+        if images is not None:
+            fields["num_images"] = [len(some or ()) for some in images]
+        completions, logprobs = engine.generate(self, prompt_ids, pictures.fields_of(fields))
         return (completions, logprobs) if engine.with_logprobs else completions
 
 

@@ -6,10 +6,12 @@ spread over several micro-batches and share little in each. The order within one
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 MicroBatch = dict[str, Any]
 
@@ -38,18 +40,38 @@ def regroup(batches: list[MicroBatch], update: int) -> list[MicroBatch]:
 def _in_order(window: list[MicroBatch]) -> list[MicroBatch]:
     if len(window) == 1:
         return window
+    window = [split_pixel_values_by_grid(batch) for batch in window]
     sizes = [len(batch["prompt_ids"]) for batch in window]
-    _, group = torch.cat([batch["prompt_ids"] for batch in window]).unique(dim=0, return_inverse=True)
+    _, group = torch.cat([_prompts(batch) for batch in window]).unique(dim=0, return_inverse=True)
     place = torch.arange(len(group), device=group.device)
     first = place.new_full((len(group),), len(group)).scatter_reduce(0, group, place, "amin")
     order = torch.sort(first[group], stable=True).indices.split(sizes)
     merged = {name: _together([batch[name] for batch in window]) for name in window[0]}
     return [
-        {name: value[some] if isinstance(value, Tensor) and value.dim() else value for name, value in merged.items()}
-        for some in order
+        unsplit_pixel_values_by_grid({name: _chosen(value, some) for name, value in merged.items()}) for some in order
     ]
+
+
+def _prompts(batch: MicroBatch) -> Tensor:  # [B, P] or [B, P + 1]
+    """Return what tells prompts apart: their token ids and, as placeholders are all alike, a hash of their pictures."""
+    ids: Tensor = batch["prompt_ids"]
+    if not isinstance(batch.get("pixel_values"), list):
+        return ids
+    found = [
+        int.from_bytes(blake2b(pixels.float().cpu().numpy().tobytes(), digest_size=7).digest())
+        for pixels in batch["pixel_values"]
+    ]
+    return torch.cat([ids, torch.tensor(found, device=ids.device)[:, None]], 1)
 
 
 def _together(values: list[Any]) -> Any:
     first = values[0]
+    if isinstance(first, list):  # an entry a sample
+        return [entry for value in values for entry in value]
     return torch.cat(values) if isinstance(first, Tensor) and first.dim() else first
+
+
+def _chosen(value: Any, some: Tensor) -> Any:
+    if isinstance(value, list):
+        return [value[i] for i in some.tolist()]
+    return value[some] if isinstance(value, Tensor) and value.dim() else value

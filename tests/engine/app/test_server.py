@@ -196,6 +196,41 @@ def test_a_chat_without_a_length_goes_on_as_far_as_positions_and_cache_reach(
         assert re.search("exceed the model's|cannot fit into the KV cache", refused.json()["error"]["message"])
 
 
+NO_OPS: dict[str, Any] = {
+    "top_k": -1, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
+    "min_tokens": 0, "length_penalty": 1, "use_beam_search": False, "bad_words": [], "logit_bias": {}, "stop": [],
+    "stop_token_ids": [], "skip_special_tokens": True, "prompt_logprobs": None, "detokenize": True,
+    "thinking_token_budget": None, "request_id": None, "metadata": {"run": "1"}, "store": False,
+    "service_tier": "auto", "user": "u", "seed": None, "structured_outputs": None, "vllm_xargs": {},
+    "prediction": None, "best_of": 1,
+}  # fmt: skip
+"""Options of OpenAI's and vLLM's clients with values that change nothing."""
+CHAT_NO_OPS: dict[str, Any] = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"]}
+
+
+def test_options_that_change_nothing_are_accepted(client: openai.OpenAI) -> None:
+    def answer(**body: Any) -> Any:
+        given = {"max_tokens": 4, "temperature": 0, "extra_body": {"ignore_eos": True, **body}}
+        plain = client.completions.create(model="tiny", prompt="x", **given).choices[0].text  # type: ignore[call-overload]
+        chat = given | {"extra_body": given["extra_body"] | (CHAT_NO_OPS if body else {})}
+        said = [{"role": "user", "content": "x"}]
+        return plain, client.chat.completions.create(model="tiny", messages=said, **chat).choices[0].message.content
+
+    assert answer(**NO_OPS) == answer()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("repetition_penalty", 1.1), ("min_tokens", 1), ("top_k", -2), ("bad_words", ["x"]), ("detokenize", False),
+        ("thinking_token_budget", 4), ("request_id", "a"), ("store", True), ("prompt_logprobs", 0), ("unknown", None),
+    ],
+)  # fmt: skip
+def test_options_that_would_change_something_are_refused_by_name(client: openai.OpenAI, name: str, value: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match=name):
+        client.completions.create(model="tiny", prompt="x", max_tokens=2, extra_body={name: value})
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [

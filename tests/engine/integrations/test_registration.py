@@ -29,8 +29,8 @@ def python(program: str, *options: str, path: Path | None = None) -> str:
     "imports",
     [
         "import rolltree.engine",  # and Transformers afterwards
-        "import transformers.modeling_utils, rolltree.engine",
-        "import transformers, rolltree.engine, transformers.masking_utils",
+        pytest.param("import transformers.modeling_utils, rolltree.engine", marks=pytest.mark.slow),
+        pytest.param("import transformers, rolltree.engine, transformers.masking_utils", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_is_made_with_it_in_every_order(imports: str) -> None:
@@ -51,7 +51,10 @@ assert not any(t.is_alive() for t in threads)
 """
 
 
-@pytest.mark.parametrize("second", ["rolltree.engine", "rolltree.engine.integrations.transformers"])
+@pytest.mark.parametrize(
+    "second",
+    ["rolltree.engine", pytest.param("rolltree.engine.integrations.transformers", marks=pytest.mark.slow)],
+)
 def test_imports_in_two_threads_neither_hang_nor_miss_it(second: str) -> None:
     program = THREADS.replace("FIRST", "['transformers.modeling_utils']").replace("SECOND", f"[{second!r}]")
     assert "torch.Size([1, 3, 9])" in python(program + CHECK)

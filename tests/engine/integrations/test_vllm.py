@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from rolltree.engine import NativeEngine
 from rolltree.engine.data.segment import LeafStatus
 from rolltree.engine.loop.archive import Archive
 from rolltree.engine.programs import PROGRAMS, TreePO
@@ -114,6 +115,25 @@ def test_prefill_only_scores(engine: Any) -> None:
             logits = net()(torch.tensor([PROMPTS[3] + ids])).logits[0, len(PROMPTS[3]) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(ids, dtype=torch.long)[:, None])[:, 0]
         np.testing.assert_allclose(values, expected.numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_vllm_judges_the_log_probs_that_the_native_engine_records(engine: Any, temperature: float) -> None:
+    """vLLM is given the sampled tokens, as by its `trace_decode_token_ids`, which its runner for the CPU lacks.
+
+    At another temperature than its own 1 it disagrees.
+    """
+    native = NativeEngine(net(), letters())
+    params = SamplingParams(n=4, temperature=temperature, max_new_tokens=16, ignore_eos=True, seed=1)
+    requests = native.submit(PROMPTS, params, TreePO(segment_tokens=4, max_depth=4))
+    while not all(request.done for request in requests):
+        native.step()
+    leaves = [request.completions() for request in requests]
+    judged = engine.score(PROMPTS, [[leaf.token_ids.tolist() for leaf in some] for some in leaves])
+    recorded = np.concatenate([leaf.logprobs for some in leaves for leaf in some])
+    difference = np.abs(np.concatenate([values for some in judged for values in some]) - recorded)
+    assert len(recorded) > 100
+    assert difference.max() < 1e-5 if temperature == 1 else difference.mean() > 1e-3
 
 
 def finish(engine: Any, requests: list[Request]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +96,17 @@ def test_a_run_gets_its_weights_every_step(trained: tuple[Orchestrator, Batches,
 def test_its_log_probs_split_no_rows_and_change_no_gradient(
     trained: tuple[Orchestrator, Batches, list[dict[str, Any]]],
 ) -> None:
-    """Siblings' log-probs of equal tokens differ in their last bits; loss and gradients are the flat batch's."""
+    """Siblings' log-probs of equal tokens differ in their last bits; gradients are the flat batch's.
+
+    Prints rows and seconds of a forward and backward, the best of five: `make vllm ARGS="-s -k split_no_rows"`.
+    """
     run, found, _ = trained
     trees = found[-1]
     paths = [[s.prompt + s.response for s in tree.flatten()] for tree in trees]
     prefixes = sum(len({tuple(path[:n]) for path in some for n in range(1, len(path) + 1)}) for some in paths)
     logical = sum(len(path) for some in paths for path in some)
     records = sum(tree.num_tokens for tree in trees)
-    gradients = []
+    gradients, seconds = [], []
     for flat, rows in ((False, prefixes), (True, logical)):
         packed = pack(trees, max_tokens=100_000, flat=flat)
         assert sum(batch.num_tokens for batch in packed) == rows
@@ -111,6 +116,14 @@ def test_its_log_probs_split_no_rows_and_change_no_gradient(
             trainer.forward_backward(batch, terms, logical, temperature=1.0, on_policy=False)
         gradients.append({n: p.grad.clone() for n, p in run.learner.model.named_parameters() if p.grad is not None})
         trainer.drop_gradients()
+        seconds.append(math.inf)
+        for _ in range(5):
+            begin = time.perf_counter()
+            for batch in packed:
+                trainer.forward_backward(batch, terms, logical, temperature=1.0, on_policy=False)
+            seconds[-1] = min(seconds[-1], time.perf_counter() - begin)
+            trainer.drop_gradients()
+    print(f"{prefixes} rows in {seconds[0]:.4f} s; flat, {logical} rows in {seconds[1]:.4f} s")
     assert prefixes <= records < logical
     ours, theirs = gradients
     assert ours.keys() == theirs.keys()

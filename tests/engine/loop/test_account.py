@@ -61,6 +61,7 @@ def rows(run: Orchestrator) -> list[dict[str, float]]:
 # -- the account -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_parts_of_100_steps_sum_to_the_run(toml: Path, tmp_path: Path, monkeypatch, capfd) -> None:
     """Against a clock that nobody of the account reads."""
     marks: list[float] = []

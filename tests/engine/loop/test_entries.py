@@ -52,6 +52,17 @@ def test_an_archive_gives_back_what_columns_hold(value: Any) -> None:
     assert type(again) is type(value)
 
 
+@pytest.mark.parametrize("zone", [None, "UTC", "Europe/Berlin", "+02:00"])
+def test_times_in_nanoseconds_are_given_back(zone: str | None) -> None:
+    """pyarrow gives them as pandas.Timestamp, since Python's own have microseconds."""
+    column = pa.array([7, 1_793_000_000_000_000_001], pa.timestamp("ns", tz=zone)).to_pylist()
+    for value in [*column, *pa.array([-3, 10**17 + 1], pa.duration("ns")).to_pylist()]:
+        again = Archive().unpack(json.loads(json.dumps(Archive().pack(value))))
+        assert again == value
+        assert type(again) is type(value)
+        assert again.value == value.value
+
+
 class Mine:
     pass
 
@@ -117,6 +128,8 @@ def dated(tmp_path: Path) -> Path:
         "image": [b"\x00"] * 3,
         "at": pa.array([datetime.datetime(2026, 1, 1)] * 3, pa.timestamp("us", tz="UTC")),
         "took": [datetime.timedelta(seconds=1)] * 3,
+        "made": pa.array([1, 2, 3], pa.timestamp("ns", tz="Europe/Berlin")),  # pandas.Timestamp
+        "lasted": pa.array([1, 2, 3], pa.duration("ns")),
     }
     pq.write_table(pa.table(columns), tmp_path / "dated.parquet")
     return tmp_path

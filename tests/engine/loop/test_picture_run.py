@@ -254,6 +254,13 @@ def test_what_a_row_gets_wrong_names_the_row(row: dict[str, Any], why: str, toke
         prompts_of([own], tokenizer, tmp_path, image_key="image", chat=chat)
 
 
+def test_a_run_with_vllm_is_refused_before_it_starts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--name", "vllm", "--rollout.backend", "vllm"]
+    assert main(["train", str(home / "tiny.toml"), *args]) == 2
+    assert '`data.image_key` needs `rollout.backend` = "native"' in " ".join(capsys.readouterr().err.split())
+    assert not (home / "runs" / "vllm").exists()
+
+
 def test_a_placeholder_without_a_picture_ends_a_run_before_its_first_step(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,7 +106,7 @@ def saved(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
     return directory, trees, first
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_another_number_of_ranks_goes_on(count: int, toml: Path, saved: Any) -> None:
     directory, trees, expected = saved
     assert len(list((directory / RESUMED[0] / "step_000002" / "learner").iterdir())) == 2

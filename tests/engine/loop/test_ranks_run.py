@@ -436,6 +436,7 @@ class Running:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_train_an_adapter_with_replay_and_credit_that_remembers(
     toml: Path, processes: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,15 +447,15 @@ def test_two_processes_train_an_adapter_with_replay_and_credit_that_remembers(
         f"--algorithm.advantage={tmp_path}/keeping.py:Running", "--evaluation.problems=0", "--evaluation.every=0",
         "--roles.reference={ema=0.9}", "--algorithm.objective_options={kl_coef=0.1}",
     ]  # fmt: skip
-    one, _ = train(toml, [f"--output_dir={tmp_path}/one", *given, "--trainer.steps=4"])
-    watch = struck_at({4: signal.SIGKILL}, monkeypatch)
-    two, _ = train(toml, [f"--output_dir={tmp_path}/two", *given, *TWO, "--trainer.steps=4"], watch)
+    one, _ = train(toml, [f"--output_dir={tmp_path}/one", *given, "--trainer.steps=3"])
+    watch = struck_at({3: signal.SIGKILL}, monkeypatch)
+    two, _ = train(toml, [f"--output_dir={tmp_path}/two", *given, *TWO, "--trainer.steps=3"], watch)
     assert len(processes.ranks) == 4
     assert rows(one.run_dir)[-1]["replay/groups"] == 2
     assert_learned_alike(two.run_dir, one.run_dir)
     assert any("lora_B" in name for name in load_file(two.run_dir / "export/adapter/adapter_model.safetensors"))
     for config in (one, two):
-        train(toml, [f"--output_dir={config.output_dir}", *given, "--trainer.steps=5"], resume=True)
+        train(toml, [f"--output_dir={config.output_dir}", *given, "--trainer.steps=4"], resume=True)
     assert_learned_alike(two.run_dir, one.run_dir)
 
 

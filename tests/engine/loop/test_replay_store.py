@@ -15,7 +15,7 @@ from rolltree.engine.loop import replay_store
 from rolltree.engine.loop.replay import read_groups, write_groups
 from rolltree.engine.loop.replay_store import ReplayStore, Stored
 
-from ..methods.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, take_steps
+from ..methods.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
 from ..tiny import write_job
 
 MINE = """
@@ -298,3 +298,48 @@ def test_what_cannot_be_used_is_refused(toml, whole, tmp_path):
         steps_of(toml, tmp_path / "c", f"--replay.paths=['{path}']", "--replay.groups=1")
     with pytest.raises(UserError, match="did you mean 'solved'"):
         steps_of(toml, tmp_path / "b", "--replay.keep=solve")
+
+
+@pytest.mark.parametrize("update", [4, 5])
+def test_replay_and_schedules_one_step_behind(late, update):
+    """Staleness 1: clipped ratios to the policy before the step, weights min(exp(that - the sampler's), 2), and bounds
+    that widen with the step, for new groups and those of the store alike."""
+    trees = late.updates[update].trees
+    before = plain_model(late, late.updates[4])
+    seen = {"weighed": 0, "capped": 0, "clipped": 0}
+
+    def loss_of(model):
+        loss, count = torch.zeros(()), 0
+        for tree, leaf in leaves_of([t for t in trees if np.ptp(t.rewards["reward"]) > 0]):
+            R = tree.rewards["reward"].astype(np.float64)
+            A = float(((R - R.mean()) / (R.std(ddof=1) + 1e-6))[leaf])
+            lp = plain_logprobs(model, tree, leaf)
+            with torch.no_grad():
+                proximal = plain_logprobs(before, tree, leaf)
+            w = (proximal - along(tree, leaf, "behaviour_logprob")).exp()
+            r = (lp - proximal).exp()
+            seen["weighed"] += int(((w - 1).abs() > 0.02).sum())
+            seen["capped"] += int((w > 2).sum())
+            seen["clipped"] += int(((r < 0.8) | (r > 1.3)).sum())
+            loss = loss - (w.clamp(max=2) * torch.minimum(r * A, r.clamp(0.8, 1.3) * A)).sum()
+            count += len(lp)
+        return loss / count
+
+    assert any("replayed" in tree.meta for tree in trees)
+    check_gradient(late, loss_of, update, tolerance=5e-3)
+    assert seen["weighed"] > 10
+    if update == 5:
+        assert seen["clipped"] > 3
+
+
+@pytest.fixture(scope="module")
+def late(toml, tmp_path_factory) -> Steps:
+    """Three steps of two updates at staleness 1; the upper bound is 1 + step / 10."""
+    steps = steps_of(
+        toml, tmp_path_factory.mktemp("late"), "--trainer.steps=3", "--loop.staleness=1",
+        "--trainer.updates_per_step=2",
+        "--algorithm.objective_options={eps_high={schedule=[[1,0.1],[3,0.3]]}}", "--trainer.prompts_per_step=8",
+    )  # fmt: skip
+    assert [row["schedule/actor.eps_high"] for row in steps.rows] == pytest.approx([0.1, 0.2, 0.3])
+    assert [row["policy/lag"] for row in steps.rows][1] > 0
+    return steps

@@ -186,10 +186,14 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path, tokenizer: PreT
     for begin in (b"", b"\xef\xbb\xbf"):
         (tmp_path / "p.jsonl").write_bytes(begin + text.encode())
         contents.append(source(tokenizer, path=str(tmp_path / "p.jsonl")).next(2))
-    assert contents[0] == contents[1]
-    (tmp_path / "p.jsonl").write_bytes(text.encode("utf-16"))
-    with pytest.raises(UserError, match="cannot be read"):
-        source(tokenizer, path=str(tmp_path / "p.jsonl"))
+    (tmp_path / "p.jsonl").write_bytes(
+        b"\n".join(b"\xef\xbb\xbf" + line.encode() for line in text.split("\n"))
+    )  # joined
+    assert contents[0] == contents[1] == source(tokenizer, path=str(tmp_path / "p.jsonl")).next(2)
+    for encoding in ("utf-16", "utf-16-be", "latin-1"):
+        (tmp_path / "p.jsonl").write_bytes(f"\u00e4 {text}".replace("\ufeff", "").encode(encoding))
+        with pytest.raises(UserError, match=r"is not in UTF-8.*save it in UTF-8"):
+            source(tokenizer, path=str(tmp_path / "p.jsonl"))
 
 
 def test_a_repeated_row_of_a_held_out_problem_is_held_out_too(

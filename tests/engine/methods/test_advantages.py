@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rolltree.engine.data.segment import LeafStatus, Origin, Segment
+from rolltree.engine.data.statistics import of_ids
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.methods.advantages import ADVANTAGES
 from rolltree.engine.methods.credit import give_credit
@@ -216,16 +217,38 @@ def test_a_kl_to_the_reference_lowers_the_rewards_of_tokens():
     np.testing.assert_allclose(found, whiten(returns, [1] * 3), atol=1e-6)
 
 
+MADE = {
+    "laser": lambda: ADVANTAGES["laser"](7),
+    "cumulative": lambda: ADVANTAGES["cumulative"](),
+    "constrained": lambda: ADVANTAGES["constrained"]({"reward": 0.7}),
+    "prior_fusion": lambda: lambda trees: ADVANTAGES["prior_fusion"](trees, [{"prior": 0.3}] * len(trees)),
+}
+"""Estimators with options, state or the problem's row."""
+
+
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"gae", "gdpo", "noise_forward", "pods", "by_role"}))
 def test_groups_of_one_and_empty_responses(name):
+    estimator = MADE.get(name, lambda: ADVANTAGES[name])()
     for responses, rewards in (([[3]], [1.0]), ([[], [3]], [1.0, 0.0]), ([[3], [3]], [1.0, 1.0])):
-        give_credit(ADVANTAGES[name], name, [tree_of(responses, rewards)])
+        tree = tree_of(responses, rewards)
+        for column, value in (("logprob", -1.0), ("sum_p2", 0.3)):
+            tree.set(f"policy_{column}", value)
+        tree.set("ref_logprob", -1.5)
+        tree.set("teacher_logprob", -1.0)
+        if hasattr(estimator, "prepare"):
+            of_ids("the test", *estimator.reads)
+            estimator.prepare([tree])
+            tree.set(estimator.reads[0], -2.0)
+        give_credit(estimator, name, [tree])
 
 
 def test_every_name_is_another_credit():
     """On a tree with rewards of every kind, no two estimators agree."""
     found = {}
-    for name in sorted(set(ADVANTAGES) - {"gae", "gdpo", "noise_forward", "pods", "process", "nft", "by_role"}):
+    elsewhere = {"optimal_token", "gradient_weighted", "log_ratio", "by_beginning"}  # test_pairs.py has what they read
+    for name in sorted(
+        set(ADVANTAGES) - {"gae", "gdpo", "noise_forward", "pods", "process", "nft", "by_role", *MADE, *elsewhere}
+    ):
         trees = [tree_of(), tree_of(rewards=[0.0, 0.0, 1.0, 0.0, 0.25])]
         credit = ADVANTAGES[name](trees)
         values = []

@@ -287,6 +287,7 @@ def test_a_run_refuses_what_no_column_holds(toml, recorded):
 
 
 @pytest.mark.methods
+@pytest.mark.timeout(1800)
 def test_no_two_objectives_behave_alike(toml, recorded):
     names = [name for name in PRESETS if name not in REFUSED]
     found = objective_signatures(toml, recorded, names)
@@ -328,6 +329,7 @@ def test_a_few_credits_are_all_different(toml, recorded):
 
 
 @pytest.mark.methods
+@pytest.mark.timeout(1800)
 def test_no_two_credits_are_alike(toml, recorded):
     found = credit_signatures(toml, recorded, list(ADVANTAGES))
     assert set(found) == set(ADVANTAGES)
@@ -350,6 +352,7 @@ OF_SELECTION = {"most_varied": "{keep=2}", "consistent": "{keep=2}"}
 
 
 @pytest.mark.methods
+@pytest.mark.timeout(1800)
 def test_no_two_shapings_are_alike(toml, recorded):
     found = {}
     for name in SHAPINGS:
@@ -360,6 +363,7 @@ def test_no_two_shapings_are_alike(toml, recorded):
 
 
 @pytest.mark.methods
+@pytest.mark.timeout(1800)
 def test_no_two_selections_are_alike(toml, recorded):
     found = {}
     for name in SELECTIONS:

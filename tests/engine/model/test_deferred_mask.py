@@ -35,31 +35,39 @@ def causal() -> DeferredMask:
 
 
 LOOKS: dict[str, Callable[[Tensor], Any]] = {
-    "all of it": lambda m: m + 0,
-    "contiguous": lambda m: m.contiguous() | False,
     "some queries": lambda m: m[:, :, -2:, :],
     "some keys": lambda m: m[..., :4],
     "one row": lambda m: m[0, 0, 3],
     "an index tensor": lambda m: m[torch.tensor([1])],
-    "negated": lambda m: ~m,
-    "additive": lambda m: torch.zeros(B, 1, S, S).masked_fill(~m, -1.0),
-    "where": lambda m: torch.where(m, 1.0, 2.0),
-    "in place": lambda m: torch.ones(B, 1, S, S, dtype=torch.bool).logical_and_(m),
-    "another type": lambda m: m.to(torch.float16),
     "copied": lambda m: m.clone(),
-    "expanded": lambda m: m.expand(-1, 2, -1, -1),
-    "joined": lambda m: torch.cat([m, m], dim=-1),
-    "iterated": lambda m: torch.stack(list(m)),
-    "viewed": lambda m: m.view(B, S, S),
     "copied deeply": lambda m: copy.deepcopy(m),
-    "numpy": lambda m: torch.from_numpy(m.clone().numpy()),
-    "any": lambda m: m.any(-1),
+    "expanded": lambda m: m.expand(-1, 2, -1, -1),
+    "viewed": lambda m: m.view(B, S, S),
+    "iterated": lambda m: torch.stack(list(m)),
+    "another memory": lambda m: m.to("cpu", copy=True),
 }
+"""Ways to get the values, or some of them."""
+COMPUTES: dict[str, Callable[[Tensor], Any]] = {
+    "added to scores, as an additive mask": lambda m: torch.zeros(B, 1, S, S) + m,
+    "filled where it holds, as what is hidden": lambda m: torch.zeros(B, 1, S, S).masked_fill(m.to(torch.bool), -1.0),
+    "negated": lambda m: ~m,
+    "changed": lambda m: m.logical_not_(),
+    "another type": lambda m: m.to(torch.float16),
+    "handed to sdpa": lambda m: torch.nn.functional.scaled_dot_product_attention(*[torch.zeros(B, 1, S, 8)] * 3, m),
+}
+"""What models do that have attention of their own, with another meaning of masks."""
+
+
+@pytest.mark.parametrize("compute", COMPUTES.values(), ids=COMPUTES)
+def test_a_model_that_computes_with_its_mask_is_refused(compute: Any) -> None:
+    for mask in (padded_and_windowed(), causal()):
+        with pytest.raises(TypeError, match=r"computes with its attention mask|unsupported operand"):
+            compute(mask)
 
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 @pytest.mark.parametrize(("made", "wanted"), [(padded_and_windowed, WANTED), (causal, CAUSAL)])
-def test_any_operation_sees_the_values(made: Callable[[], DeferredMask], wanted: Tensor, look: Any) -> None:
+def test_what_is_cut_out_of_it_are_its_values(made: Callable[[], DeferredMask], wanted: Tensor, look: Any) -> None:
     seen, should = look(made()), look(wanted.clone())
     assert type(seen) is Tensor
     assert torch.equal(seen, should)
@@ -79,20 +87,14 @@ def test_its_form_is_known_before_its_values(monkeypatch: pytest.MonkeyPatch) ->
     for whole in (mask[:, :, :, :], mask[:, :, 0:, :], mask.contiguous(), mask.to(torch.bool), mask.to("cpu")):
         assert whole is mask
     with pytest.raises(AssertionError, match="made a mask"):
-        mask + 0
+        mask.clone()
 
 
 def test_where_sdpa_needs_none_there_is_none_and_still_one_for_others() -> None:
     mask = causal()
     assert mask.make() is None
-    assert torch.equal(mask | False, CAUSAL)
+    assert torch.equal(mask.clone(), CAUSAL)
     assert torch.equal(padded_and_windowed().make(), WANTED)
-
-
-def test_attention_has_what_a_model_has_written_into_its_mask() -> None:
-    for mask, seen in ((causal(), CAUSAL), (padded_and_windowed(), WANTED)):
-        mask.logical_not_()
-        assert torch.equal(mask.make(), ~seen)
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,7 @@ def test_whole_models_by_the_triton_kernels(family: str, monkeypatch: pytest.Mon
     for name in ("_FORWARD", "_BACKWARD", "_CONVOLUTION", "_CONVOLUTION_BACKWARD"):
         table = getattr(op, name)
         monkeypatch.setattr(op, name, dict.fromkeys(table, table["triton"]))
-    model, trees = make(family), random_trees(0, 2, 12)
+    model, trees = make(family), random_trees(0, 1, 8)
     right = flat(model, trees)
     loss(right).backward()
     expected = gradients(model)

@@ -270,6 +270,7 @@ def test_edges(edge: str, level: str) -> None:
     assert all(len(values) == 0 for values in batch.to_leaves(batch_logprob(ours, batch).logprob)[0])
 
 
+@pytest.mark.slow
 def test_ten_thousand_leaves() -> None:
     rng = np.random.default_rng(0)
     responses = [rng.integers(0, 97, 2).tolist() for _ in range(10_000)]

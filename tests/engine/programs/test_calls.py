@@ -91,6 +91,7 @@ def test_a_judge_that_hangs_fails_its_leaf_alone():
     assert [kind(why) for why in unsampled(tree).values()] == ["timeout"]
 
 
+@pytest.mark.slow
 def test_a_hung_call_does_not_keep_the_process():
     program = (
         "import time\nfrom rolltree.engine.rollout.calls import CallPool\n"

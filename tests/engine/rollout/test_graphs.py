@@ -98,6 +98,7 @@ def programs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.slow
 def test_compiled_once_for_all_layers_and_sizes() -> None:
     """Tokens, log-probs; other sizes, a single row among them, and a deeper model compile nothing."""
     config = EngineConfig(page_size=4, kv_tokens=4096, compile=True)

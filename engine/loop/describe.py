@@ -1,0 +1,33 @@
+"""Metrics that describe the trees of a step, whatever learns from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..data.tree import TokenTree
+from .metrics import Sums
+
+
+def describe_replay(trees: Sequence[TokenTree], updates: int, sums: Sums) -> None:
+    """Record the number of replayed groups and the updates since their tokens were sampled."""
+    sums.count("replay/groups", len(trees))
+    for tree in trees:
+        sums.add_values("replay/lag", updates - tree.policy_version[tree.loss_mask])
+
+
+def describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> None:
+    """Record lengths, reward spread and the tokens that sharing saved."""
+    length = np.concatenate([tree.response_length for tree in trees])
+    sums.add_values("response_length/mean", length)
+    sums.maximum("response_length/max", float(length.max()))
+    sums.add_values("response_length/clip_ratio", length >= max_new_tokens)
+    sums.add_values("prompt_length/mean", np.array([tree.prompt_length for tree in trees]))
+    for tree in trees:
+        rewards = tree.rewards["reward"]
+        if not np.isnan(rewards).any():
+            sums.add("reward/group_std", float(rewards.std()))
+    sums.count("rollout/sampled_tokens", sum(tree.sampled_tokens for tree in trees))
+    logical, unique = sum(t.logical_tokens for t in trees), sum(t.num_tokens for t in trees)
+    sums.add("tree/token_ratio", float(logical), float(unique))

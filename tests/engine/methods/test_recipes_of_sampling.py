@@ -1,0 +1,341 @@
+"""Recipes that change how responses are sampled: demonstrations, predictions, tries, plans, temperatures."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rolltree.engine.data.segment import Origin
+from rolltree.engine.data.tree import TokenTree
+
+from .problem_runs import (
+    clipped,
+    given_part,
+    marked,
+    norm,
+    row_of,
+    steps_of_recipes,
+    write_problems,
+)
+from .real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory) -> Path:
+    return write_problems(tmp_path_factory.mktemp("problems"))
+
+
+@pytest.fixture(scope="module")
+def step_of(toml, tmp_path_factory) -> Callable[[str], Steps]:
+    return steps_of_recipes(toml, tmp_path_factory)
+
+
+# -- demonstrations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", marked("prefix_rft", "dr_po"))
+def test_some_members_begin_with_a_part_of_the_solution(step_of, toml, name):
+    steps = step_of(name)
+    shares = []
+    for tree in steps.trees:
+        solution = steps.orchestrator.tokenizer(row_of(tree, toml)["solution"], add_special_tokens=False)["input_ids"]
+        begun = [given_part(tree, leaf) for leaf in range(tree.num_leaves)]
+        assert sum(bool(ids) for ids, _ in begun) == (1 if name == "prefix_rft" else 2)
+        for ids_, given in begun:
+            assert ids_ == solution[: len(ids_)]
+            assert not ids_ or given[: len(ids_)].all()
+            shares += [len(ids_) / len(solution)] if ids_ else []
+    assert min(shares) < 0.5 < max(shares)
+
+
+def test_prefix_rft_trains_on_the_uncertain_tokens_of_the_prefix(step_of):
+    steps = step_of("prefix_rft")
+    start, tried = plain_model(steps, steps.updates[0]), 0
+    for number, update in enumerate(steps.updates):
+        credit = {id(tree): norm(tree.rewards["reward"]) for tree in update.trees}
+        seen = [tree for tree in update.trees if np.ptp(tree.rewards["reward"]) > 0]
+        assert seen
+
+        def loss(model, seen=seen, credit=credit):
+            parts = []
+            for tree, leaf in leaves_of(seen):
+                lp = plain_logprobs(model, tree, leaf, 0.1)
+                with torch.no_grad():
+                    every = plain_logprobs(start, tree, leaf, 0.1, vocabulary=True)
+                    old = plain_logprobs(start, tree, leaf, 0.1)
+                entropy = -(every.exp() * every).sum(1).numpy()
+                _, given = given_part(tree, leaf)
+                places = np.flatnonzero(given)
+                counted = ~given
+                if len(places):
+                    counted[places[np.argsort(-entropy[places])[: max(1, round(0.2 * len(places)))]]] = True
+                parts.append(clipped(lp, old, float(credit[id(tree)][leaf]))[torch.from_numpy(counted)].mean())
+            return torch.stack(parts).mean()
+
+        check_gradient(steps, loss, update=number, tolerance=5e-3)
+        tried += sum(given_part(tree, leaf)[1].sum() for tree, leaf in leaves_of(seen))
+    assert tried > 5
+
+
+@pytest.mark.methods
+def test_dr_po_trains_on_no_given_token(step_of):
+    for tree in step_of("dr_po").trees:
+        assert not tree.loss_mask[tree.origin == Origin.INJECTED].any()
+        np.testing.assert_allclose(tree.advantage, norm(tree.rewards["reward"]), atol=1e-5)
+
+
+@pytest.mark.methods
+@pytest.mark.parametrize("name", ["visurf", "ampo", "hpt"])
+def test_solutions_join_groups_and_are_trained_on(step_of, toml, name):
+    steps = step_of(name)
+    end = steps.orchestrator.tokenizer.eos_token_id
+    demonstrated = 0
+    for tree in steps.trees:
+        given = [leaf for leaf in range(tree.num_leaves) if given_part(tree, leaf)[0]]
+        sampled = [leaf for leaf in range(tree.num_leaves) if leaf not in given]
+        failed = not (tree.rewards["reward"][sampled] >= 1).any()
+        assert len(given) == (1 if name == "visurf" or failed else 0)
+        assert len(sampled) == {"visurf": 4, "ampo": 2 if failed else 3, "hpt": 3}[name]
+        text = steps.orchestrator.tokenizer(row_of(tree, toml)["solution"], add_special_tokens=False)["input_ids"]
+        for leaf in given:
+            assert given_part(tree, leaf)[0] == [*text, end]
+            assert tree.rewards["reward"][leaf] == 1
+        demonstrated += len(given)
+    assert demonstrated > 1
+    start = plain_model(steps, steps.updates[0])
+    for number, update in enumerate(steps.updates):
+        trees = update.trees
+
+        def loss(model, trees=trees):
+            policy, given = [], []
+            for tree, leaf in leaves_of(trees):
+                aided = any(given_part(tree, k)[0] for k in range(tree.num_leaves))
+                R = tree.rewards["reward"].astype(np.float64)
+                lp = plain_logprobs(model, tree, leaf)
+                with torch.no_grad():
+                    old = plain_logprobs(start, tree, leaf)
+                if name == "hpt" and given_part(tree, leaf)[0]:
+                    given.append(-lp)
+                elif (name != "hpt" or not aided) and np.ptp(R) > 0:
+                    policy.append(clipped(lp, old, float(norm(R)[leaf])).mean())
+            both = torch.stack(policy).mean()
+            return both + torch.cat(given).mean() if given else both
+
+        model = plain_model(steps, update)
+        loss(model).backward()
+        off = sum(float((update.gradient[k] - p.grad).norm() ** 2) for k, p in model.named_parameters())
+        assert off <= 25e-6 * sum(float(p.grad.norm() ** 2) for p in model.parameters()), number
+
+
+@pytest.mark.methods
+def test_igrpo_trains_on_the_second_group_alone(step_of, toml):
+    steps = step_of("igrpo")
+    decode = steps.orchestrator.tokenizer.decode
+    drafts = set()
+    assert len(steps.trees) == 6
+    for tree in steps.trees:
+        prompt = decode(tree.token_id[: tree.prompt_length])
+        found = re.fullmatch(r"(\d+ \+ 3 =) after (.*)\n", prompt, re.DOTALL)
+        assert found is not None
+        assert found[1] == row_of(tree, toml)["prompt"]
+        drafts.add(found[2])
+        assert tree.num_leaves == 4
+        assert tree.meta["attempt"] == 1
+    assert len(drafts) > 1
+    assert any(drafts)
+
+
+@pytest.mark.methods
+def test_the_swarm_trains_on_groups_of_another_policy(toml, tmp_path):
+    """Old log-probs are this policy's at the start of the step, not those of the policy that sampled."""
+    flat = ("--rollout.n=4", "--trainer.lr=0.02", "--trainer.prompts_per_step=6", "--trainer.self_check=false")
+    unset = ("rollout.program", "rollout.program_options", "algorithm.advantage")
+    other = take_steps(toml, tmp_path / "other", *flat, "--seed=9", "--trainer.steps=2", unset=unset)
+    file = other.orchestrator.options.directory / "rollouts" / "step_000002.parquet"
+    mine = ("--recipe=sapo_swarm", f"--replay.paths=['{file}']")
+    steps = take_steps(toml, tmp_path / "mine", *flat, *mine, unset=unset)
+    assert sum("replayed" in tree.meta for tree in steps.trees) == 3
+    assert len(steps.trees) == 6
+    start, drift = plain_model(steps, steps.updates[0]), 0.0
+    for number, update in enumerate(steps.updates):
+        seen = [tree for tree in update.trees if np.ptp(tree.rewards["reward"]) > 0]
+        assert any("replayed" in tree.meta for tree in seen)
+
+        def loss(model, seen=seen):
+            parts = []
+            for tree, leaf in leaves_of(seen):
+                with torch.no_grad():
+                    old = plain_logprobs(start, tree, leaf)
+                A = float(norm(tree.rewards["reward"])[leaf])
+                parts.append(clipped(plain_logprobs(model, tree, leaf), old, A).mean())
+            return torch.stack(parts).mean()
+
+        check_gradient(steps, loss, update=number, tolerance=5e-3)
+        for tree, leaf in leaves_of([tree for tree in seen if "replayed" in tree.meta]):
+            with torch.no_grad():
+                off = plain_logprobs(start, tree, leaf) - along(tree, leaf, "behaviour_logprob")
+            drift = max(drift, float(off.abs().max()))
+    assert drift > 0.1, "the other policy is this one"
+
+
+# -- predictions -------------------------------------------------------------------------------------------------------
+
+
+def test_masa_rewards_foresight(step_of):
+    steps = step_of("masa")
+    decode = functools.partial(steps.orchestrator.tokenizer.decode, skip_special_tokens=True)
+    foreseen = 0
+    for tree in steps.trees:
+        asked = np.array([bool(given_part(tree, leaf)[0]) for leaf in range(tree.num_leaves)])
+        assert asked.sum() == 2
+        given, want = tree.rewards["verifier"].astype(np.float64), tree.rewards["verifier"].astype(np.float64).copy()
+        p = (given[~asked] == 1).mean()
+        for leaf in np.flatnonzero(asked):
+            ids_, where = given_part(tree, leaf)
+            assert decode(ids_) == "Share 0."
+            rows = tree.response_rows(leaf)
+            said = re.search(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)", decode(tree.token_id[rows[~where]]))
+            q = None if said is None else float(said[1]) / (100 if said[2] else 1)
+            want[leaf] = 0 if q is None or q > 1 else 1 - abs(q - p)
+            foreseen += q is not None
+        np.testing.assert_allclose(tree.rewards["reward"], want, atol=1e-6)
+        A = np.zeros(tree.num_leaves)
+        A[asked], A[~asked] = norm(want[asked]), norm(want[~asked])
+        np.testing.assert_allclose(tree.advantage, A, atol=2e-5)
+
+
+@pytest.mark.methods
+def test_v_0_samples_what_is_uncertain(step_of, toml):
+    trees = step_of("v_0").trees
+    assert {row_of(tree, toml)["prior"] for tree in trees} == {0.25, 0.5, 0.75, 0.9}
+    for tree in trees:
+        p = row_of(tree, toml)["prior"]
+        fits = [n for n in range(2, 7) if 1 - p**n - (1 - p) ** n >= 0.9]
+        assert tree.num_leaves == (min(fits) if fits else 6)
+    assert {tree.num_leaves for tree in trees} == {5, 6}
+
+
+def test_v_05_fuses_the_prediction_and_asks_for_more(step_of, toml):
+    steps = step_of("v_05")
+    sizes = set()
+    for tree in steps.trees:
+        R, V = tree.rewards["reward"].astype(np.float64), row_of(tree, toml)["prior"]
+        n, mu, s2 = len(R), R.mean(), R.var(ddof=1)
+        e = s2 / n
+        w = e / (e + (V - mu) ** 2) if mu != V else 0.0
+        np.testing.assert_allclose(tree.advantage, R - (w * V + (1 - w) * mu), atol=1e-5)
+        far = [k for k in (4, 8, 12) if abs(R[:k].mean() - V) <= math.sqrt(max(R[:k].var(ddof=1), V * (1 - V)) / k)]
+        assert n == (min(far) if far else 16)
+        sizes.add(n)
+    assert len(sizes) > 1
+
+
+# -- how responses are sampled -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.methods
+def test_ufo_tries_again_after_wrong_responses(step_of):
+    steps = step_of("ufo")
+    tokenizer = steps.orchestrator.tokenizer
+    again = tokenizer(" again ", add_special_tokens=False)["input_ids"]
+    tried = set()
+    for tree in steps.trees:
+        for leaf in range(tree.num_leaves):
+            rows = tree.response_rows(leaf)
+            tokens = tree.token_id[rows].tolist()
+            given = given_part(tree, leaf)[1]
+            starts = [i for i in range(len(given)) if given[i] and (i == 0 or not given[i - 1])]
+            for at in starts:
+                assert tokens[at : at + len(again)] == again
+                assert tokens[at - 1] == tokenizer.eos_token_id
+                before = tokenizer.decode(tokens[:at], skip_special_tokens=True)
+                assert sum(map(ord, before)) % 2 == 0, "a right response went on"
+            assert len(starts) <= 2
+            tried.add(len(starts))
+            shaped = tree.rewards["verifier"][leaf] * 0.5 ** len(starts)
+            assert tree.rewards["reward"][leaf] == pytest.approx(shaped)
+            if len(starts) < 2 and tokens[-1] == tokenizer.eos_token_id and len(tokens) + len(again) < 40:
+                assert tree.rewards["verifier"][leaf] == 1
+    assert len(tried) > 1
+
+
+@pytest.mark.methods
+def test_vl_rethinker_forces_a_second_thought_and_replays(step_of):
+    steps = step_of("vl_rethinker")
+    thoughts = 0
+    for tree in steps.trees:
+        for leaf in range(tree.num_leaves):
+            given = given_part(tree, leaf)[1].astype(int)
+            thoughts += int((np.diff(given, prepend=0) > 0).sum())
+    assert thoughts > 3
+    later = [tree for update in steps.updates[2:] for tree in update.trees if "replayed" in tree.meta]
+    assert later
+    assert all(np.ptp(tree.rewards["reward"]) > 0 for tree in later)
+
+
+@pytest.mark.methods
+def test_e2c_gives_credit_to_plans_and_executions(step_of):
+    trees = step_of("e2c").trees
+    planned = 0
+    for tree in trees:
+        R = tree.rewards["reward"].astype(np.float64)
+        below = [[] for _ in range(tree.num_nodes)]
+        for leaf, node in enumerate(tree.leaf_node.tolist()):
+            while node >= 0:
+                below[node].append(R[leaf])
+                node = int(tree.parent[node])
+        children = {k: [c for c in range(1, tree.num_nodes) if tree.parent[c] == k] for k in range(tree.num_nodes)}
+        assert len(children[0]) == 4
+        for k, some in children.items():
+            if some:
+                V = np.array([np.mean(below[c]) for c in some])
+                want = norm(V) if len(some) > 1 else np.zeros(1)
+                np.testing.assert_allclose(tree.node_advantage[some], want, atol=1e-5)
+            if k and len(some) == 2:
+                rows = tree.token_id[tree.start[k] : tree.start[k] + tree.length[k]]
+                assert "e" in step_of("e2c").orchestrator.tokenizer.decode(rows)
+                planned += 1
+    assert planned
+
+
+@pytest.mark.methods
+def test_ead_anneals_the_temperature_and_trains_at_it(step_of):
+    steps = step_of("ead")
+    seen = set()
+    for tree, leaf in leaves_of(steps.trees):
+        T = along(tree, leaf, "temperature").numpy()
+        want = [1.2 if t < 2 else max(2.2 - math.exp((t - t % 2) / 8), 0.5) for t in range(len(T))]
+        np.testing.assert_allclose(T, want, rtol=1e-5)
+        seen |= set(T.tolist())
+    assert len(seen) > 3
+    credit = {id(tree): norm(tree.rewards["reward"]) for tree in steps.trees}
+    update, start = steps.updates[1], plain_model(steps, steps.updates[0])
+    leaves = [(t, leaf) for t, leaf in leaves_of(update.trees) if np.ptp(t.rewards["reward"]) > 0]
+
+    def tempered(model, tree, leaf):
+        every = plain_logits(model, tree, leaf) / along(tree, leaf, "temperature")[:, None]
+        rows = torch.from_numpy(tree.token_id[tree.response_rows(leaf)].astype(np.int64))
+        return every.log_softmax(-1).gather(1, rows[:, None])[:, 0]
+
+    def loss(model):
+        parts = []
+        for tree, leaf in leaves:
+            with torch.no_grad():
+                old = tempered(start, tree, leaf)
+            parts.append(clipped(tempered(model, tree, leaf), old, float(credit[id(tree)][leaf])).mean())
+        return torch.stack(parts).mean()
+
+    check_gradient(steps, loss, update=1, tolerance=5e-3)
+
+
+def plain_logits(model, tree: TokenTree, leaf: int) -> torch.Tensor:
+    first = int(tree.leaf_prompt[leaf])
+    path = torch.from_numpy(tree.token_id[tree.path_rows(leaf)].astype(np.int64))
+    return model(input_ids=path[None]).logits[0, first - 1 : -1].float()
