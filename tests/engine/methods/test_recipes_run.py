@@ -414,7 +414,7 @@ def test_the_exits_of_s_grpo_decay(step_of):
 
 
 @pytest.mark.methods
-@pytest.mark.parametrize("name", ["spo_tree", "spo_chain", "deepsearch"])
+@pytest.mark.parametrize("name", ["spo_tree", "deepsearch"])
 def test_a_segment_has_the_rise_of_the_value(step_of, name):
     for tree in step_of(name).trees:
         below = [[] for _ in range(tree.num_nodes)]
@@ -425,6 +425,25 @@ def test_a_segment_has_the_rise_of_the_value(step_of, name):
         value = [np.mean(some) for some in below]
         want = [0.0, *(value[k] - value[tree.parent[k]] for k in range(1, tree.num_nodes))]
         np.testing.assert_allclose(tree.node_advantage, want, atol=1e-6)
+
+
+@pytest.mark.methods
+def test_a_segment_of_a_chain_has_the_rise_of_its_continuations(step_of):
+    """The value of a cut is the mean of the responses that continue from it, which no update counts."""
+    cuts = 0
+    for tree in step_of("spo_chain").judged:
+        R, begun = tree.rewards["reward"].astype(np.float64), dict[int, list[float]]()
+        for leaf in np.flatnonzero(~tree.trained):
+            begun.setdefault(int(tree.parent[tree.leaf_node[leaf]]), []).append(R[leaf])
+        for leaf in np.flatnonzero(tree.trained):
+            node = int(tree.leaf_node[leaf])
+            while node > 0:
+                above = int(tree.parent[node])
+                V, before = (np.mean(begun.get(k, [R[leaf]])) for k in (node, above))
+                assert tree.node_advantage[node] == pytest.approx(V - before, abs=1e-6)
+                cuts += node in begun
+                node = above
+    assert cuts
 
 
 @pytest.mark.methods
