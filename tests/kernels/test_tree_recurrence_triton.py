@@ -53,7 +53,7 @@ class Case(NamedTuple):
     def subtree_end(self) -> np.ndarray[Any, Any]:
         stop = np.cumsum(self.lengths)
         last = list(range(len(stop)))
-        for s in reversed(last):
+        for s in reversed(range(len(last))):
             if self.parents[s] >= 0:
                 last[self.parents[s]] = max(last[self.parents[s]], last[s])
         return np.repeat(stop[last], self.lengths)
@@ -259,9 +259,9 @@ def test_order_of_siblings_and_neighbours_change_no_bit(rule: str) -> None:
 
 
 def test_depth_and_many_leaves_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A comb of depth 100 with a leaf at each node, and 60 leaves below one prompt: every row has its own segment."""
+    """A comb of depth 100 with a leaf at each node, and 20 leaves below one prompt: every row has its own segment."""
     use_chunks(16, monkeypatch)
-    depth, leaves = 100, 60
+    depth, leaves = 100, 20
     comb = [2 * depth if row % 2 == 0 else row + 1 for row in range(2 * depth)]
     star = [2 * depth + 1 + leaves, *(2 * depth + 2 + i for i in range(leaves))]
     parents = [row - 1 if row % 2 else row - 2 for row in range(2 * depth)] + [-1] + [2 * depth] * leaves
@@ -303,7 +303,7 @@ def test_states_in_memory_are_those_of_branch_points(monkeypatch: pytest.MonkeyP
     """In the forward pass, whatever the number of rows; and what it saves are its inputs."""
     use_chunks(16, monkeypatch)
     kept = list[int]()
-    for length in (1, 40):
+    for length in (1, 20):
         kept.clear()
         case = Case("delta", (length, length, 2, 2, length, 1), (-1, 0, 1, 1, 0, -1))
         given, plan = [x.float().to(DEVICE).requires_grad_() for x in case.inputs()], case.plan()
