@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rolltree.engine import UserError, load_config
 from rolltree.engine.app.build_learning import learning_parts
 from rolltree.engine.app.build_sampling import load_policy
+from rolltree.engine.app.methods import SAME_IN_RUNS
 from rolltree.engine.data.columns import COLUMNS
 from rolltree.engine.data.paths import path_credit
 from rolltree.engine.data.segment import Origin
@@ -264,6 +265,8 @@ def objective_signatures(
 
 def same_by_definition(one: str, other: str) -> bool:
     """Tell if `rolltree methods` says that one objective is the other."""
+    if SAME_IN_RUNS.get(one) == other or SAME_IN_RUNS.get(other) == one:
+        return True
     return ALIASES.get(one, (one,))[0] == ALIASES.get(other, (other,))[0]
 
 
