@@ -15,7 +15,7 @@ from rolltree.engine.train.terms import TokenTerm
 from rolltree.engine.train.user_term import FIELDS, UserTerm
 from rolltree.kernels import Objective
 
-from .test_terms import RESPONSES, agree, close, demonstration, group, run
+from .test_terms import NLL, RESPONSES, agree, close, demonstration, group, run
 
 declare(Column("mine/id", np.int32, "token", "an id", -1, merge="first", to_device=True))
 declare(Column("mine/weight", np.float32, "token", "a weight", 0, merge="first", to_device=True))
@@ -122,6 +122,41 @@ def test_the_ratio_is_one_on_policy_and_of_the_sampler_elsewhere():
     off = mine.on(batch, mine.normalizer([tree]), False, 1.0).loss(lp)
     old = torch.tensor([-1.0, -2.0, -0.5, -3.0])
     assert float(off.loss) == pytest.approx(-float((advantage * (lp - old).exp()).sum()) / 5)
+
+
+class Plain:
+    """Adds up what it gets, without the fields' weights."""
+
+    def loss(self, logprob, entropy):
+        return entropy.sum() - logprob.sum()
+
+
+class PerTree(Plain):
+    def normalizer(self, trees):
+        return float(len(trees))
+
+
+@pytest.mark.parametrize("own", [Plain(), PerTree()])
+@pytest.mark.parametrize("select", [None, "injected"])
+def test_tokens_that_do_not_count_are_zero_and_given_ones_count_if_selected(own, select):
+    """The normaliser sees the trees whose tokens count: without a selection those that were sampled."""
+    masks = [[True, False, True], [True, True]]
+    tree = TokenTree.from_sequences([1, 2, 3], [[5, 6, 7], [8, 9]], advantages=[1.0, -0.5], loss_masks=masks)
+    given = demonstration()
+    got = run([term(own, None if select is None else SELECTIONS[select])], [tree], [given])
+    counted = [(tree, masks)] if select is None else [(given, [[True] * 3])]
+    loss, tokens = torch.zeros(()), 0
+    for one, of_leaves in counted:
+        for leaf, (every, mask) in enumerate(zip(rows_of(got[3], one), of_leaves, strict=True)):
+            ids = torch.from_numpy(one.token_id[one.response_rows(leaf)].astype(np.int64))
+            each = -(every.exp() * every).sum(1) - every.gather(1, ids[:, None])[:, 0]
+            loss, tokens = loss + each[torch.tensor(mask)].sum(), tokens + sum(mask)
+    trees = 1 if select is None else 2
+    loss = loss / (trees if isinstance(own, PerTree) else tokens)
+    mine = term(own, None if select is None else SELECTIONS[select])
+    other = TokenTerm(NLL, "other", None if select else SELECTIONS["injected"])  # computes the other tree's log-probs
+    assert run([mine, other], [tree], [given])[1]["mine"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    agree(got, loss, got[3])
 
 
 class Raises:
