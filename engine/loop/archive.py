@@ -164,7 +164,7 @@ _READERS = {kind.__name__: read for kind, (_, read) in WRITTEN.items()}
 
 def _of_pandas(name: str, nanoseconds: int, zone: Json) -> Any:
     """Return a pandas.Timestamp or Timedelta, which pyarrow gives for columns in nanoseconds."""
-    import pandas  # type: ignore[import-untyped]
+    import pandas
 
     if name == "Timedelta" or zone is None:
         return getattr(pandas, name)(nanoseconds, unit="ns")
