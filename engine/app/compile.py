@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
+from packaging.version import Version
 
 from rolltree.kernels import Objective, ahead, kernel_cache, linear_terms_loss, plan_terms_loss
 
@@ -180,10 +182,13 @@ def recurrent_of(config: Any) -> ahead.Recurrent | None:
     if channels := first("linear_head_dim"):
         heads, taps = first("linear_num_heads"), first("linear_conv_kernel_dim")
         return ahead.Recurrent("kimi", heads, heads, channels, channels, taps, 3 * heads * channels)
-    if heads := first("linear_num_value_heads"):  # keys come repeated for them
+    if heads := first("linear_num_value_heads"):
+        groups = first("linear_num_key_heads")
         dim, values, taps = (first(f"linear_{of}") for of in ("key_head_dim", "value_head_dim", "conv_kernel_dim"))
-        width = 2 * first("linear_num_key_heads") * dim + heads * values
-        return ahead.Recurrent("delta", heads, heads, dim, values, taps, width)
+        width = 2 * groups * dim + heads * values
+        if Version(transformers.__version__) < Version("5.23"):  # whose layers repeat the keys before they call kernels
+            groups = heads
+        return ahead.Recurrent("delta", heads, groups, dim, values, taps, width)
     if heads := first("mamba_num_heads", "mamba_n_heads"):
         groups, dim = first("n_groups", "mamba_n_groups"), first("ssm_state_size", "mamba_d_state")
         values, taps = first("mamba_head_dim", "mamba_d_head"), first("conv_kernel", "mamba_d_conv")

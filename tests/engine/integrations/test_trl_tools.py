@@ -92,8 +92,10 @@ def scripted(turns: list[str], calls: list[int] | None = None) -> Script:
     ``calls`` is given the number of prompts of every call.
     """
 
-    def generate(engine: Rollouts, trainer: Any, prompts: list[list[int]]) -> tuple[list[Any], list[list[float]]]:
-        sampled, _ = GENERATE(engine, trainer, prompts)  # which must serve turns of different lengths
+    def generate(
+        engine: Rollouts, trainer: Any, prompts: list[list[int]], *pictures: Any
+    ) -> tuple[list[Any], list[list[float]]]:
+        sampled, _ = GENERATE(engine, trainer, prompts, *pictures)  # which must serve turns of different lengths
         assert len(sampled) == len(prompts)
         if calls is not None:
             calls.append(len(prompts))

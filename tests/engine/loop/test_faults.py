@@ -140,9 +140,9 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped(toml, tmp_path, monke
     seen: list[bool] = []
     end_step = Controller.end_step
 
-    def looks(self, batch, weights, version):
+    def looks(self, batch, weights, version, others):
         seen.append(all(torch.equal(a, b) for a, b in zip(before, run.learner.model.parameters(), strict=True)))
-        end_step(self, batch, weights, version)
+        end_step(self, batch, weights, version, others)
 
     monkeypatch.setattr(Trainer, "_gather_gradients", spoils)
     monkeypatch.setattr(Controller, "end_step", looks)

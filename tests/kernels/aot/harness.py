@@ -36,6 +36,7 @@ SAMPLE = (
     "decode merge D128",
     "decode partial D64 bf16",
     "gradient fp32 bf16 options V=151936",
+    "mamba scan D128 V64 bf16",
     "norm gradient 128 bf16",
     "ppo k3 mask",
     "sample scan bf16",
