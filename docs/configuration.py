@@ -63,7 +63,7 @@ def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def any_name(annotation: Any) -> str:
-    """What follows the name of a key that holds tables by their names."""
+    """The part of a heading after the name of a key that holds tables by their names."""
     return ".NAME" if typing.get_origin(annotation) is dict else ""
 
 

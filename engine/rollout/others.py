@@ -21,7 +21,7 @@ SEGMENTS = 1 << 32
 
 
 class Sampled(NamedTuple):
-    """What another policy sampled for one branch."""
+    """The tokens that another policy sampled for one branch."""
 
     records: Array  # [tokens], see `sample_dtype`
     status: LeafStatus | None

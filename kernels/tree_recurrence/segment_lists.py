@@ -1,4 +1,4 @@
-"""What the Triton kernels read of a plan: each segment's rows, where it finds its first state and leaves its last one.
+"""The lists of a plan that Triton kernels read: rows of each segment, places of its first state and of its last one.
 
 States are kept in *slots*: those that the plan returns come first, then those of segments with children (branch
 points). A segment without a slot leaves no state. A *run* is a segment without a parent and all segments below it, in

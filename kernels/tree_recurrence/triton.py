@@ -166,7 +166,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 class _Chunks(NamedTuple):
-    """What the pass over states reads of the chunks."""
+    """The products of the chunks that the pass over states reads."""
 
     pairs: Tensor  # [C, H, size, size]
     inverse: Tensor | None  # [C, H, size, size], with the delta rule

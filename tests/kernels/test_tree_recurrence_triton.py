@@ -204,7 +204,7 @@ def test_decays_near_0_and_near_1(rule: str, keys: str) -> None:
 
 
 def test_given_states_and_their_gradients() -> None:
-    """Of two roots that begin with one given state, and one that begins with zero; an end that is asked for twice."""
+    """Two roots begin with one given state and one with zero; one end is asked for twice."""
     case = Case("delta", (18, 2, 3, 2, 20), (-1, 0, 0, -1, -1))
     given, first = case.inputs(), torch.randn(1, 1, 7, 5, dtype=torch.float64)
     segments = find_segments(case.subtree_end())._replace(initial=np.array([0, -1, -1, 0, -1]))

@@ -1,4 +1,4 @@
-"""The mask of an ordinary batch, made late: whatever looks at it sees a mask, and no tree ever makes one."""
+"""The mask of an ordinary batch is made late: every operation on it gets a mask, and trees never make one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ COMPUTES: dict[str, Callable[[Tensor], Any]] = {
     "another type": lambda m: m.to(torch.float16),
     "handed to sdpa": lambda m: torch.nn.functional.scaled_dot_product_attention(*[torch.zeros(B, 1, S, 8)] * 3, m),
 }
-"""What models do that have attention of their own, with another meaning of masks."""
+"""Operations on masks by models that have attention of their own, with another meaning of masks."""
 
 
 @pytest.mark.parametrize("compute", COMPUTES.values(), ids=COMPUTES)
