@@ -14,6 +14,7 @@ from rolltree.engine.data.segment import LeafStatus, Origin, Segment
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.methods.advantages import ADVANTAGES
 from rolltree.engine.methods.groups import More, top_up
+from rolltree.engine.methods.priors import Values
 from rolltree.engine.methods.schedules import towards
 from rolltree.engine.methods.selections import PAIRINGS, SELECTIONS
 from rolltree.engine.methods.shaping import SHAPINGS
@@ -259,3 +260,21 @@ def test_siblings_are_pairs_of_responses_that_part_where_the_value_does():
         assert PAIRINGS["siblings"](tree, gap=gap) == expected
     tree.rewards["reward"] = np.asarray([1, np.nan, 0, 0], np.float32)
     assert PAIRINGS["siblings"](tree) == []
+
+
+def test_predictions_follow_from_the_steps_before_in_any_order_of_judging():
+    """Restored amid a step, a prediction still does not see the step's own groups."""
+    groups = [("a", "2 + 3 =", 1.0, 1), ("b", "2 + 4 =", 0.0, 1), ("b", "2 + 4 =", 0.5, 1), ("c", "7 - 4 =", 0.25, 1)]
+    found = []
+    for order in (groups, groups[::-1]):
+        values = Values()
+        for group in order:
+            values.add(*group)
+        assert values.predict("2 + 3 =", 1) is None
+        values.add("a", "2 + 3 =", 0.0, 2)
+        restored = Values()
+        restored.load_state_dict(values.state_dict())
+        found += [values.predict("2 + 3 =", 2), restored.predict("2 + 3 =", 2)]
+        assert restored.predict("2 + 3 =", 3) < found[-1]
+    assert len(set(found)) == 1
+    assert 0.5 < found[0] < 1
