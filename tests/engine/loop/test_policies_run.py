@@ -31,7 +31,7 @@ from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.loop.controller import Controller
 
 from ..methods.real_step import Shared, leaves_of, plain_logprobs
-from ..tiny import write_job
+from ..tiny import ROOT, write_job
 from .processes import Process
 from .test_durability import CrashError, assert_same_run
 
@@ -436,6 +436,12 @@ def test_one_policy_may_play_both_roles(two: Two, toml: Path, tmp_path: Path) ->
     assert "model" not in table[0]
     assert any(1 in row["role"] for row in table)
     assert all(mask for row in table for mask, role in zip(row["loss_mask"], row["role"], strict=True) if role == 0)
+
+
+def test_the_example_can_be_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    planned = "\n".join(plan_lines(load_config(ROOT / "examples" / "two_policies_cpu.toml")))
+    assert "1 x outcome (task) + 1 x agrees (verdict)" in planned
 
 
 REFUSED = {
