@@ -223,7 +223,7 @@ def test_contents_in_parts_and_nulls_mean_what_openai_says(client: httpx.Client)
 def test_log_probs_have_one_meaning_everywhere(
     client: httpx.Client, engine: NativeEngine, filters: dict[str, Any]
 ) -> None:
-    """Of a token and of the likeliest ones, in one piece and in chunks: the model's own, as prompts are scored."""
+    """Log-probs of a token and of the likeliest ones, whole and in chunks, are the model's, as prompts are scored."""
     filters = {**filters, "allowed_token_ids": list(range(94))}  # a character each
     body = {**COMPLETION, **filters, "max_tokens": 12, "logprobs": 20, "return_token_ids": True}
     (choice,) = post(client, "/v1/completions", body).json()["choices"]

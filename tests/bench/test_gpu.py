@@ -193,7 +193,7 @@ if not journal.known("one", "ours"):
 
 
 def test_the_archive_is_whole_all_the_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After every task, and in the middle of one."""
+    """The archive is whole after every task, and in the middle of one."""
     monkeypatch.setattr(gpu, "PACK_SECONDS", 0.1)
     out, archive = tmp_path / "out", tmp_path / "away" / "all.tar.gz"
     seen = f"""
@@ -282,7 +282,7 @@ def test_every_task_is_listed_once(tmp_path: Path) -> None:
 
 
 def test_the_chosen_cases_and_providers_exist(tmp_path: Path) -> None:
-    """What a pattern names is there on a GPU: a pattern that fits nothing would measure nothing."""
+    """Each pattern chooses something that exists on a GPU; a pattern that fits nothing would measure nothing."""
     import re
 
     from rolltree.bench.cli import load
@@ -305,7 +305,7 @@ def test_the_chosen_cases_and_providers_exist(tmp_path: Path) -> None:
 
 
 def test_the_rows_that_matter_most(tmp_path: Path) -> None:
-    """How many cases each row's pattern chooses, and whom it compares: an alternative in it may fit nothing."""
+    """Each row's pattern chooses so many cases and compares these providers; an alternative in it may fit nothing."""
     import re
 
     from rolltree.bench.cli import load
@@ -375,7 +375,7 @@ print(len([load(op) for op in OPS]) == len(OPS), commit())
 
 @pytest.mark.slow
 def test_a_plain_checkout_without_repository_and_packages(tmp_path: Path) -> None:
-    """By links alone, without .git, without what a GPU machine lacks: kernels, a step and a rollout run."""
+    """Kernels, a step and a rollout run by links alone, without .git and without what a GPU machine lacks."""
     (tmp_path / "rolltree").mkdir()
     for name in ("engine", "kernels", "bench"):
         ignore = shutil.ignore_patterns("__pycache__")

@@ -125,7 +125,8 @@ def test_no_batch_asks_for_another_kernel() -> None:
 @needs_triton
 @pytest.mark.slow
 def test_a_second_process_finds_every_kernel(tmp_path: Path) -> None:
-    """Of sampling, decoding, scoring, attention and the loss; `make hopper` does so with flash-attn's and quack's."""
+    """These are kernels of sampling, decoding, scoring, attention and the loss; `make hopper` tests flash-attn's and
+    quack's."""
     counts = []
     for _ in range(2):
         rows = map(json.loads, run(BUILD, TRITON_CACHE_DIR=str(tmp_path)))

@@ -274,7 +274,7 @@ PENALTY |= {
 
 
 def aggregate(b: dict[str, Tensor], token_loss: Tensor, kind: str) -> Tensor:
-    """As trainers write it: masked, per sequence or over tokens; the normaliser is 10 sequences, 50 tokens, L_max 7."""
+    """Return the mean as trainers write it: masked, per sequence or over tokens; 10 sequences, 50 tokens, L_max 7."""
     loss = torch.where(b["mask"], token_loss, 0)
     kept = b["mask"].to(loss.dtype)
     zero = loss.new_zeros(len(LENGTHS))

@@ -1,4 +1,4 @@
-"""What the doctor finds, and that every finding that costs something has a remedy."""
+"""The findings of the doctor; each that costs something has a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an import loads, and what is said where an extra is not installed."""
+"""The modules that an import loads, and the messages where an extra is not installed."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def work(rank: int, path: str, directory: str, port: int) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By its parts, what a run logged and its weights."""
+    """Return what a run logged and its weights, by the run's parts."""
     directory = tmp_path_factory.mktemp("ranks")
     run_ranks(work, (save_model(directory / "model"), str(directory), free_port()), RANKS)
     return {name: json.loads((directory / name).read_text()) for name in PARTS}

@@ -1,4 +1,4 @@
-"""What becomes of open groups when a run ends: killed, stopped or crashed, none is lost or trained twice."""
+"""Open groups of a run that is killed, stopped or crashes: none is lost or trained twice."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def orchestrate(config: TrainConfig, *, resume: bool = False) -> tuple[Orchestra
 
 
 def rows(directory: Path, *, whole: bool = True) -> list[dict]:
-    """Of metrics.jsonl; without ``whole`` but for a last line that is not written to its end."""
+    """Return the rows of metrics.jsonl; without ``whole`` except for a last line that is not complete."""
     lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if whole or line.endswith("\n")]
 

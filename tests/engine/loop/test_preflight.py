@@ -1,4 +1,4 @@
-"""What is wrong with a run is found before it has a directory; what got no further than that is begun anew."""
+"""Faults of a run are found before it has a directory; a run that got no further is begun anew."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_another_model_is_found_before_the_first_step(
 def test_a_right_sampler_is_checked_at_each_update_and_goes_on(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_keys: str
 ) -> None:
-    """Also with unfinished responses in flight, whose tokens stay in the ledger, and after a resume."""
+    """The check also holds with unfinished responses in flight, whose tokens stay in the ledger, and after a resume."""
     options = [*IN_THREAD, "--trainer.lr=0.05", "--trainer.steps=3", f"--loop.keep_keys={keep_keys}"]
     run = Run(toml, tmp_path, *options)
     asked: list[int] = []

@@ -68,7 +68,7 @@ def test_two_ranks_learn_what_one_process_learns(
 def test_the_metric_of_a_users_loss_does_not_depend_on_micro_batches(
     one: dict[str, Result], two: list[dict[str, Result]]
 ) -> None:
-    """Its half, and the objective's mean, are the loss that was trained."""
+    """Half of the metric and the objective's mean are the loss that was trained."""
     for result in (one, two[0]):
         for row in result[OWN].rows:
             assert 0.5 * row["own/loss"] + row["actor/pg_loss"] == pytest.approx(row["actor/loss"], rel=1e-6)

@@ -212,7 +212,7 @@ def test_a_rank_that_is_lost_while_the_run_goes_back(
 def test_engines_forget_weights_that_the_run_went_back_from(
     toml: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With groups open over steps: each is trained once, and no token is of weights newer than the policy."""
+    """Some groups stay open over steps: each is trained once, and no token is of weights newer than the policy."""
     does(monkeypatch, once(0, "update", 4, lost))
     ages: list[tuple[int, int]] = []
 
@@ -238,7 +238,7 @@ def test_engines_forget_weights_that_the_run_went_back_from(
 def test_too_many_losses_end_the_run(
     toml: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the steps between the checkpoint and the loss succeed each time."""
+    """The run ends even if the steps between the checkpoint and the loss succeed each time."""
 
     def what(replica: Replica, method: str, step: int) -> None:
         if (replica._rank, method, step) == (1, "update", 2):
@@ -287,7 +287,7 @@ def test_ranks_that_differ_end_the_run(
 def test_an_error_of_a_rank_is_told_as_it_is(
     toml: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the other ranks fail because of it."""
+    """The error is reported even if the other ranks fail because of it."""
 
     def what(replica: Replica, method: str, step: int) -> None:
         if method == "update":

@@ -71,7 +71,7 @@ def test_the_page_of_the_metrics_has_what_a_run_writes(finished):
 
 
 def test_the_page_of_the_metrics_has_what_the_code_names():
-    """What only some runs write: with a critic, a reference, failures, late rollouts, several terms."""
+    """The page also has the metrics of some runs only: critic, reference, failures, late rollouts, several terms."""
     page = re.compile("|".join(documented_metrics()))
     text = "\n".join(
         file.read_text(encoding="utf-8") for part in ("engine", "kernels") for file in (ROOT / part).rglob("*.py")

@@ -136,7 +136,7 @@ def test_groups_are_trained_at_the_temperature_of_their_sampling(toml, tmp_path,
 
 @pytest.mark.parametrize("room", [256, 80])
 def test_branches_of_one_prompt_have_temperatures_of_their_own(toml, tmp_path, room) -> None:
-    """Also where they begin after the same token, and with trees in pieces."""
+    """Some branches begin after the same token; trees are also packed in pieces."""
     steps = take_steps(
         toml, tmp_path, reward(toml, "odd"), f"--rollout.program={toml.parent}/mine.py:Warm", "--trainer.lr=0.01",
         "--algorithm.objective=ppo", "--trainer.updates_per_step=2", "--rollout.temperature=0.8",

@@ -190,7 +190,7 @@ def test_random_trees(models: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("credit", ["path_advantage", "token_advantage", "node_advantage"])
 def test_credit_within_a_response(models: Any, credit: str) -> None:
-    """Against every leaf a sequence of its own, with its values of the column."""
+    """The tree is compared with a sequence for every leaf, with the leaf's values of the column."""
     ours, _ = models
     tree = perturbed(4)
     count = {"path": int(tree.response_length.sum()), "token": tree.num_tokens, "node": tree.num_nodes}

@@ -254,7 +254,7 @@ def test_experts_are_balanced_as_in_the_flat_batch():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_flat_batches_are_plain_transformers(name):
-    """Without sharing: padded sequences, the same loss and gradients as the tree."""
+    """Padded sequences without sharing have the same loss and gradients as the tree."""
     ours, _ = make_models(name)
     trees = [random_tree(seed, 3, 12) for seed in range(3)]
     objective = Objective.preset("gspo", aggregation="seq_mean_token_mean")

@@ -208,7 +208,7 @@ def test_tools_that_move_with_the_user_are_refused_and_tools_answers_are_not() -
 @pytest.mark.skipif(not templates.names(), reason="TRL is not installed: pip install rolltree[trl]")
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "qwen3_6", "glm4moe", "nemotron_3_nano"])
 def test_thinking_that_the_template_drops_later_stays_as_it_was_sampled(name: str) -> None:
-    """Also in prompts with earlier turns; what is appended after it is what the template writes."""
+    """Prompts have earlier turns too; after such a response follows what the template writes."""
     tokenizer = templates.tokenizer(name)
     talk = Conversation(tokenizer, None, tokenizer.convert_tokens_to_ids(list(templates.ends(name))))
     thought = "<think>\nwhy\n</think>\n\n"

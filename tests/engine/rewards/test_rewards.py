@@ -242,7 +242,7 @@ pool.score([RewardItem('hang', {{}})])
 
 
 def _alive(pid: int) -> bool:
-    """Whether the process runs; one that ended and was not waited for does not."""
+    """Return True if the process runs; one that ended and was not waited for does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -221,7 +221,7 @@ def test_a_plan_covers_each_row_with_its_path(events: list[tuple[str, int, int]]
 
 @given(events=EVENTS, seed=st.integers(0, 99))
 def test_what_is_arranged_is_ordered_appended_and_planned(events: list[tuple[str, int, int]], seed: int) -> None:
-    """Also where nothing came or went since the call before, whose order stays then, and behind a fork."""
+    """Some calls follow another one without a change, which keeps the order, and some follow a fork."""
     whole, parts = Traced(400, 3), Traced(400, 3)
     for event in [*events, ("insert", 7, 3), ("fork", seed, 2)]:
         whole.apply(*event)

@@ -15,7 +15,7 @@ FLAGS = ["-std=c++20", "-O1", "-fPIC", "-w", "-DTORCH_TARGET_VERSION=0x020a00000
 
 
 def translate(source: str) -> str:
-    """What CUDA adds to the grammar of C++: launches and shared memory."""
+    """Rewrite what CUDA adds to the grammar of C++: launches and shared memory."""
     source = re.sub(r"([\w]+(?:<[\w, ]+>)?)<<<(.*?)>>>\(", r"emulator::Launch(\2)(\1, ", source, flags=re.DOTALL)
     source = re.sub(r"extern __shared__ \S+ unsigned char (\w+)\[\];", r"auto* \1 = emulator::shared_memory();", source)
     source = source.replace("__shared__", "static")  # a block at a time
