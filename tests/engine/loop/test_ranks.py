@@ -14,7 +14,7 @@ from rolltree.engine.loop.metrics import Sums
 from rolltree.engine.train import checkpoint
 from rolltree.engine.train.group import ALONE, Group
 
-from ..tiny import write_run
+from ..tiny import ROOT, write_run
 from .rank_runs import (
     CASES,
     MUTANTS,
@@ -137,6 +137,22 @@ def test_ten_steps(count: int, toml: Path) -> None:
     ranks = on_ranks(of_cases, toml.parent, count, toml, trees, list(CASES))
     for name, case in CASES.items():
         expected = alone(toml, trees, replace(case, micro_batches_of=count if case.micro_batches_of else 0))
+        for rank in ranks:
+            assert differences(expected, rank[name]) == {}, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_readmes_model(tmp_path: Path) -> None:
+    for name in ("arithmetic_cpu.toml", "arithmetic_warmup.py"):
+        text = (ROOT / "examples" / name).read_text()
+        (tmp_path / name).write_text(text.replace("runs/models", f"{tmp_path}/models"))
+    toml = tmp_path / "arithmetic_cpu.toml"
+    trees, names = sampled(toml, 3, 7), ["tokens, two updates", "sequences, a reference that moves, untied"]
+    ranks = on_ranks(of_cases, tmp_path, 2, toml, trees, names)
+    for name in names:
+        expected = alone(toml, trees, CASES[name])
+        assert expected.rows[0]["actor/grad_norm"] > 1e-3
         for rank in ranks:
             assert differences(expected, rank[name]) == {}, name
 
