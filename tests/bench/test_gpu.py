@@ -22,6 +22,8 @@ from rolltree.bench.cli import OPS
 from rolltree.bench.journal import Journal
 from rolltree.bench.runner import Bench, Calls, Case, Choice, DeviceLostError
 
+from ..forks import Forks
+
 CPU = torch.device("cpu")
 QUICK = Choice(seconds=0.0)
 
@@ -165,7 +167,7 @@ def test_time_limits_of_tasks_and_parts(tmp_path: Path) -> None:
     assert "failed: it took longer than 0 s" in said[0]
     start = time.monotonic()
     cut = [task("over", "import time; time.sleep(60)"), task("after", "pass")]
-    assert gpu.run_part(cut, setting(tmp_path), 3.0, said.append) == ["over", "after"]
+    assert gpu.run_part(cut, setting(tmp_path), 1.5, said.append) == ["over", "after"]
     assert time.monotonic() - start < 20
     assert all("cut off" in line for line in said[-2:])
 
@@ -173,15 +175,13 @@ def test_time_limits_of_tasks_and_parts(tmp_path: Path) -> None:
 def test_a_benchmark_goes_on_behind_the_provider_that_killed_its_process(tmp_path: Path) -> None:
     """The first process says whose turn it is and dies of a signal; the second finds that on record."""
     code = f"""
-import os, sys
-from dataclasses import replace
-from importlib.machinery import EXTENSION_SUFFIXES
+import os, resource
 from pathlib import Path
-from types import SimpleNamespace
 from rolltree.bench.journal import Journal
 journal = Journal("made_up", Path({str(tmp_path)!r}))
 if not journal.known("one", "ours"):
     journal.begin("one", "ours")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # writing a core takes longer than the test
     os.abort()
 """
     said: list[str] = []
@@ -387,18 +387,17 @@ def test_a_plain_checkout_without_repository_and_packages(tmp_path: Path) -> Non
     assert done.stdout.splitlines()[-1:] == ["True carried"], done.stderr
 
 
-def test_the_tests_of_kernels_need_no_package_of_developers() -> None:
+def test_the_tests_of_kernels_need_no_package_of_developers(torch_forks: Forks) -> None:
     """Such a machine has pytest, without any of its plugins."""
     blocked = dict.fromkeys(("hypothesis", "xdist", "pytest_timeout", "pydantic", "plotly", "tomli_w"))
     program = (
-        f"import sys; sys.modules.update({blocked!r}); import pytest\n"
+        f"import os, sys; sys.modules.update({blocked!r}); os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'\n"
+        "import pytest\n"
         "sys.exit(pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider', 'tests/gpu/test_kernels_gpu.py']))"
     )
-    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=schema.REPOSITORY, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "test_tree_attention" in done.stdout
+    code, said = torch_forks.run(program, directory=schema.REPOSITORY)
+    assert code == 0, said
+    assert "test_tree_attention" in said
 
 
 def test_native_parts_older_than_their_sources_are_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,12 +419,12 @@ def test_native_parts_older_than_their_sources_are_built_again(tmp_path: Path, m
     assert gpu.native_parts(CPU) == {"_host": False, "_cpu": False}
 
 
-def test_native_parts_are_found_without_the_packages_of_the_engine() -> None:
+def test_native_parts_are_found_without_the_packages_of_the_engine(torch_forks: Forks) -> None:
     """Else the build fails on a machine that has what kernels need and no more."""
     blocked = dict.fromkeys(("numba", "transformers", "pydantic", "plotly", "tomli_w"))
     program = (
         f"import sys; sys.modules.update({blocked!r})\nimport torch\nfrom rolltree.bench import gpu\n"
         "print(sorted(gpu.native_parts(torch.device('cpu')).items()))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.strip() == str(sorted(gpu.native_parts(CPU).items())), done.stderr
+    code, said = torch_forks.run(program)
+    assert (code, said.strip()) == (0, str(sorted(gpu.native_parts(CPU).items())))

@@ -379,7 +379,13 @@ def hard_row(kind: str, generator: torch.Generator) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cases"), [(torch.bfloat16, HARD), (torch.float32, HARD[3:9:5]), (torch.float16, HARD[3:9:5])]
+    ("dtype", "cases"),
+    [
+        pytest.param(torch.bfloat16, HARD, marks=pytest.mark.slow),
+        (torch.bfloat16, HARD[::3]),
+        (torch.float32, HARD[3:9:5]),
+        (torch.float16, HARD[3:9:5]),
+    ],
 )
 def test_candidates_and_the_fall_back(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, cases: list[tuple[str, tuple[int, float, float], tl.constexpr]]
@@ -426,7 +432,14 @@ def flat_row(kind: str, generator: torch.Generator) -> Tensor:
     return row
 
 
-@pytest.mark.parametrize(("dtype", "cases"), [(torch.bfloat16, FLAT), (torch.float32, FLAT[2:8:2])])
+@pytest.mark.parametrize(
+    ("dtype", "cases"),
+    [
+        pytest.param(torch.bfloat16, FLAT, marks=pytest.mark.slow),
+        (torch.bfloat16, FLAT[::3]),
+        (torch.float32, FLAT[2:8:2]),
+    ],
+)
 def test_the_cut_by_a_sample(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, cases: list[tuple[str, tuple[int, float, float], list[bool]]]
 ) -> None:

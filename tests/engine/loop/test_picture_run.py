@@ -82,6 +82,7 @@ def test_wrong_positions_show_in_the_metrics(home: Path, tmp_path: Path, monkeyp
     assert row["training/rollout_probs_diff_mean"] > 1e-4
 
 
+@pytest.mark.usefixtures("without_report")
 def test_resumed_equals_uninterrupted_with_open_groups_and_a_trained_tower(home: Path, tmp_path: Path) -> None:
     both = []
     for name, steps in (("whole", ["3"]), ("cut", ["1", "3"])):

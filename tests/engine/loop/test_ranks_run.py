@@ -169,7 +169,10 @@ def test_ranks_engines_and_a_reward_host_give_the_tokens_of_one_process(
         host.rewards.close()
 
 
-@pytest.mark.parametrize(("method", "step", "again"), [("update", 3, 2), ("updated", 1, 0), ("save", 0, 0)])
+@pytest.mark.parametrize(
+    ("method", "step", "again"),
+    [("update", 3, 2), pytest.param("updated", 1, 0, marks=pytest.mark.slow), ("save", 0, 0)],
+)
 def test_a_lost_rank_takes_the_run_back(
     toml: Path,
     alone: Path,

@@ -126,8 +126,8 @@ def test_failures_concern_only_their_item(user_code: Path) -> None:
 def test_one_slow_item_does_not_fail_its_neighbours(user_code: Path) -> None:
     """The time limit is an item's, not its batch's."""
     user_code.write_text("import time\ndef f(text, entry):\n    time.sleep(0.1)\n    return 1\n")
-    with RewardPool(config(f"{user_code}:f", timeout_s=1.0, workers=1)) as pool:
-        assert all(r.value == 1 for r in pool.score(items(*"abcdefgh" * 8)))  # batches of 16: 1.6 s each
+    with RewardPool(config(f"{user_code}:f", timeout_s=0.6, workers=1)) as pool:
+        assert all(r.value == 1 for r in pool.score(items(*"abcdefgh" * 4)))  # batches of 8: 0.8 s each
 
 
 def test_answers_given_before_a_death_count(user_code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_a_verifier_that_cannot_be_loaded_is_the_users_mistake(
 
 def test_close_leaves_no_process(user_code: Path) -> None:
     with RewardPool(config(f"{user_code}:pid")) as pool:
-        pids = {int(r.value or 0) for r in pool.score(items(*"abcdefgh" * 8))}
+        pids = {int(r.value or 0) for r in pool.score(items(*"abcdefgh" * 4))}
     assert pids
     assert not any(_alive(pid) for pid in pids)
     with pytest.raises(ValueError, match="closed"):

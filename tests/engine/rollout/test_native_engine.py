@@ -250,7 +250,7 @@ def test_pages_run_out_and_everything_still_completes() -> None:
     ("program", "host_tokens"),
     [
         pytest.param("flat", 60, id="flat-60"),
-        pytest.param(TREEPO, 4096, id="treepo-4096"),
+        pytest.param(TREEPO, 4096, id="treepo-4096", marks=pytest.mark.slow),
         pytest.param("flat", 4096, id="flat-4096", marks=pytest.mark.slow),
         pytest.param(TREEPO, 60, id="treepo-60", marks=pytest.mark.slow),
     ],
