@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -12,15 +13,19 @@ from ..loop.learner import Learner
 from ..loop.metrics import Stopwatch
 from ..loop.parts import LearningParts
 from ..loop.policies import Policies
+from ..methods.papers import OWN_SELECTION
 from ..model.loading import load_tokenizer
 from ..parts.context import Context
 from ..programs import RolloutProgram
 from ..rollout import RolloutEngine
 from ..rollout.others import Others, Player
 from ..settings import TrainConfig
-from .build_checks import check_lengths
+from .build_checks import check_learning, check_lengths
 from .build_learning import learning_parts
 from .build_sampling import load_policy, make_engine
+
+OF_TRAINER = {"lr", "lr_warmup_steps", "lr_scale", "lr_scale_options", "max_grad_norm"}
+"""The keys of a further policy that take the place of those in `[trainer]`."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +71,39 @@ def make_policies(
 
 def of_policy(config: TrainConfig, name: str) -> TrainConfig:
     """Return the configuration of a run in which the policy called ``name`` is the only one."""
-    own = config.models[name]
+    own, given = config.models[name], config.algorithm
+    algorithm: dict[str, Any] = {} if own.terms is None else {"terms": own.terms}
+    if own.objective is not None:
+        algorithm |= {
+            "objective": own.objective,
+            "objective_options": own.objective_options or {},
+            "select": OWN_SELECTION.get(own.objective),
+            "select_options": {},
+        }
     model = {key: value for key in ("path", "dtype") if (value := getattr(own, key)) is not None}
-    trainer = own.model_dump(exclude={"path", "dtype", "roles"}, exclude_none=True)
+    trainer = own.model_dump(include=OF_TRAINER, exclude_none=True)
     return config.model_copy(
         update={
             "models": {},
             "model": config.model.model_copy(update=model),
             "trainer": config.trainer.model_copy(update=trainer),
+            "algorithm": given.model_copy(update=algorithm),
         }
     )
+
+
+def check_policies(config: TrainConfig) -> None:
+    """Try the objective and the loss terms that further policies have of their own, as `check_learning` does.
+
+    Raises:
+        UserError: a part does not exist or fails, or the parts do not fit each other.
+    """
+    for name, own in config.models.items():
+        if own.objective is not None or own.terms is not None:
+            try:
+                check_learning(of_policy(config, name))
+            except UserError as error:
+                raise UserError(f"`models.{name}`, as if it were the only policy: {error}") from error
 
 
 def roles_of(config: TrainConfig, program: RolloutProgram) -> dict[str, tuple[str, ...]]:

@@ -26,7 +26,7 @@ from ..settings import RewardPartConfig, TrainConfig
 from ..tasks import GymProblems, read_problems
 from .build_checks import check_learning, check_lengths, check_old_logprobs, check_ranks, kept_entries
 from .build_learning import corrects, inert, objective
-from .build_policies import check_same_tokens, of_policy, roles_of
+from .build_policies import check_policies, check_same_tokens, of_policy, roles_of
 from .build_sampling import budget, check_backend, check_hints, group_callback, rollout_program
 from .build_workers import check_workers
 from .recipes import flat, read_recipe
@@ -40,6 +40,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         UserError: the run itself would raise it.
     """
     check_learning(config)
+    check_policies(config)
     algorithm = config.algorithm
     context = Context()
     options = scheduled(context, "actor", "algorithm.objective_options", algorithm.objective_options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,21 +16,11 @@ from ..parts.calling import call
 from ..parts.context import Context
 from ..parts.resolve import resolve
 from ..settings import DataConfig
+from ..tasks import Problem
+from .prompts import Prompt
 
 if TYPE_CHECKING:
     from .buffer import Group
-    from .prompts import Prompt
-
-
-class HasEntry(Protocol):
-    """The fields that a problem and a prompt have in common."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def task(self) -> str: ...
-    @property
-    def entry(self) -> dict[str, Any]: ...
 
 
 class Curriculum:
@@ -62,7 +52,7 @@ class Curriculum:
         """True if the class has a method ``order``."""
         return self._method("order") is not None
 
-    def order(self, problems: Iterable[HasEntry], taken: Mapping[str, int], seed: list[int]) -> Iterator[str]:
+    def order(self, problems: Iterable[Prompt | Problem], taken: Mapping[str, int], seed: list[int]) -> Iterator[str]:
         """Yield ids of ``problems``, the most wanted first.
 
         Args:
@@ -83,7 +73,7 @@ class Curriculum:
                 )
             yield found
 
-    def accepts(self, problem: HasEntry, taken: Mapping[str, int]) -> bool:
+    def accepts(self, problem: Prompt | Problem, taken: Mapping[str, int]) -> bool:
         """Return whether the problem may be sampled."""
         gate = self._method("gate")
         return gate is None or bool(self._context.call(self.what, gate, self._candidate(problem, taken)))
@@ -125,10 +115,11 @@ class Curriculum:
         if (load := self._method("load_state_dict")) is not None:
             load(state["own"])
 
-    def _candidate(self, problem: HasEntry, taken: Mapping[str, int]) -> Candidate:
+    def _candidate(self, problem: Prompt | Problem, taken: Mapping[str, int]) -> Candidate:
         count, total = self._observed.get(problem.id, (0, 0.0))
         mean = total / count if count else None
-        return Candidate(problem.id, problem.task, problem.entry, taken.get(problem.id, 0), int(count), mean)
+        text = problem.problem if isinstance(problem, Prompt) else problem.text
+        return Candidate(problem.id, problem.task, text, problem.entry, taken.get(problem.id, 0), int(count), mean)
 
     def _method(self, name: str) -> Callable[..., Any] | None:
         found = getattr(self._own, name, None)

@@ -48,6 +48,9 @@ class Policies:
         kept = self.first.judged(trees, step, sums, self._score)
         changed = self.first.learn(_seen(kept, 0), given, step, sums)
         for number, (name, learner) in enumerate(self.policies.items(), start=1):
+            if step == 1 and learner.parts.inert != self.first.parts.inert:
+                for sentence in learner.parts.inert:
+                    learner.note(f"models.{name}: {sentence}")
             own = Sums()
             changed |= learner.learn(_seen(kept, number), [], step, own)
             for counted in LEFT_OUT:

@@ -16,7 +16,6 @@ from ..data.tree import TokenTree
 from ..errors import UserError
 from . import credit, remembered, scored
 from .credit import EPS, Credit, centred, group, node_values, rewards_of
-from .groups import predicted
 from .roles import by_role
 from .selections import most_varied
 from .shaping import begins_given
@@ -261,23 +260,6 @@ def by_beginning(trees: Sequence[TokenTree]) -> Credit:
     return Credit("leaf", [of_leaves(tree) for tree in trees])
 
 
-def prior_fusion(trees: Sequence[TokenTree], entry: Sequence[Mapping[str, Any]], *, column: str = "prior") -> Credit:
-    """V_0.5: ``R - b``, ``b = w V + (1 - w) mu`` with ``w = e / (e + (V - mu)^2)`` and ``e = s^2 / n``: a predicted
-    mean reward V counts as far as it agrees with the mean of the n responses, whose variance is s^2 (the form is
-    inferred).
-
-    Args:
-        column: of the problem's row, with V, of which the value model is not here.
-    """
-    found = []
-    for tree, row in zip(trees, entry, strict=True):
-        rewards = rewards_of(tree)
-        off = predicted(row, column, "algorithm.advantage = 'prior_fusion'") - rewards.mean()
-        error = rewards.var(ddof=1) / len(rewards) if len(rewards) > 1 else 0.0
-        found.append(centred(rewards) - (off * error / (error + off**2) if off else 0.0))
-    return Credit("leaf", found)
-
-
 def log_ratio(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
     """Self-Rewarding PPO: each token's reward is its log-prob under the teacher (a model after fine-tuning) less that
     under the reference (before it); credit is the discounted sum over the tokens in the loss from it on, whitened over
@@ -340,7 +322,7 @@ ADVANTAGES: dict[str, Callable[..., Any]] = {
     "gradient_weighted": scored.gradient_weighted,
     "laser": scored.SelfRewarded,
     "by_beginning": by_beginning,
-    "prior_fusion": prior_fusion,
+    "prior_fusion": remembered.PriorFusion,
     "log_ratio": log_ratio,
     "cumulative": remembered.Cumulative,
     "constrained": remembered.Constrained,

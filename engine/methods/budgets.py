@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import UserError
 from .curricula import Candidate, Difficulty, Observed, Store, Ucb
+from .priors import Values
 
 
 class Gvm:
@@ -73,14 +74,15 @@ class Gvm:
 
 
 class Predicted:
-    """V_0: pass over problems that are predicted to be solved always or never, and sample the others as often as gives
-    a group right and wrong responses with probability ``chance``: the least n with ``1 - p^n - (1 - p)^n >= chance``.
+    """V_0 (arXiv 2602.03584): pass over problems that are predicted to be solved always or never, and sample the others
+    as often as gives a group right and wrong responses with probability ``chance``: the least n with ``1 - p^n - (1 -
+    p)^n >= chance``.
 
-    The value model itself is not here: predictions are a column of the data, or the problem's own mean reward. The rule
-    for n and all defaults are inferred.
+    The rule for n and all defaults are inferred.
 
     Args:
-        column: of the problem's row, with its predicted success rate; None: its mean reward so far.
+        column: of the problem's row, with its predicted success rate. None: the mean reward of similar problems in
+            earlier steps, see `engine/methods/priors.py`.
         low, high: problems with ``low < p < high`` are chosen; those without a prediction too.
         chance: see above.
         least, most: bounds of n.
@@ -92,8 +94,8 @@ class Predicted:
     def __init__(
         self,
         column: str | None = None,
-        low: float = 0.0,
-        high: float = 1.0,
+        low: float = 0.05,
+        high: float = 0.95,
         chance: float = 0.9,
         least: int = 4,
         most: int = 16,
@@ -102,24 +104,39 @@ class Predicted:
             raise ValueError("it needs 0 <= low < high <= 1, chance within (0, 1) and 1 <= least <= most")
         self._column, self._low, self._high = column, low, high
         self._chance, self._least, self._most = chance, least, most
+        self._values = Values()
 
-    def gate(self, problem: Candidate) -> bool:
+    def gate(self, problem: Candidate, step: int) -> bool:
         """Return whether the problem may be chosen."""
-        rate = self._rate(problem)
+        rate = self._rate(problem, step)
         return rate is None or self._low < rate < self._high
 
-    def wanted(self, problem: Candidate) -> int | None:
+    def wanted(self, problem: Candidate, step: int) -> int | None:
         """Return the number of responses to sample; None without a prediction."""
-        rate = self._rate(problem)
+        rate = self._rate(problem, step)
         if rate is None:
             return None
         enough = (n for n in range(self._least, self._most) if 1 - rate**n - (1 - rate) ** n >= self._chance)
         return next(enough, self._most)
 
-    def _rate(self, problem: Candidate) -> float | None:
+    def observe(self, group: Observed, step: int) -> None:
+        """Add the mean reward of a group, if it has verdicts."""
+        rewards = group.tree.rewards.get("verifier", group.tree.rewards["reward"])
+        known = rewards[~np.isnan(rewards)].astype(np.float64)
+        if self._column is None and len(known):
+            self._values.add(group.problem.id, group.problem.text, float(known.mean()), step)
+
+    def _rate(self, problem: Candidate, step: int) -> float | None:
         if self._column is None:
-            return problem.mean_reward
+            return self._values.predict(problem.text, step)
         return _number(problem, self._column)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rewards of earlier groups."""
+        return self._values.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._values.load_state_dict(state)
 
 
 class HardReplay:

@@ -35,6 +35,8 @@ class Candidate:
 
     id: str
     task: str
+    text: str
+    """The problem before `data.template`."""
     entry: Mapping[str, Any]
     """Columns of the problem's row."""
     taken: int

@@ -18,6 +18,7 @@ import numpy as np
 from ..data.columns import Array
 from ..data.tree import TokenTree
 from ..errors import UserError
+from .priors import Values, number_in
 
 
 @dataclass(frozen=True)
@@ -124,38 +125,45 @@ def refine(
     return Retry(template.replace("{prompt}", tree.meta["problem"]).replace("{draft}", draft))
 
 
-def on_demand(tree: TokenTree, *, column: str = "prior", more: int = 4, most: int = 16, errors: float = 1.0) -> Answer:
-    """V_0.5: sample ``more`` responses while the group's mean reward is further than ``errors`` standard errors from
-    the predicted one; with the advantage `prior_fusion`.
+class OnDemand:
+    """V_0.5 (arXiv 2603.10848): sample ``more`` responses while the group's mean reward is further than ``errors``
+    standard errors from the predicted one; with the advantage `prior_fusion`.
 
     The squared standard error is ``max(s^2, V (1 - V)) / n``, s^2 the variance of the n rewards and V the prediction;
-    so a small group of equal rewards does not seem exact. The test and all defaults are inferred.
+    so a small group of equal rewards does not seem exact. Before anything can be predicted groups stay as they are. The
+    test and all defaults are inferred.
 
     Args:
-        column: of the problem's row, with V.
+        column: of the problem's row, with V. None: V is the mean reward of similar problems in earlier steps, see
+            `engine/methods/priors.py`.
         most: largest number of responses.
     """
-    rewards = tree.rewards["reward"].astype(np.float64)
-    known, prior = rewards[~np.isnan(rewards)], predicted(tree.meta["entry"], column, "loop.callback = 'on_demand'")
-    if not 2 <= len(known) < most:
+
+    def __init__(self, column: str | None = None, more: int = 4, most: int = 16, errors: float = 1.0) -> None:
+        self._column, self._more, self._most, self._errors = column, more, most, errors
+        self._values = Values()
+
+    def __call__(self, tree: TokenTree, step: int) -> Answer:
+        rewards, meta = tree.rewards["reward"].astype(np.float64), tree.meta
+        known = rewards[~np.isnan(rewards)]
+        if self._column is not None:
+            prior: float | None = number_in(meta["entry"], self._column, "loop.callback = 'on_demand'")
+        else:
+            prior = self._values.predict(str(meta["prompt_text"]), step)
+        if prior is not None and 2 <= len(known) < self._most:
+            error = np.sqrt(max(known.var(ddof=1), prior * (1 - prior)) / len(known))
+            if abs(known.mean() - prior) > self._errors * error:
+                return More(min(self._more, self._most - len(known)))
+        if self._column is None and len(known):
+            self._values.add(str(meta["prompt_id"]), str(meta["prompt_text"]), float(known.mean()), step)
         return None
-    error = np.sqrt(max(known.var(ddof=1), prior * (1 - prior)) / len(known))
-    return More(min(more, most - len(known))) if abs(known.mean() - prior) > errors * error else None
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rewards of earlier groups."""
+        return self._values.state_dict()
 
-def predicted(entry: Mapping[str, Any], column: str, what: str) -> float:
-    """Return the predicted mean reward in a problem's row.
-
-    Raises:
-        UserError: the row has no number there.
-    """
-    try:
-        return float(entry[column])
-    except (KeyError, TypeError, ValueError):
-        raise UserError(
-            f"{what} reads the column '{column}' of a problem's row, which is to hold its predicted mean reward, a "
-            "number; add it to the data, or change `column`."
-        ) from None
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._values.load_state_dict(state)
 
 
 def demonstrate(
@@ -302,6 +310,6 @@ GROUP_CALLBACKS: dict[str, Callable[..., Any]] = {
     "top_up": top_up,
     "hint_ladder": HintLadder,
     "refine": refine,
-    "on_demand": on_demand,
+    "on_demand": OnDemand,
     "demonstrate": demonstrate,
 }

@@ -11,8 +11,10 @@ import numpy as np
 from ..data.columns import Array
 from ..data.tree import TokenTree
 from ..errors import UserError
+from ..parts.context import NotReadyError
 from . import credit
 from .credit import EPS, Credit, rewards_of
+from .priors import Values, number_in
 
 
 class Cumulative:
@@ -93,3 +95,47 @@ class Constrained:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         self._weights = dict(state["weights"])
+
+
+class PriorFusion:
+    """V_0.5 (arXiv 2603.10848): ``R - b``, ``b = w V + (1 - w) mu`` with ``w = e / (e + (V - mu)^2)`` and ``e = s^2 /
+    n``: a predicted mean reward V counts as far as it agrees with the mean of the n responses, whose variance is s^2;
+    without a prediction b = mu (the form is inferred).
+
+    Args:
+        column: of the problem's row, with V. None: V is the mean reward of similar problems in earlier steps, see
+            `engine/methods/priors.py`.
+    """
+
+    def __init__(self, column: str | None = None) -> None:
+        self._column, self._values = column, Values()
+
+    def __call__(self, trees: Sequence[TokenTree], step: int) -> Credit:
+        found = []
+        for tree in trees:
+            rewards = rewards_of(tree)
+            prior = self._prior(tree, step)
+            off = 0.0 if prior is None else prior - rewards.mean()
+            error = rewards.var(ddof=1) / len(rewards) if len(rewards) > 1 else 0.0
+            found.append(credit.centred(rewards) - (off * error / (error + off**2) if off else 0.0))
+            self._values.add(*_problem(tree), float(rewards.mean()), step)
+        return Credit("leaf", found)
+
+    def _prior(self, tree: TokenTree, step: int) -> float | None:
+        if self._column is None:
+            return self._values.predict(_problem(tree)[1], step)
+        if "entry" not in tree.meta:
+            raise NotReadyError("A made-up group has no entry.")
+        return number_in(tree.meta["entry"], self._column, "algorithm.advantage = 'prior_fusion'")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rewards of earlier groups."""
+        return self._values.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._values.load_state_dict(state)
+
+
+def _problem(tree: TokenTree) -> tuple[str, str]:
+    """Return the id and the text of a tree's problem."""
+    return str(tree.meta.get("prompt_id")), str(tree.meta.get("prompt_text"))

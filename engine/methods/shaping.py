@@ -19,6 +19,7 @@ from ..data.statistics import reads
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..parts.calling import call
+from ..parts.shares import share_in
 from .roles import step_verdicts
 
 Shaping = Callable[[TokenTree], Array]
@@ -189,9 +190,6 @@ def tries(tree: TokenTree, *, decay: float = 0.5) -> Array:  # [L]
     )
 
 
-NUMBER = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)")
-
-
 def foresight(tree: TokenTree, tokenizer: Any) -> Array:  # [L]
     """MASA: the reward of a response that begins with a question about the others, as the program `foresee` makes them,
     is ``1 - |q - p|``, q the first number that it answers, within [0, 1], and p the share of the others with a reward
@@ -204,9 +202,8 @@ def foresight(tree: TokenTree, tokenizer: Any) -> Array:  # [L]
     for leaf in np.flatnonzero(asked):
         rows = tree.response_rows(int(leaf))
         answer = tokenizer.decode(tree.token_id[rows[tree.origin[rows] == Origin.SAMPLED]], skip_special_tokens=True)
-        found = NUMBER.search(answer)
-        guess = None if found is None else float(found[1]) / (100 if found[2] else 1)
-        rewards[leaf] = 0.0 if guess is None or guess > 1 else 1 - abs(guess - rate)
+        guess = share_in(answer)
+        rewards[leaf] = 0.0 if guess is None else 1 - abs(guess - rate)
     return rewards
 
 

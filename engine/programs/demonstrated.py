@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from ..data.segment import LeafStatus
-from .program import Action, Given, GroupState, Rewind, RolloutProgram, SegmentReport
+from ..parts.shares import share_in
+from .program import Action, BranchId, Given, GroupState, Rewind, RolloutProgram, SegmentReport
 
 
 class DemoPrefix(RolloutProgram):
@@ -54,13 +55,19 @@ class DemoPrefix(RolloutProgram):
 
 
 class Foresee(RolloutProgram):
-    """MASA: independent responses, some of which begin with a question about the others, such as how many are right.
+    """MASA (arXiv 2510.03259): independent responses, some of which begin with a question about the others, such as how
+    many are right.
 
-    The question is not trained on. The shaping `foresight` makes the reward of an answer.
+    The question is not trained on. The shaping `foresight` makes the reward of an answer. With ``gate`` one of the
+    others is sampled first, then the answers to the question, and the rest only if a problem is not foreseen to be
+    solved always or never: if the mean of the answers that are a share is above 0 and below 1, or none is one. A group
+    that stops there has 1 + ``members`` responses. MASA foresees the whole group before it is sampled, and also cuts
+    responses that grow longer than foreseen; this is left out.
 
     Args:
         question: the text that begins a response about the others (inferred).
         members: responses that begin with it, of n (default inferred).
+        gate: see above; the bounds 0 and 1 are inferred.
 
     Raises:
         ValueError: the question is empty, or members is below 1.
@@ -69,24 +76,45 @@ class Foresee(RolloutProgram):
     rewinds = True
 
     def __init__(
-        self, question: str = "What share of my attempts will be right, from 0 to 1? Share:", members: int = 2
+        self,
+        question: str = "What share of my attempts will be right, from 0 to 1? Share:",
+        members: int = 2,
+        gate: bool = False,
     ) -> None:
         if not question or members < 1:
             raise ValueError("foresee needs a question and members >= 1.")
-        self.question, self.members = question, members
+        self.question, self.members, self.gate = question, members, gate
 
     def start(self, group: GroupState) -> int:
         if self.tokenizer is None:
             raise ValueError("foresee puts a text into responses, so the engine needs a tokenizer.")
         if self.members >= group.width:
             raise ValueError(f"foresee with {self.members} members needs n > {self.members}, got {group.width}.")
-        return group.width - self.members
+        self._waiting: set[BranchId] = set()
+        self._shares: list[float] = []
+        return 1 if self.gate else group.width - self.members
 
-    def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
+    def decide(
+        self, group: GroupState, finished: Sequence[SegmentReport]
+    ) -> Generator[Action, Sequence[BranchId], None]:
+        assert self.tokenizer is not None
+        answered = [segment for segment in finished if segment.branch in self._waiting]
+        for segment in answered:
+            self._waiting.remove(segment.branch)
+            share = share_in(self.tokenizer.decode(segment.token_ids, skip_special_tokens=True))
+            self._shares += [] if share is None else [share]
         if (first := _first(finished)) is not None:
-            assert self.tokenizer is not None
             asked = Given(self.tokenizer.encode(self.question, add_special_tokens=False))
-            yield Rewind(first.branch, 0, self.members, asked)
+            self._waiting = set((yield Rewind(first.branch, 0, self.members, asked)))
+        elif not answered:
+            return
+        rest = group.width - 1 - self.members
+        if self.gate and not self._waiting and rest and self._open():
+            yield Rewind((0,), 0, rest)
+
+    def _open(self) -> bool:
+        """Return whether the others are worth sampling."""
+        return not self._shares or 0 < sum(self._shares) / len(self._shares) < 1
 
 
 def _first(finished: Sequence[SegmentReport]) -> SegmentReport | None:

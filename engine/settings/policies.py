@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, model_validator
 
+from .algorithm import TermConfig
 from .section import NonNegativeInt, Schedule, Section
 
 PolicyName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)]
@@ -33,3 +34,20 @@ class PolicyConfig(Section):
     """Options of the schedule function."""
     max_grad_norm: PositiveFloat | None = None
     """As `trainer.max_grad_norm`, which is the default."""
+    objective: str | None = None
+    """As `algorithm.objective`, which is the default, with its options and selection. One of its own selects as its
+    paper does."""
+    objective_options: dict[str, Any] | None = None
+    """Fields of its own objective to change."""
+    terms: tuple[TermConfig, ...] | None = None
+    """As `algorithm.terms`, which is the default; an empty list: none."""
+
+    @model_validator(mode="after")
+    def _learns_from_its_own(self) -> Self:
+        if self.objective_options is not None and self.objective is None:
+            raise ValueError("`objective_options` of a policy are for its own `objective`; name it, or leave them out")
+        if given := [term.name for term in self.terms or () if term.select == "injected"]:
+            raise ValueError(
+                f"the loss term '{given[0]}' selects demonstrations, which are for [model] alone; leave it out"
+            )
+        return self

@@ -385,6 +385,41 @@ def test_references_score_their_own_policy(toml: Path, tmp_path: Path) -> None:
                 assert np.allclose(scored[mine], plain_logprobs(model, tree, leaf).numpy()[mine], atol=2e-5)
 
 
+def test_a_policy_may_have_an_objective_and_terms_of_its_own(two: Two, toml: Path, tmp_path: Path) -> None:
+    """The verifier has RLOO's sum over tokens and learns from its rewarded answers; the first policy changes not a bit.
+
+    Its loss is ``mean_leaves(sum_t -A log p) + 0.1 mean_t(-log p)``, the second mean over tokens of rewarded leaves.
+    """
+    term = "{name='near',objective='sft',select='rewarded',weight=0.1}"
+    found = take(
+        toml, tmp_path, "--trainer.steps=2",
+        f"--models={{verifier={{path='{toml.parent}/other',lr=0.01,objective='rloo',terms=[{term}]}}}}",
+    )  # fmt: skip
+    kept = dict(found.learners[""].model.named_parameters())
+    first = two.updates[""][1].weights
+    assert all(torch.equal(weights, first[key]) for key, weights in found.updates[""][1].weights.items())
+    assert kept.keys() == first.keys()
+    for step, trees in enumerate(found.trees):
+        model, update = found.model("verifier", step), found.updates["verifier"][step]
+        sums, near = [], []
+        for tree in trees:
+            credit, rewarded = credit_of(tree, "b", 1), tree.rewards["reward"] >= 1
+            leaves = [leaf for leaf in range(tree.num_leaves) if sampled(tree, leaf, 1).any()]
+            trained = any(credit.values())
+            for leaf in leaves:
+                logprob = plain_logprobs(model, tree, leaf)[torch.from_numpy(sampled(tree, leaf, 1))]
+                if trained or any(rewarded[other] for other in leaves):
+                    sums.append(-credit[leaf] * logprob.sum())
+                if rewarded[leaf]:
+                    near.append(-logprob)
+        loss = torch.stack(sums).mean() + 0.1 * torch.cat(near).mean()
+        assert abs(update.loss - loss.item()) < 1e-4
+        assert off_by(update.gradient, gradient_of(loss, model)) < 5e-4
+    of_term = [name for name in found.rows[0] if name.startswith(("near/", "verifier/near/"))]
+    assert of_term, sorted(found.rows[0])
+    assert all(name.startswith("verifier/") for name in of_term)
+
+
 def without(text: str, table: str) -> str:
     """Return TOML without a table."""
     return re.sub(rf"\n\[{re.escape(table)}\]\n(?:(?!\[).*\n)*", "\n", text)
@@ -411,6 +446,10 @@ REFUSED = {
     "--models={reward={roles=['verifier']}}": "`models.reward` has a name that metrics begin with",
     "--models={Verifier={}}": "Verifier",
     "--models={verifier={lrr=1.0}}": "there is no key `models.verifier.lrr`",
+    "--models={verifier={objective_options={eps_high=0.3}}}": "are for its own `objective`",
+    "--models={verifier={terms=[{name='t',objective='sft',select='injected'}]}}": "which are for \\[model\\] alone",
+    "--models={verifier={objective='grppo'}}": "`models.verifier`, as if it were the only policy: .*grppo",
+    "--models={verifier={objective='opd'}}": "`models.verifier`, as if .*needs teacher_logprob",
     "--rollout.engines=1": "does not go with rollout.engines yet",
     "--rollout.backend=vllm": "does not go with rollout.backend",
     "--rollout.stop=['x']": "does not go with rollout.stop",

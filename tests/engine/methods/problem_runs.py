@@ -37,11 +37,20 @@ SEEDED = {"e2c": 8, "v_05": 4, "visurf": 4, "hpt": 3, "ampo": 3}
 """Responses to a prompt, if not 4."""
 LONG = ("--rollout.max_new_tokens=40", "--rollout.n=8", "--trainer.prompts_per_step=24")
 """So many tokens that the random model ends some responses itself."""
+SEEN: dict[str, tuple[str, ...]] = {
+    "v_0": (
+        "--data.curriculum_options={{least=2,most=6}}", "--trainer.steps=4", "--trainer.prompts_per_step=8",
+        "--trainer.updates_per_step=1",
+    ),
+    "v_05": ("--trainer.steps=4", "--trainer.prompts_per_step=8", "--trainer.updates_per_step=1"),
+}  # fmt: skip
+"""Runs whose predictions are those of the groups seen before instead of a column."""
 NEEDS: dict[str, tuple[str, ...]] = {
     "prefix_rft": ("--rollout.temperature=0.1", "--trainer.lr=0.002"),
     "dr_po": ("--rollout.program_options={{column='solution',members=2}}",),
-    "masa": ("--rollout.program_options={{question='Share 0.',members=2}}",),
+    "masa": ("--rollout.program_options={{question='Share 0.',members=2,gate=true}}", "--trainer.prompts_per_step=16"),
     "v_0": ("--data.curriculum_options={{column='prior',least=2,most=6}}", "--trainer.prompts_per_step=12"),
+    "v_05": ("--algorithm.advantage_options={{column='prior'}}", "--loop.callback_options={{column='prior'}}"),
     "hpt": ("--reward.verifier={folder}/mine.py:seldom",),
     "ampo": ("--reward.verifier={folder}/mine.py:seldom",),
     "igrpo": ("--loop.callback_options={{template='{{prompt}} after {{draft}}'}}",),
@@ -122,7 +131,7 @@ def write_problems(directory: Path) -> Path:
 
 
 def steps_of_recipes(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Steps]:
-    """Return a function that takes the steps of a recipe, once."""
+    """Return a function that takes the steps of a recipe, once; of ``NAME/seen`` as `SEEN` has it."""
 
     @functools.cache
     def take(name: str) -> Steps:
@@ -130,7 +139,8 @@ def steps_of_recipes(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
             torch.manual_seed(5)
             config = AutoConfig.from_pretrained(toml.parent / "model")
             AutoModelForCausalLM.from_config(config).save_pretrained(toml.parent / "other")
-        needs = [text.format(folder=toml.parent) for text in NEEDS.get(name, ())]
+        name, _, seen = name.partition("/")
+        needs = [text.format(folder=toml.parent) for text in (SEEN if seen else NEEDS).get(name, ())]
         common = (
             "--trainer.updates_per_step=2", "--trainer.lr=0.02", "--trainer.max_tokens=4096",
             "--trainer.self_check=false", "--trainer.prompts_per_step=6", f"--rollout.n={SEEDED.get(name, 4)}",

@@ -1,5 +1,7 @@
 """Further advantage estimators against formulas written for single responses, on trees made by hand."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -221,7 +223,7 @@ MADE = {
     "laser": lambda: ADVANTAGES["laser"](7),
     "cumulative": lambda: ADVANTAGES["cumulative"](),
     "constrained": lambda: ADVANTAGES["constrained"]({"reward": 0.7}),
-    "prior_fusion": lambda: lambda trees: ADVANTAGES["prior_fusion"](trees, [{"prior": 0.3}] * len(trees)),
+    "prior_fusion": lambda: partial(ADVANTAGES["prior_fusion"](), step=1),
 }
 """Estimators with options, state or the problem's row."""
 

@@ -185,7 +185,7 @@ def test_two_thousand_draws_are_those_of_the_formula(options: dict[str, Any], gr
     sizes = np.random.default_rng(1).random(16).tolist()
     seen = [(level, sizes.pop()) for level, n in zip(LEVELS, groups, strict=True) for _ in range(n)]
     arms = {level: [f"{level}/{k}" for k in range(2000)] for level in LEVELS}
-    known = {name: Candidate(name, level, {}, 0, 0, None) for level, names in arms.items() for name in names}
+    known = {name: Candidate(name, level, "", {}, 0, 0, None) for level, names in arms.items() for name in names}
     curriculum = Ucb(**options)
     curriculum.load_state_dict(
         {

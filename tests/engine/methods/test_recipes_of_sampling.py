@@ -16,6 +16,7 @@ from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
 
 from .problem_runs import (
+    by_step,
     clipped,
     given_part,
     marked,
@@ -191,12 +192,12 @@ def test_the_swarm_trains_on_groups_of_another_policy(toml, tmp_path):
 def test_masa_rewards_foresight(step_of):
     steps = step_of("masa")
     decode = functools.partial(steps.orchestrator.tokenizer.decode, skip_special_tokens=True)
-    foreseen = 0
-    for tree in steps.trees:
+    sizes = set()
+    for tree in steps.judged:
         asked = np.array([bool(given_part(tree, leaf)[0]) for leaf in range(tree.num_leaves)])
         assert asked.sum() == 2
         given, want = tree.rewards["verifier"].astype(np.float64), tree.rewards["verifier"].astype(np.float64).copy()
-        p = (given[~asked] == 1).mean()
+        p, said_shares = (given[~asked] == 1).mean(), []
         for leaf in np.flatnonzero(asked):
             ids_, where = given_part(tree, leaf)
             assert decode(ids_) == "Share 0."
@@ -204,11 +205,15 @@ def test_masa_rewards_foresight(step_of):
             said = re.search(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)", decode(tree.token_id[rows[~where]]))
             q = None if said is None else float(said[1]) / (100 if said[2] else 1)
             want[leaf] = 0 if q is None or q > 1 else 1 - abs(q - p)
-            foreseen += q is not None
+            said_shares += [] if q is None or q > 1 else [q]
+        closed = bool(said_shares) and np.mean(said_shares) in (0.0, 1.0)
+        assert tree.num_leaves == (3 if closed else 4)  # one response and two predictions, or all
+        sizes.add(tree.num_leaves)
         np.testing.assert_allclose(tree.rewards["reward"], want, atol=1e-6)
         A = np.zeros(tree.num_leaves)
         A[asked], A[~asked] = norm(want[asked]), norm(want[~asked])
         np.testing.assert_allclose(tree.advantage, A, atol=2e-5)
+    assert sizes == {3, 4}
 
 
 @pytest.mark.methods
@@ -235,6 +240,77 @@ def test_v_05_fuses_the_prediction_and_asks_for_more(step_of, toml):
         assert n == (min(far) if far else 16)
         sizes.add(n)
     assert len(sizes) > 1
+
+
+def foreseen(history: list[tuple[str, float]], text: str) -> float | None:
+    """Return the mean of ``history``'s rewards, weighed by the similarity of the texts' words."""
+    if not history:
+        return None
+    split = [re.findall(r"\w+|[^\w\s]", other) for other, _ in history]
+    words = sorted({word for some in split for word in some})
+    count = np.array([[some.count(word) for word in words] for some in split], np.float64)
+    rarity = np.log((1 + len(split)) / (1 + (count > 0).sum(0)))
+    mine = np.array([re.findall(r"\w+|[^\w\s]", text).count(word) for word in words]) * rarity
+    size = np.linalg.norm(count * rarity, axis=1) * np.linalg.norm(mine)
+    cosine = np.divide(count * rarity @ mine, size, out=np.zeros(len(split)), where=size > 0)
+    weight = np.exp((cosine - 1) / 0.2)
+    return float(weight @ [mean for _, mean in history] / weight.sum())
+
+
+def seen_before(steps, number: int) -> list[tuple[str, float]]:
+    """Return text and mean reward of the groups before a step, in the order of steps and problems."""
+    found = []
+    for trees in by_step(steps)[:number]:
+        for tree in sorted(trees, key=lambda tree: tree.meta["prompt_id"]):
+            found.append((tree.meta["prompt_text"].strip(), float(tree.rewards["reward"].mean())))
+    return found
+
+
+@pytest.mark.methods
+def test_v_0_predicts_from_the_problems_seen_before(step_of):
+    steps = step_of("v_0/seen")
+    sizes, means = set(), set()
+    for number, trees in enumerate(by_step(steps)):
+        history = seen_before(steps, number)
+        for tree in trees:
+            p = foreseen(history, tree.meta["prompt_text"].strip())
+            if p is None:
+                assert tree.num_leaves == 4
+                continue
+            fits = [n for n in range(2, 6) if 1 - p**n - (1 - p) ** n >= 0.9]
+            assert 0.05 < p < 0.95
+            assert tree.num_leaves == (min(fits) if fits else 6)
+            sizes.add(tree.num_leaves)
+            means.add(p - np.mean([mean for _, mean in history]))
+    assert len(sizes) > 1
+    assert max(means) > 0.05, "the words of problems make no difference here"
+
+
+@pytest.mark.methods
+def test_v_05_fuses_the_prediction_from_the_problems_seen_before(step_of):
+    steps = step_of("v_05/seen")
+    sizes, moved = set(), 0.0
+    for number, trees in enumerate(by_step(steps)):
+        history = seen_before(steps, number)
+        for tree in trees:
+            R, V = tree.rewards["reward"].astype(np.float64), foreseen(history, tree.meta["prompt_text"].strip())
+            n, mu = len(R), R.mean()
+            if V is None:
+                assert n == 4
+                V = mu
+            e = R.var(ddof=1) / n
+            w = e / (e + (V - mu) ** 2) if mu != V else 0.0
+            np.testing.assert_allclose(tree.advantage, R - (w * V + (1 - w) * mu), atol=1e-5)
+            moved = max(moved, abs(w * (V - mu)))
+            if history:
+                errors = [(k, math.sqrt(max(R[:k].var(ddof=1), V * (1 - V)) / k)) for k in (4, 8, 12)]
+                beyond = {k: abs(R[:k].mean() - V) - error for k, error in errors}
+                if all(abs(off) > 1e-9 for off in beyond.values()):  # not decided by rounding
+                    near = [k for k, off in beyond.items() if off < 0]
+                    assert n == (min(near) if near else 16)
+                    sizes.add(n)
+    assert len(sizes) > 1
+    assert moved > 0.01
 
 
 # -- how responses are sampled -----------------------------------------------------------------------------------------

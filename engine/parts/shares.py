@@ -1,0 +1,14 @@
+"""Reads the share that a response predicts, for the program that asks for it and the shaping that rewards it."""
+
+from __future__ import annotations
+
+import re
+
+NUMBER = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)")
+
+
+def share_in(text: str) -> float | None:
+    """Return the first number of ``text``, a percentage as a fraction; None without one in [0, 1]."""
+    found = NUMBER.search(text)
+    share = None if found is None else float(found[1]) / (100 if found[2] else 1)
+    return None if share is None or share > 1 else share
