@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,9 @@ from rolltree.bench import curves, curves_table
 from rolltree.bench.cli import main
 from rolltree.bench.job import Point
 from rolltree.bench.schema import read
+from rolltree.engine.errors import RunError
 from rolltree.engine.loop.evaluation import Evaluation
+from rolltree.engine.loop.learner import Learner
 
 from ..engine.tiny import write_run
 
@@ -62,13 +66,12 @@ def test_recipes_are_compared_at_the_most_tokens_and_seconds_that_all_runs_reach
 def test_a_campaign_counts_training_alone_and_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two recipes, one seed, two steps, in this process. Evaluations are made to cost a second each."""
+    """Two recipes, one seed, two steps. By the processor's clock an update takes 7 s, an evaluation 1000 s."""
     pytest.importorskip("reasoning_gym", reason="the task's problems: pip install rolltree[tasks]")
     toml, out, kept = write_run(tmp_path), tmp_path / "out", {}
     neutral = toml.read_text().replace('objective = "dapo"\nadvantage = "tree_path_mean"', "")
     toml.write_text(neutral.replace('program = "treepo"\nprogram_options = { segment_tokens = 3, init = 2 }', ""))
-
-    train, evaluate = curves.train, Evaluation.run
+    train, evaluate, update, spent = curves.train, Evaluation.run, Learner.update, [0.0]
 
     def keeping(config: Any) -> Any:
         found = train(config)
@@ -76,45 +79,56 @@ def test_a_campaign_counts_training_alone_and_continues(
         kept[Path(config.output_dir).name] = [json.loads(line) for line in lines]
         return found
 
-    def dear(*args: Any) -> dict[str, float]:
-        end = time.process_time() + 1.0
-        while time.process_time() < end:
-            pass
-        return evaluate(*args)
+    def spending(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        def spend(*args: Any) -> Any:
+            spent[0] += seconds
+            return call(*args)
+
+        return spend
 
     monkeypatch.setattr(curves, "train", keeping)
     monkeypatch.setattr(curves, "_warm_up", lambda config: None)
-    monkeypatch.setattr(Evaluation, "run", dear)
-    command = [
-        "curves",
-        str(toml),
-        "--seeds",
-        "3",
-        "--trainer.steps",
-        "2",
-        "--evaluation.every",
-        "1",
-        "--out",
-        str(out),
-    ]
+    monkeypatch.setattr(curves, "time", SimpleNamespace(process_time=lambda: spent[0], perf_counter=time.perf_counter))
+    monkeypatch.setattr(Evaluation, "run", spending(1000, evaluate))
+    monkeypatch.setattr(Learner, "update", spending(7, update))
+    command = ["curves", str(toml), "--seeds", "3", "--trainer.steps", "2", "--evaluation.every", "1"]
+    command += ["--out", str(out)]
     assert main([*command, "--recipes", "grpo", "--within", "-1"]) == 0
     assert "Not run yet: 1." in capsys.readouterr().out
     assert main([*command, "--recipes", "grpo"]) == 0
     assert main([*command, "--recipes", "grpo", "raft"]) == 0
     assert list(kept) == ["grpo-3", "raft-3"], "each ran once"
-    found = [Point(**json.loads(line)) for line in (out / "recipes.curves.jsonl").read_text().splitlines()]
-    assert [(p.provider, p.step, p.case) for p in found] == [
-        (name, step, "tiny, seed 3") for name in ("grpo", "raft") for step in range(3)
+    found = [Point(**json.loads(line)) for line in (out / curves.CURVES).read_text().splitlines()]
+    assert [(p.provider, p.step, p.seconds, p.case) for p in found] == [
+        (name, step, 7 * step, "tiny, seed 3") for name in ("grpo", "raft") for step in range(3)
     ]
-    for recipe, at in (("grpo", found[:3]), ("raft", found[3:])):
+    for recipe, points in (("grpo", found[:3]), ("raft", found[3:])):
         metrics = kept[f"{recipe}-3"]
-        sums = np.cumsum([row.get("rollout/sampled_tokens", 0) for row in metrics])
-        assert [p.tokens for p in at] == sums.tolist()
-        assert [p.accuracy for p in at] == [row["eval/accuracy"] for row in metrics]
-        spent = [row["timing_s/step"] - row["timing_s/eval"] for row in metrics[1:]]
-        assert 0 == at[0].seconds < at[1].seconds < at[2].seconds < 1.5 * sum(spent) + 0.1
+        assert [p.tokens for p in points] == np.cumsum(
+            [row.get("rollout/sampled_tokens", 0) for row in metrics]
+        ).tolist()
+        assert [p.accuracy for p in points] == [row["eval/accuracy"] for row in metrics]
     rows = {(row.provider, row.metric): row.value for row in read(out / "recipes.jsonl")}
-    assert rows["grpo", "actor/kl_loss"] > 0
+    assert rows["grpo", "actor/kl_loss"] == pytest.approx(
+        np.median([row["actor/kl_loss"] for row in kept["grpo-3"][1:]])
+    )
     assert ("raft", "actor/kl_loss") not in rows
     text = curves_table.actions(read(out / "recipes.jsonl"), ["actor/kl_loss"])
     assert text.splitlines()[2:] == [f"| grpo | {rows['grpo', 'actor/kl_loss']:.3g} |", "| raft |  |"]
+
+
+def test_a_recipe_that_cannot_run_is_recorded_and_the_others_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(config: Any) -> Any:
+        if config.recipe == "grpo":
+            raise RunError("It broke.")
+        return [curves.Reading(0, 0.0, 0, 0.25), curves.Reading(2, 3.0, 50, 0.5)], [{"reward/mean": 0.5}]
+
+    toml = write_run(tmp_path)
+    monkeypatch.setattr(curves, "train", fail)
+    monkeypatch.setattr(curves, "_warm_up", lambda config: None)
+    monkeypatch.setattr(curves.shutil, "rmtree", lambda *_, **__: None)
+    assert main(["curves", str(toml), "--seeds", "0", "--recipes", "grpo", "raft", "--out", str(tmp_path)]) == 1
+    assert "recipes / tiny, seed 0 / grpo: failed: It broke." in capsys.readouterr().out
+    assert [row.provider for row in read(tmp_path / "recipes.jsonl")] == ["raft"]
