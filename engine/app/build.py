@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from ..settings import TrainConfig
 from ..train import checkpoint
 from .build_checks import check_learning, check_lengths, check_old_logprobs, check_ranks, kept_entries
 from .build_learning import learning_parts, rescores, stateful
-from .build_policies import further_policies, make_policies, roles_of
+from .build_policies import check_policies, further_policies, make_policies, roles_of
 from .build_sampling import (
     check_hints,
     greedy_params,
@@ -48,6 +49,7 @@ from .build_sampling import (
 )
 from .build_workers import make_fleet, make_ranks, make_reward_hosts, make_workers
 from .config import resolved_toml, training_config
+from .stages import EXPORT
 
 
 def build(config: TrainConfig, *, console: Progress, resume: bool = False, replay: Path | None = None) -> Parts:
@@ -67,6 +69,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
             something that does not exist or cannot be used.
     """
     check_learning(config)
+    check_policies(config)
     check_old_logprobs(config)
     check_ranks(config)
     roles_of(config, rollout_program(config.rollout))
@@ -208,3 +211,23 @@ def replay_store(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, contex
         replay, config.run_dir / "replay", config.seed, keep, tokenizer, count=config.replayed,
         rescored=rescores(config),
     )  # fmt: skip
+
+
+def check_stages(configs: Sequence[TrainConfig], *, resume: bool) -> None:
+    """Check what later stages need before the first one runs.
+
+    Raises:
+        UserError: a part of one does not exist or fails, or its directory holds another run.
+    """
+    for config in configs[1:]:
+        check_learning(config)
+        check_policies(config)
+        if not resume:
+            preflight.check_directory(config.run_dir)
+
+
+def is_finished(config: TrainConfig) -> bool:
+    """Return whether a stage has taken its last step and exported its model."""
+    last = checkpoint.latest(config.run_dir / "checkpoints")
+    steps = 0 if last is None else int(last.name.rpartition("_")[2])
+    return steps >= config.trainer.steps and (config.run_dir / EXPORT).is_dir()

@@ -26,6 +26,7 @@ from ..methods.losses import LOSSES
 from ..methods.schedules import Schedule, find_schedule, scheduled
 from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS, Shaping
+from ..model.extrapolation import Trajectory
 from ..model.loading import choose_device, load_model
 from ..model.lora import has_lora
 from ..model.roles import Role
@@ -98,8 +99,15 @@ def learning_parts(
         group=group,
         context=context,
         merges=merges and has_lora(model),
+        trajectory=trajectory(config),
         stateful=stateful(functions),
     )
+
+
+def trajectory(config: TrainConfig) -> Trajectory | None:
+    """Return the empty trajectory of a run with `model.lora.extrapolate`; None without."""
+    chosen = None if config.model.lora is None else config.model.lora.extrapolate
+    return None if chosen is None else Trajectory(**dict(chosen), seed=config.seed)
 
 
 Spread = Callable[[PreTrainedModel], object]

@@ -119,7 +119,7 @@ def load_policy(config: TrainConfig) -> PreTrainedModel:
         train_tower=config.model.train_tower,
     )
     if (lora := config.model.lora) is not None:
-        add_lora(model, **lora.model_dump())
+        add_lora(model, **lora.model_dump(exclude={"extrapolate"}))
     if config.model.replay_routes:
         routes.install(model)
     if config.model.gradient_checkpointing:

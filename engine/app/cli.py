@@ -199,24 +199,51 @@ def _integer(least: int, most: int) -> Callable[[str], int]:
 
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
-    from .config import load_config, resolved_toml
+    from .config import resolved_toml
+    from .stages import load_stages
 
-    config = load_config(args.config, overrides)
+    configs = load_stages(args.config, overrides)
+    several = len(configs) > 1
+    if several and args.replay is not None:
+        raise UserError("--replay is for a run without stages; give the config.toml of one of its runs.")
     if args.dry_run:
         from .dry_run import plan_lines
 
-        print(resolved_toml(config))
-        print("\n".join(plan_lines(config)))
+        for number, config in enumerate(configs):
+            print(resolved_toml(config))
+            known = config if number == 0 else config.model_copy(update={"model": configs[0].model})
+            if number:
+                print(
+                    f"# it begins with {config.model.path}, made by the stage before; planned with {known.model.path}"
+                )
+            print("\n".join(plan_lines(known)))
         return 0
+    from .build import check_stages, is_finished
+
+    check_stages(configs, resume=args.resume)
+    for number, config in enumerate(configs, start=1):
+        if several:
+            print(f"Stage {number} of {len(configs)}: {config.name}")
+            if args.resume and is_finished(config):
+                print("It has finished already.")
+                continue
+        _run(args, config, several)
+    return 0
+
+
+def _run(args: argparse.Namespace, config: TrainConfig, of_several: bool) -> None:
+    """Run one training; a stage of several begins anew where there is nothing to resume."""
     from ..freed_memory import keep_freed_memory
     from ..loop.orchestrator import Orchestrator
+    from ..loop.preflight import holds_a_run
     from .build import build
     from .console import Console
 
     _quiet_transformers()
     keep_freed_memory()
+    resume = args.resume and (not of_several or holds_a_run(config.run_dir))
     with Console() as console:
-        summary = Orchestrator(build(config, console=console, resume=args.resume, replay=args.replay)).run()
+        summary = Orchestrator(build(config, console=console, resume=resume, replay=args.replay)).run()
         console.phase("writing the report")
         if all(importlib.util.find_spec(name) for name in EXTRAS["report"]):
             from .report import write_report
@@ -224,6 +251,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
             report = str(write_report(config.run_dir))
         else:
             report = "not written; `pip install 'rolltree[report]'`, then `rolltree report " + f"{config.run_dir}`"
+        shown = config.run_dir / "config.toml" if of_several else args.config
         program = sys.argv[0] if Path(sys.argv[0]).name == "rolltree" else "rolltree"
         lines = [f"{summary.steps} steps in {summary.seconds / 60:.1f} minutes."]
         if summary.accuracy_before is not None and summary.accuracy_after is not None:
@@ -236,11 +264,10 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         lines += [
             f"Report: {report}",
             f"Model:  {summary.export} (a Hugging Face directory)",
-            f"Next:   {program} rollout {args.config} --model.path {summary.export}   to see what it answers,",
-            f"        {program} train {args.config} --seed {config.seed + 1} --name {_next_name(config)}   again",
+            f"Next:   {program} rollout {shown} --model.path {summary.export}   to see what it answers,",
+            f"        {program} train {shown} --seed {config.seed + 1} --name {_next_name(config)}   again",
         ]
         console.finish(lines)
-    return 0
 
 
 def _quiet_transformers() -> None:

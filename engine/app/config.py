@@ -66,19 +66,39 @@ def load_config(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str,
             other.
     """
     path = Path(path)
+    data, given, _ = read_tables(path, overrides)
+    if data.get("stages"):
+        raise UserError(
+            f"'{path}' has stages, which only `rolltree train` runs, one after another; give the config.toml in the "
+            "directory of one of its runs."
+        )
+    return checked(data, path, given)
+
+
+def read_tables(
+    path: Path, overrides: Sequence[str] | Sequence[tuple[str, str]]
+) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    """Return the tables of a file with its recipe under them and the overrides over them, the overrides' texts, and
+    their values; all by dotted key. Raises as `load_config`."""
     data = _read_toml(path)
     _check_plain(data, str(path))
     _resolve_callables(data, path.parent)
     given = _parse_overrides(overrides)
     types = {k.key: k.type for k in config_keys()}
+    values: dict[str, Any] = {}
     for key, text in given.items():
-        value = _parse_value(text, types.get(key, "any"))
-        _check_plain({key: value}, f"--{key}")
-        _put(data, key, value)
-    if given:
-        _resolve_callables(data, Path())
+        values[key] = _parse_value(text, types.get(key, "any"))
+        _check_plain({key: values[key]}, f"--{key}")
+    _resolve_callables(values, Path())
+    for key, value in values.items():
+        put(data, key, value)
     if isinstance(recipe := data.get("recipe"), str):
         data = combined(read_recipe(recipe).keys, data)
+    return data, given, values
+
+
+def checked(data: dict[str, Any], path: Path, given: dict[str, str]) -> TrainConfig:
+    """Return the configuration of ``data``; raises as `load_config`."""
     try:
         return _validate(data)
     except ValidationError as error:
@@ -242,8 +262,8 @@ def _parse_value(text: str, kind: str) -> Any:
     return value if one_value and wanted else text
 
 
-def _put(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key. If a parent is not a table, nothing is set, and validation reports it."""
+def put(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key of tables. If a parent is not a table, nothing is set, and validation reports it."""
     *tables, leaf = key.split(".")
     for table in tables:
         inner = data.setdefault(table, {})
@@ -369,7 +389,7 @@ def resolved_toml(config: TrainConfig) -> str:
     recipe changes.
     """
     recipe = "" if config.recipe is None else f"# the keys of recipe '{config.recipe}' are written out\n"
-    left_out: dict[str, Any] = {"recipe": True}
+    left_out: dict[str, Any] = {"recipe": True, "stages": True}
     if config.reward.parts:
         left_out["reward"] = {"verifier", "options"}  # of no effect, and refused together with parts
     return recipe + tomli_w.dumps(config.model_dump(exclude_none=True, exclude=left_out))
@@ -378,6 +398,7 @@ def resolved_toml(config: TrainConfig) -> str:
 FREE_TO_CHANGE = (
     "name",
     "recipe",
+    "stages",
     "output_dir",
     "trackers",
     "model.create",

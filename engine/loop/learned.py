@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..errors import UserError
 from ..model.lora import base_digest, gathered_sum, has_lora, plain_copy, save_adapter
@@ -83,11 +84,15 @@ class Learned:
         """Write the policy as a Hugging Face directory that plain transformers loads; of several ranks the first does,
         and all must call it.
 
-        An adapter is merged into the weights there, and also written alone, as peft loads it, to ``adapter``.
+        An adapter is merged into the weights there, and also written alone, as peft loads it, to ``adapter``. Weights
+        that are extrapolated (`Trajectory`) are extended there, the adapter alone is not.
+
+        Raises:
+            UserError: there were too few updates to extrapolate from.
         """
         adapted, writes = has_lora(self.model), self.group.rank == 0
         if self.group.count == 1:
-            (plain_copy(self.model) if adapted else self.model).save_pretrained(directory)
+            (self._whole() if adapted else self.model).save_pretrained(directory)
         else:
             whole = (gathered_sum if adapted else gathered)(self.model, writes)
             if writes:
@@ -95,6 +100,22 @@ class Learned:
         if adapted:
             save_adapter(self.model, directory / "adapter", writes)
         self.group.gather(None)  # the directory is complete when any rank returns
+
+    def _whole(self) -> PreTrainedModel:
+        """Return a model without adapter that has the weights to export."""
+        model, trajectory = plain_copy(self.model), self.parts.trajectory
+        if trajectory is not None:
+            try:
+                extension = trajectory.extension(self.model)
+            except ValueError as error:
+                raise UserError(
+                    f"model.lora.extrapolate: {error}; raise trainer.steps and continue with --resume."
+                ) from error
+            weights = dict(model.named_parameters())
+            with torch.no_grad():
+                for name, change in extension.items():
+                    weights[f"{name}.weight"].add_(change.to(weights[f"{name}.weight"]))
+        return model
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors and counters of the optimisers of policy and critic, and of roles whose weights change."""
@@ -108,6 +129,8 @@ class Learned:
             if role.weights is not None and (role.initial or role.reset_every or role.ema is not None):
                 theirs = {name: joined(w, self._parameters[name]) for name, w in role.weights.items()}
                 tensors |= {f"role.{role.column}/{name}": t for name, t in theirs.items()}
+        if self.parts.trajectory is not None:
+            tensors |= self.parts.trajectory.tensors()
         return tensors, state
 
     def load_state_dict(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -125,6 +148,8 @@ class Learned:
         self.trainer.load_state_dict({name: t for name, t in tensors.items() if "/" not in name}, state["trainer"])
         if self.critic is not None:
             self.critic.trainer.load_state_dict(_under("critic/", tensors), state["critic"])
+        if self.parts.trajectory is not None:
+            self.parts.trajectory.load(tensors)
         if len(state["roles"]) != len(self.roles):
             raise UserError("The checkpoint has other [roles] than the configuration; restore them to resume.")
         for role, seen in zip(self.roles, state["roles"], strict=True):

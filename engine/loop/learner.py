@@ -166,6 +166,8 @@ class Learner(Learned):
         lags = [self.trainer.updates - tree.policy_version[tree.loss_mask] for tree in rollouts]
         for lag in lags:
             sums.add_values("policy/lag", lag)
+        if self.parts.trajectory is not None:
+            self.parts.trajectory.record(self.model, self.updates)
         on_policy = not any(lag.any() for lag in lags) and not any(tree.other_prompt.any() for tree in rollouts)
         with self.watch.part(MODEL):
             metrics = None
@@ -183,6 +185,8 @@ class Learner(Learned):
             self._teach_critic(batches, live, sums)
         for role in self.roles:
             role.follow(self.model)
+        if self.parts.trajectory is not None:
+            self.parts.trajectory.record(self.model, self.updates)
         return True
 
     def _teach_critic(self, batches: Sequence[TreeBatch], trees: Sequence[TokenTree], sums: Sums) -> None:

@@ -20,6 +20,7 @@ from ..methods.credit import CreditFunction
 from ..methods.groups import GroupCallback
 from ..methods.schedules import Schedule
 from ..methods.shaping import Shaping
+from ..model.extrapolation import Trajectory
 from ..model.roles import Role
 from ..parts.context import Context
 from ..programs import RolloutProgram
@@ -144,6 +145,7 @@ class LearningParts:
         group: the ranks that train together; ``model`` and those of roles and critic are sharded over them.
         context: the run's values that its functions ask for; the learner keeps step and metrics of it up to date.
         merges: the sampler gets the weights of the model's adapter merged into those below it.
+        trajectory: keeps the model's adapter during the run, to extend the exported weights.
         stateful: those of the functions whose state is in checkpoints, by the key of the configuration that names each;
             they have ``state_dict`` and ``load_state_dict``.
     """
@@ -169,6 +171,7 @@ class LearningParts:
     group: Group = ALONE
     context: Context = field(default_factory=Context)
     merges: bool = False
+    trajectory: Trajectory | None = None
     stateful: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -117,7 +117,7 @@ def has_lora(model: Any) -> bool:
 @contextmanager
 def without_adapter(model: PreTrainedModel) -> Iterator[None]:
     """Compute with the base weights alone in a with-block."""
-    layers = [layer for _, layer in _adapted(model)]
+    layers = [layer for _, layer in adapted_layers(model)]
     named_shards(model)  # peft marks parameters, which must be the shards
     for layer in layers:
         layer.enable_adapters(False)
@@ -133,7 +133,7 @@ class _Sums(Mapping[str, Tensor]):
     """The result of `merged`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._layers = dict(_adapted(model))
+        self._layers = dict(adapted_layers(model))
         self._base = {name.replace(".base_layer.", "."): p for name, p in _base(model).items()}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -182,7 +182,7 @@ def gathered_sum(model: PreTrainedModel, kept: bool) -> dict[str, Tensor]:
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of ``model`` without adapters, whose weights are those of the policy."""
     weights, copied = merged(model), copy.deepcopy(model)
-    for name, layer in list(_adapted(copied)):
+    for name, layer in list(adapted_layers(copied)):
         parent, _, last = name.rpartition(".")
         setattr(copied.get_submodule(parent), last, layer.get_base_layer())
     for attribute in ("rolltree_lora", "peft_config"):
@@ -227,7 +227,8 @@ def _base(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: p for name, p in named_shards(model).items() if ".lora_" not in name}
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers with an adapter, each with its name."""
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
 
 

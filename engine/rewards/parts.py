@@ -41,9 +41,10 @@ def task_names(tasks: Sequence[TaskConfig]) -> TaskOf:
 class RewardParts(Rewards):
     """Judges each response by all parts that judge its task.
 
-    The named rewards of a verdict are the parts' own values, NaN where a part does not judge the task or has no
-    verdict; what a part names itself is ``<part>.<name>``. A response has no reward if one of its parts failed or
-    skipped it. Spans are multiplied by their part's weight. ``unparsed`` is the word of the first part that has one.
+    The named rewards of a verdict are the parts' own values, NaN where a part does not judge the task, waits for
+    another value of another part, or has no verdict; what a part names itself is ``<part>.<name>``. A response has
+    no reward if one of its parts failed or skipped it. Spans are multiplied by their part's weight. ``unparsed`` is
+    the word of the first part that has one.
 
     Args:
         parts: the configuration of each part, with its verifier.
@@ -53,7 +54,7 @@ class RewardParts(Rewards):
             without one. Held-out answers are of the first role.
 
     Raises:
-        UserError: a weight names no schedule, or a part a role that is not there.
+        UserError: a weight names no schedule, or a part a role or a part that is not there.
     """
 
     def __init__(
@@ -65,12 +66,24 @@ class RewardParts(Rewards):
     ) -> None:
         self._parts, self._task_of, self._context, self._roles = parts, task_of, context, roles
         self._names = [part.name for part, _ in parts]
-        free = [part.name for part, rewards in parts if not rewards.reads_part]
+        self._later = [bool(rewards.reads_part) or part.waits_for is not None for part, rewards in parts]
+        free = [part.name for (part, _), later in zip(parts, self._later, strict=True) if not later]
         for part, rewards in parts:
             if rewards.reads_part and rewards.reads_part not in free:
                 raise UserError(
                     f"The part '{part.name}' (reward.parts) reads the part '{rewards.reads_part}', and there is none "
                     "of that name that reads no other; name one in its options."
+                )
+            if part.waits_for is not None and part.waits_for not in free:
+                raise UserError(
+                    f"The part '{part.name}' (reward.parts) waits for the part '{part.waits_for}', and there is none "
+                    "of that name that waits for no other; name one in its condition."
+                )
+            first = next((one for one, _ in parts if one.name == part.waits_for), part)
+            if first.tasks and not (part.tasks and set(part.tasks) <= set(first.tasks)):
+                raise UserError(
+                    f"The part '{part.name}' (reward.parts) waits for the part '{first.name}' on tasks that this does "
+                    "not judge; give it a `when` of those alone."
                 )
             if part.role is not None and part.role not in roles:
                 known = f"its roles are {', '.join(roles)}" if roles else "it has one role, which needs no name"
@@ -111,13 +124,14 @@ class RewardParts(Rewards):
         found: list[dict[int, RewardResult]] = [{} for _ in self._parts]
         with ThreadPoolExecutor(len(self._parts)) as threads:
             waiting = [
-                None
-                if rewards.in_turn or rewards.reads_part or not mine
-                else threads.submit(rewards.score, list(mine.values()))
-                for (_, rewards), mine in zip(self._parts, asked, strict=True)
+                None if rewards.in_turn or later or not mine else threads.submit(rewards.score, list(mine.values()))
+                for (_, rewards), later, mine in zip(self._parts, self._later, asked, strict=True)
             ]
-            for k in sorted(range(len(self._parts)), key=lambda k: bool(self._parts[k][1].reads_part)):
-                (_, rewards), mine, answer = self._parts[k], asked[k], waiting[k]
+            for k in sorted(range(len(self._parts)), key=self._later.__getitem__):
+                (part, rewards), mine, answer = self._parts[k], asked[k], waiting[k]
+                if part.waits_for is not None:
+                    first = found[self._names.index(part.waits_for)]
+                    mine = {i: item for i, item in mine.items() if i in first and part.wants(first[i].value)}
                 if rewards.reads_part:
                     other = found[self._names.index(rewards.reads_part)]
                     mine = {i: replace(item, judged=other[i].value if i in other else None) for i, item in mine.items()}

@@ -54,6 +54,11 @@ class RewardPartConfig(Section):
     when: str | tuple[str, ...] = ()
     """Task or tasks that the part judges: names in `data.tasks`, or values of the column `task` of `data.path` or
     `data.source`. Default: all."""
+    when_wrong: str | None = None
+    """Name of a part that is judged first: this one judges only responses that it gives less than 1, such as a model
+    that is asked about what a rule calls wrong."""
+    when_right: str | None = None
+    """Name of a part that is judged first: this one judges only responses that it gives at least 1."""
     role: str | None = None
     """Role of `rollout.program` whose text the part judges; a response without one has no value of the part. Default:
     the whole response."""
@@ -69,6 +74,28 @@ class RewardPartConfig(Section):
     @classmethod
     def _known_verifier(cls, verifier: str) -> str:
         return known_verifier(verifier, OF_PARTS)
+
+    @model_validator(mode="after")
+    def _one_condition(self) -> Self:
+        if self.when_wrong is not None and self.when_right is not None:
+            raise ValueError(f"the part '{self.name}' has `when_wrong` and `when_right`; leave one out")
+        if self.waits_for is not None and (self.group or self.verifier in GROUP_JUDGES):
+            raise ValueError(
+                f"the part '{self.name}' compares all responses of a group, of which `when_wrong` and `when_right` "
+                "would leave some out; leave the condition out"
+            )
+        return self
+
+    @property
+    def waits_for(self) -> str | None:
+        """The part that decides which responses this one judges."""
+        return self.when_wrong or self.when_right
+
+    def wants(self, other: float | None) -> bool:
+        """Return whether it judges a response to which the part that it waits for gives the value ``other``."""
+        if self.waits_for is None:
+            return True
+        return other is not None and (other >= 1) == (self.when_right is not None)
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -26,6 +26,9 @@ class TrainConfig(Section):
     recipe: str | None = None
     """Published method by name, see docs/methods.md: its keys apply where neither the file nor the command line gives
     them. Lists of tables are combined by `name`."""
+    stages: tuple[dict[str, Any], ...] = ()
+    """Runs one after another, each from the model that the one before exported: tables with a `name` and any keys of
+    the configuration; see docs/loop.md."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of all random choices: problems, sampling, order."""
     output_dir: str = "runs"
@@ -182,6 +185,15 @@ class TrainConfig(Section):
             raise ValueError(f"{sequence} does not fit in `rollout.kv_tokens` = {rollout.kv_tokens}; raise it")
         if longest > trainer.max_tokens:
             raise ValueError(f"{sequence} does not fit in `trainer.max_tokens` = {trainer.max_tokens}; raise it")
+        extrapolate = None if self.model.lora is None else self.model.lora.extrapolate
+        if extrapolate is not None and trainer.ranks > 1:
+            raise ValueError("`model.lora.extrapolate` does not go with `trainer.ranks` above 1 yet; set it to 1")
+        updates = trainer.steps * trainer.updates_per_step
+        if extrapolate is not None and updates < (needed := extrapolate.every * (extrapolate.horizon + 1)):
+            raise ValueError(
+                f"`model.lora.extrapolate` learns from every * (horizon + 1) = {needed} updates at least, and the run "
+                f"makes {updates}; raise `trainer.steps`, or lower one of them"
+            )
         if trainer.updates_per_step > trainer.prompts_per_step:
             raise ValueError(
                 f"`trainer.updates_per_step` = {trainer.updates_per_step} needs at least as many prompts, and "

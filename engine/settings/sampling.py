@@ -9,6 +9,19 @@ from pydantic import Field, PositiveFloat, field_validator, model_validator
 from .section import NonNegativeInt, PositiveInt, Section
 
 
+class ExtrapolationConfig(Section):
+    every: PositiveInt = 10
+    """Updates between two adapters that are kept."""
+    horizon: PositiveInt = 5
+    """Kept adapters from one to the one that is predicted from it."""
+    scale: PositiveFloat = 1.0
+    """Factor of the predicted change."""
+    epochs: PositiveInt = 1000
+    """Epochs in which the predictor is trained."""
+    lr: PositiveFloat = 2e-5
+    """Learning rate of the predictor."""
+
+
 class LoraConfig(Section):
     rank: PositiveInt = 64
     """Rank of the adapter."""
@@ -19,6 +32,8 @@ class LoraConfig(Section):
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear layers with an adapter, by the last part of their names, such as `["q_proj", "v_proj"]`; `all-linear`: all
     except the head. A vision tower's have none."""
+    extrapolate: ExtrapolationConfig | None = None
+    """Extend the exported weights along their trajectory in the run (NExt); see docs/models.md. Default: no."""
 
     @field_validator("targets")
     @classmethod

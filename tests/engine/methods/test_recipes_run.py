@@ -124,9 +124,14 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(("ttrl", "empo", "pref_grpo", "brpo"), "tests/engine/rewards/test_group_judges.py"),
     **dict.fromkeys(("reasoning_sql", "chatshopbuddy"), "test_recipes_of_problems.py"),
+    "hybrid_verifier": "it needs a server: tests/engine/rewards/{test_parts,test_remote}.py",
     **dict.fromkeys(("general_reasoner", "grlo"), "they need a server: tests/engine/rewards/test_remote.py"),
     "codev_r1": "it needs tests of programs: tests/engine/rewards/test_verifiers.py",
     "sapo_swarm": "it needs files of other runs: test_recipes_of_problems.py",
+    **dict.fromkeys(
+        ("light_r1", "tulu3_stages", "miromind_m1_stages", "acereason_stages"), "tests/engine/app/test_stages.py"
+    ),
+    "next": "its stages and its extrapolation: tests/engine/{app/test_stages,loop/test_extrapolation}.py",
     "turn_rewards": "it needs a chat template and tools: test_turn_rewards.py",
 }
 """Recipes whose step is not taken here, and the reason."""

@@ -197,6 +197,8 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text
         + '\n[[reward.parts]]\nname = "odd"\nverifier = "mine.py:odd"\nweight = 0.5\n'
         + '[[reward.parts]]\nname = "third"\nverifier = "mine.py:third"\nweight = 3.0\nwhen = "chain_sum"\n'
+        + '[[reward.parts]]\nname = "late"\nverifier = "mine.py:length"\noptions = { unit = 0.01 }\n'
+        + 'when_wrong = "odd"\n'
         + '[[reward.shaping]]\nname = "shaping.py:recorded"\n'
     )
     return path
@@ -218,14 +220,16 @@ def test_a_run_learns_from_the_sum_and_credit_reads_the_parts(toml: Path, tmp_pa
     expected = {}
     for leaf in leaves:
         odd, third = value(leaf)
-        assert leaf["reward"] == 0.5 * odd + (0 if math.isnan(third) else 3 * third), leaf
+        late = 0 if odd else 0.01 * len(leaf["response_text"])  # it judges what `odd` calls wrong
+        assert leaf["reward"] == pytest.approx(0.5 * odd + (0 if math.isnan(third) else 3 * third) + late), leaf
         expected.setdefault((leaf["task"], leaf["prompt_id"]), []).append((odd, third))
-    assert len({leaf["reward"] for leaf in leaves}) == 4, "too few kinds of verdicts; the test shows nothing"
+    assert len({value(leaf) for leaf in leaves}) >= 4, "too few kinds of verdicts; the test shows nothing"
     seen = [json.loads(line) for line in (toml.parent / "seen.jsonl").read_text().splitlines()]
     assert len(seen) == len(expected) == 12
     for row in seen:
         odd, third = map(list, zip(*expected[row["task"], row["id"]], strict=True))
         assert row["odd"] == odd
+        assert [math.isnan(late) for late in row["late"]] == [bool(o) for o in odd]
         assert np.array_equal(row["third"], third, equal_nan=True)
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all(row["actor/grad_norm"] > 0 for row in rows[1:] if row["step"])
@@ -236,7 +240,7 @@ def test_the_resolved_configuration_reads_back(toml: Path, tmp_path: Path) -> No
     path = tmp_path / "again.toml"
     path.write_text(resolved_toml(config))
     assert load_config(path) == config
-    assert [p.tasks for p in config.reward.parts] == [(), ("chain_sum",)]
+    assert [p.tasks for p in config.reward.parts] == [(), ("chain_sum",), ()]
 
 
 def test_columns_that_a_part_reads_are_kept(toml: Path) -> None:
@@ -286,6 +290,54 @@ def test_a_part_that_cannot_be_used_is_named(part: dict[str, Any], needle: str) 
     config = RewardConfig.model_validate({"parts": [{"name": "a", **part}], "workers": 1})
     with pytest.raises(UserError, match=rf"The part 'a' \(reward.parts\) cannot be used: .*{needle}"):
         make_rewards(config).__enter__()
+
+
+class Told(Rewards):
+    """Gives the values that are told for texts, and remembers what it read."""
+
+    def __init__(self, values: dict[str, float | None]) -> None:
+        self.values, self.read = values, list[str]()
+
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        self.read += [one.response_text for one in items]
+        values = [self.values[one.response_text] for one in items]
+        return [RewardResult(value, "broken" if value is None else None) for value in values]
+
+
+def conditional(*given: dict[str, Any], values: Sequence[dict[str, float | None]]) -> RewardParts:
+    parts = [RewardPartConfig(verifier="exact", **part) for part in given]
+    return RewardParts([(p, Told(v)) for p, v in zip(parts, values, strict=True)], task_names(()), Context())
+
+
+@pytest.mark.parametrize(("condition", "asked"), [("when_wrong", ["b", "c"]), ("when_right", ["a"])])
+def test_a_part_may_judge_only_what_another_calls_wrong_or_right(condition: str, asked: list[str]) -> None:
+    """The part that waits may stand first; it is never asked about the others, nor where the first one failed."""
+    rule = {"a": 1.0, "b": 0.0, "c": 0.5, "d": None}
+    rewards = conditional(
+        {"name": "model", condition: "rule", "weight": 0.25}, {"name": "rule"},
+        values=[dict.fromkeys("abcd", 0.8), rule],
+    )  # fmt: skip
+    found = rewards.score([RewardItem(text, {}) for text in "abcd"])
+    assert rewards._parts[0][1].read == asked
+    for text, result in zip("abcd", found, strict=True):
+        own = rule[text]
+        assert result.value == (None if own is None else pytest.approx(own + (0.2 if text in asked else 0.0)))
+        assert math.isnan(result.named["model"]) == (text not in asked)
+
+
+def test_conditions_that_cannot_hold_are_refused() -> None:
+    values: list[dict[str, float | None]] = [{}, {}]
+    with pytest.raises(UserError, match="waits for the part 'rul', and there is none"):
+        conditional({"name": "model", "when_wrong": "rul"}, {"name": "rule"}, values=values)
+    with pytest.raises(UserError, match="waits for the part 'rule', and there is none of that name that waits for no"):
+        conditional({"name": "model", "when_wrong": "rule"}, {"name": "rule", "when_right": "model"}, values=values)
+    with pytest.raises(UserError, match="on tasks that this does not judge"):
+        conditional({"name": "model", "when_wrong": "rule"}, {"name": "rule", "when": "sum"}, values=values)
+    conditional({"name": "model", "when_wrong": "rule", "when": "sum"}, {"name": "rule", "when": "sum"}, values=values)
+    with pytest.raises(ValueError, match="leave one out"):
+        RewardPartConfig(name="a", verifier="exact", when_wrong="b", when_right="b")
+    with pytest.raises(ValueError, match="compares all responses of a group"):
+        RewardPartConfig(name="a", verifier="majority", when_wrong="b")
 
 
 class Watched(Rewards):

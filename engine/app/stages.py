@@ -1,0 +1,71 @@
+"""Stages of a training: runs one after another, each from the model that the one before exported.
+
+A file's ``[[stages]]`` are tables with a ``name`` and keys of the configuration. A stage's keys are: defaults < recipe
+of the file < file < recipe of the stage < stage < flags. Its run is called ``<name>_<name of the stage>``, and has a
+directory, an optimiser and a reference of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..settings import TrainConfig
+from .config import checked, load_config, put, read_tables
+from .recipes import combined, read_recipe
+
+EXPORT = "export"
+"""Folder of a run's directory with the trained model."""
+
+
+def load_stages(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str, str]] = ()) -> list[TrainConfig]:
+    """Return the configurations of a file's stages, in their order; one configuration if it has no stages.
+
+    Raises:
+        UserError: as `load_config`, or a stage has no name of its own or a key that stages do not have.
+    """
+    path = Path(path)
+    data, given, values = read_tables(path, overrides)
+    stages = data.pop("stages", None)
+    if not stages:
+        return [load_config(path, overrides)]
+    if not isinstance(stages, list) or not all(isinstance(s, dict) and isinstance(s.get("name"), str) for s in stages):
+        raise UserError(f"'{path}': `stages` must be a list of tables, each with a `name`.")
+    names = [stage["name"] for stage in stages]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"'{path}': two of `stages` are called '{twice[0]}'; give each a name of its own.")
+    found: list[TrainConfig] = []
+    for stage in stages:
+        tables = copy.deepcopy(_of_stage(data, stage, path))
+        for key, value in values.items():
+            put(tables, key, value)
+        tables["name"] = f"{tables.get('name', '')}_{stage['name']}"
+        if found:
+            model = {key: value for key, value in tables.get("model", {}).items() if key != "create"}
+            tables["model"] = model | {"path": str(found[-1].run_dir / EXPORT)}
+        found.append(checked(tables, path, given))
+    return found
+
+
+def _of_stage(data: dict[str, Any], stage: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the keys of the file's tables and of one stage, without the stage's name."""
+    own = {key: value for key, value in stage.items() if key != "name"}
+    if kept := [key for key in ("stages", "output_dir") if key in own] or [
+        f"model.{key}" for key in ("path", "create") if key in own.get("model", {})
+    ]:
+        raise UserError(
+            f"'{path}': the stage '{stage['name']}' has `{kept[0]}`, which all stages have in common; put it above "
+            "them."
+        )
+    tables = {key: value for key, value in data.items() if key != "recipe"}
+    if isinstance(recipe := own.get("recipe"), str):
+        keys = read_recipe(recipe).keys
+        if "stages" in keys:
+            raise UserError(
+                f"'{path}': the stage '{stage['name']}' has the recipe '{recipe}', which has stages itself."
+            )
+        tables = combined(tables, keys)
+    return combined(tables, own)
