@@ -28,6 +28,7 @@ OPS = (
     "logprob_from_logits",
     "policy_loss",
     "tree_attention",
+    "tree_recurrence",
     "layer_ops",
     "sample_tokens",
     "tree_step",

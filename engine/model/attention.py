@@ -30,7 +30,6 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -41,6 +40,7 @@ from rolltree.kernels import tree_attention
 from rolltree.kernels.tree_attention.api import padded
 
 from . import varlen
+from .both_ways import Block, attend_both_ways
 
 NAME = "rolltree"
 SLIDING_MASK = "create_sliding_window_causal_mask"
@@ -64,14 +64,6 @@ class KVStore(Protocol):
     ) -> Tensor:  # [N, Hq, D]
         """Store the new keys and values of layer ``layer_idx``, then attend over every row's path."""
         ...
-
-
-class Block(NamedTuple):
-    """Rows that attend to each other in both directions, and to the path before them."""
-
-    begin: int
-    end: int
-    seen: Tensor  # [n] int64, the rows on the path, and the block's own
 
 
 class Tree(NamedTuple):
@@ -238,8 +230,7 @@ def _attention(
         )  # fmt: skip
     else:
         out = _packed(module, q, k, v, tree, scaling, window, softcap, sink, chunk)
-        if tree.blocks:
-            out = _both_ways(module, out, q, k, v, tree, scaling, window, softcap, sink)
+        out = attend_both_ways(out, q, k, v, tree.blocks, scaling, window, softcap, sink)
     return (out if out.shape[-1] == width else out[..., :width])[None], None
 
 
@@ -276,45 +267,6 @@ def _packed(
         softcap=softcap,
         sink=sink,
     )
-
-
-def _both_ways(
-    module: nn.Module,
-    out: Tensor,  # [T, Hq, D]
-    q: Tensor,  # [T, Hq, D]
-    k: Tensor,  # [T, Hkv, D]
-    v: Tensor,  # [T, Hkv, D]
-    tree: Tree,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sink: Tensor | None,  # [Hq]
-) -> Tensor:  # [T, Hq, D]
-    """Compute the rows of the tree's blocks again, each block with all keys of its path and its own.
-
-    Such a row's keys are those of its path and one further interval, the rest of its block, and no row of another
-    branch. With a sliding window, a key still lies less than the window before its query.
-    """
-    if softcap is not None or sink is not None:
-        raise ValueError(
-            f"{type(module).__name__} has attention in both directions with a softcap or sinks, which is not supported."
-        )
-    rows, parts = [], []
-    for begin, end, seen in tree.blocks:
-        mask = None
-        if window is not None:
-            assert tree.position is not None
-            position = tree.position.reshape(-1)
-            mask = position[seen] > position[begin:end, None] - window
-        keys, values = (
-            x.index_select(0, seen).transpose(0, 1).repeat_interleave(q.shape[1] // x.shape[1], 0) for x in (k, v)
-        )
-        part = F.scaled_dot_product_attention(
-            q[begin:end].transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=scale
-        )
-        parts.append(part[0].transpose(0, 1))
-        rows.append(torch.arange(begin, end, device=q.device))
-    return out.index_copy(0, torch.cat(rows), torch.cat(parts).to(out.dtype))
 
 
 def _tree(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> Tree | None:

@@ -211,6 +211,31 @@ def test_picture_step_computes_the_same_gradient_every_way() -> None:
     assert_gradients_agree(bench, trained)
 
 
+def test_tree_recurrence_computes_the_same_every_way() -> None:
+    bench = load("tree_recurrence")
+    x = next(bench.cases(CPU, True)).make()
+    rows = torch.stack([torch.from_numpy(x.tree.path_rows(leaf)) for leaf in range(x.tree.num_leaves)])
+    found: dict[str, Any] = {}
+    for name, provider in bench.providers.items():
+        try:
+            calls = provider(x)
+        except ImportError:
+            continue  # a peer that is not installed
+        out, grads = calls["forward"](), calls["forward+backward"]()
+        if name == bench.speedup_over:
+            out = torch.zeros_like(x.value).index_put_((rows,), out)
+            grads = [
+                torch.zeros_like(x).index_add(0, rows.flatten(), g.flatten(0, 1))
+                for x, g in zip(x.leaves, grads, strict=True)
+            ]
+        found[name] = [out, *grads]
+    own = found.pop("rolltree")
+    assert bench.speedup_over in found
+    for other in found.values():
+        for mine, theirs in zip(own, other, strict=True):
+            assert (mine - theirs).norm() <= 1e-5 * mine.norm()
+
+
 @pytest.mark.parametrize(
     ("tree", "tokens", "pairs"),
     [

@@ -17,7 +17,7 @@ from ...data.media import PromptMedia
 from ...data.segment import Text
 from ...errors import UserError
 from ...model import attention, recurrent, routes
-from ...model.pictures import family_of, placeholders
+from ...model.pictures import both_ways, family_of, not_touching, placeholders
 from ..branch import Request
 from ..digest import Held, digests
 from ..engine import RolloutEngine
@@ -322,11 +322,9 @@ class NativeEngine(RolloutEngine):
     def _check_pictures(self, index: int, media: PromptMedia) -> None:
         """Raise ValueError if the pictures of prompt ``index`` cannot be computed."""
         family, name = family_of(self.model), type(self.model).__name__
-        if family.both_ways:
-            raise ValueError(
-                f"The pictures of {name} attend in both directions, which the native engine does not support; leave "
-                "them out, or take another model."
-            )
+        if both_ways(self.model) is not None:
+            ends = {end for _, end, _ in media.spans}
+            not_touching(self.model, any(begin in ends for begin, _, _ in media.spans))
         for picture in media.pictures:
             if family.grid != (picture.grid is not None):
                 raise ValueError(

@@ -15,6 +15,7 @@ from rolltree.kernels import use_backend
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
 from ...errors import UserError
+from ...model.both_ways import Block, attend_both_ways
 from .host_keys import HostKeys
 from .routes import RouteCache
 from .states import StateCache
@@ -116,6 +117,7 @@ class KvCache:
         self._pages: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k, v: [P + 1, page, Hkv, D]
         self._slots: Tensor | None = None  # [N] int64
         self._plan: DecodePlan | None = None
+        self._blocks: tuple[Block, ...] = ()
         self._attended: set[int] = set()  # layers, in the present step
 
     @property
@@ -190,8 +192,9 @@ class KvCache:
         assert self._slots is not None
         self.routes.write(self._slots, routes)
 
-    def begin_step(self, slots: Tensor, plan: DecodePlan) -> None:  # slots: [N] int64
-        self._slots, self._plan = slots, plan
+    def begin_step(self, slots: Tensor, plan: DecodePlan, blocks: tuple[Block, ...] = ()) -> None:  # slots: [N] int64
+        """Begin a step, some of whose rows see the rest of their picture too: ``seen`` of ``blocks`` are slots."""
+        self._slots, self._plan, self._blocks = slots, plan, blocks
         self._attended.clear()
 
     def attend(
@@ -227,6 +230,9 @@ class KvCache:
                     query, *self._pages[layer_idx], self._plan, scale=scale, window=window, softcap=softcap, sink=sink
                 )
             _compare(layer_idx, out, expected)
+        if self._blocks:
+            k, v = (pages.flatten(0, 1) for pages in self._pages[layer_idx])
+            out = attend_both_ways(out, query, k, v, self._blocks, scale, window, softcap, sink)
         return out
 
     def make_pages(self, layer_idx: int, like: Tensor, group: int) -> None:  # [N, Hkv, D]
