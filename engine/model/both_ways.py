@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..data.kv_store import AttentionRule
+
 
 class Block(NamedTuple):
     """Rows that attend to each other in both directions, and to the path before them."""
@@ -28,10 +30,7 @@ def attend_both_ways(
     key: Tensor,  # [S, Hkv, D]
     value: Tensor,  # [S, Hkv, D]
     blocks: tuple[Block, ...],
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sink: Tensor | None,  # [Hq]
+    rule: AttentionRule,
 ) -> Tensor:  # [T, Hq, D]
     """Return ``out`` with the rows of ``blocks`` computed with all keys that they see, in both directions.
 
@@ -41,23 +40,23 @@ def attend_both_ways(
     Raises:
         ValueError: the layer has a softcap or sinks.
     """
-    blocks = tuple(block for block in blocks if window is not None or not block.sliding)
+    blocks = tuple(block for block in blocks if rule.window is not None or not block.sliding)
     if not blocks:
         return out
-    if softcap is not None or sink is not None:
+    if rule.softcap is not None or rule.sink is not None:
         raise ValueError("Attention in both directions with a softcap or sinks is not supported; leave pictures out.")
     rows, parts = [], []
     for begin, end, seen, _ in blocks:
         mask = None
-        if window is not None:
+        if rule.window is not None:
             place = torch.arange(len(seen), device=query.device)
-            mask = place > place[begin - end :, None] - window
+            mask = place > place[begin - end :, None] - rule.window
         keys, values = (
             x.index_select(0, seen).transpose(0, 1).repeat_interleave(query.shape[1] // x.shape[1], 0)
             for x in (key, value)
         )
         part = F.scaled_dot_product_attention(
-            query[begin:end].transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=scale
+            query[begin:end].transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=rule.scale
         )
         parts.append(part[0].transpose(0, 1))
         rows.append(torch.arange(begin, end, device=query.device))

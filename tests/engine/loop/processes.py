@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -40,12 +42,22 @@ class Process:
         self.told = server.stdout
         server.stdin.write(json.dumps(arguments).encode() + b"\n")
         self.pid = int(self.told.readline())
+        self.status: int | None = None
 
     def ended(self) -> bool:
-        return bool(select.select([self.told], [], [], 0)[0])
+        return self.status is not None or bool(select.select([self.told], [], [], 0)[0])
 
     def wait(self) -> int:
-        return int(self.told.readline())
+        """Return the exit status; the next process can be started after that."""
+        if self.status is None:
+            self.status = int(self.told.readline())
+        return self.status
+
+    def kill(self) -> None:
+        """End the process if it runs."""
+        if not self.ended():
+            os.kill(self.pid, signal.SIGKILL)
+        self.wait()
 
     def await_row(self, log: Path, count: int) -> None:
         while not self.ended() and not (log.exists() and log.read_text().count("\n") >= count):

@@ -122,7 +122,7 @@ def test_kills_of_any_process_lose_no_group(
         (tmp_path / "seconds.json").write_text(json.dumps(seconds))
 
     driver = Process(drivers, command)
-    request.addfinalizer(lambda: end(driver.pid))
+    request.addfinalizer(lambda: driver.kill())
     within(2 * NEXT_STEP_S * busy(), goes_on, driver, 2)
     for number in range(kills):
         role = [*KILLED][number % 4] if kills < 10 else moment.choice([*KILLED, "engine"])
@@ -178,7 +178,7 @@ def test_a_process_that_stops_while_it_starts_is_replaced(
     command = run_command(tmp_path, ray, HANG_S * busy(), RANKS_S * busy(), limit)
     config = load_config(command[1], command[2:])
     driver = Process(drivers, command)
-    request.addfinalizer(lambda: end(driver.pid))
+    request.addfinalizer(lambda: driver.kill())
 
     def starting() -> list[psutil.Process]:
         return [actor for actor in actors(role) if "__init__" in "".join(actor.cmdline())]
