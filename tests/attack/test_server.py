@@ -338,7 +338,7 @@ def test_any_body_is_answered_or_refused(client: httpx.Client, cases: int) -> No
 
     alone = ask()
 
-    @settings(max_examples=max(cases, 100), suppress_health_check=list(HealthCheck))
+    @settings(max_examples=max(cases, 50), suppress_health_check=list(HealthCheck))
     @given(bodies())
     def attack(sent: tuple[str, Any]) -> None:
         expect_well(client, post(client, *sent))
