@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import random
-import signal
 import socket
 import struct
 import threading
@@ -497,8 +496,9 @@ def end_within_seconds(process: Any, url: str, moment: float) -> None:
     threading.Thread(target=send_much, daemon=True).start()
     time.sleep(moment)
     begin = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    process.wait(timeout=30)
+    process.terminate()
+    process.join(timeout=30)
+    assert not process.is_alive()
     took = time.monotonic() - begin
     for wire in wires:
         wire.close()

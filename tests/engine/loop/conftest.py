@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from .processes import forking
+from .processes import Server, forking
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[subprocess.Popen[bytes]]:
+def server() -> Iterator[Server]:
     """What `processes.Process` forks."""
     with forking() as process:
         yield process
