@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TextIO
 
 TORCH = """
 import numpy, torch
@@ -78,3 +81,27 @@ def forks(*programs: str) -> Iterator[Forks]:
         yield made
         assert process.stdin is not None
         process.stdin.close()
+
+
+@contextmanager
+def forked(work: Callable[..., object], *args: Any) -> Iterator[tuple[Any, TextIO]]:
+    """Yield a fork of this process that runs ``work(*args)``, and what it prints, for what is killed or kills itself.
+
+    It is killed in the end if it still runs.
+    """
+    read, write = os.pipe()
+
+    def run() -> None:
+        os.close(read)
+        sys.stdout = sys.stderr = os.fdopen(write, "w", buffering=1)
+        work(*args)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    os.close(write)
+    try:
+        with os.fdopen(read) as printed:
+            yield process, printed
+    finally:
+        process.kill()
+        process.join()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,6 +20,8 @@ from rolltree.bench.schema import Context, Row, append, read
 from rolltree.bench.table import table
 from rolltree.bench.timing import interleaved, quantiles
 from rolltree.engine import TokenTree
+
+from ..forks import Forks
 
 CPU = torch.device("cpu")
 
@@ -269,10 +269,11 @@ print(peak_memory_mib(lambda: None, torch.device("cpu")))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system hides the peak of a process")
-def test_peak_memory_on_a_cpu() -> None:
+def test_peak_memory_on_a_cpu(torch_forks: Forks) -> None:
     """256 MiB and nothing, in a process whose allocator has not kept anything yet."""
-    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
-    peak, nothing = done.stdout.split()
+    code, printed = torch_forks.run(PEAK)
+    assert code == 0, printed
+    peak, nothing = printed.split()
     assert float(peak) == pytest.approx(256, rel=0.05)
     assert nothing == "None"
 

@@ -22,7 +22,7 @@ from rolltree.bench.cli import OPS
 from rolltree.bench.journal import Journal
 from rolltree.bench.runner import Bench, Calls, Case, Choice, DeviceLostError
 
-from ..forks import Forks
+from ..forks import Forks, forked
 
 CPU = torch.device("cpu")
 QUICK = Choice(seconds=0.0)
@@ -174,14 +174,14 @@ def test_time_limits_of_tasks_and_parts(tmp_path: Path) -> None:
 
 def test_a_benchmark_goes_on_behind_the_provider_that_killed_its_process(tmp_path: Path) -> None:
     """The first process says whose turn it is and dies of a signal; the second finds that on record."""
+    Journal("made_up", tmp_path).begin("one", "ours")
+    running = tmp_path / "made_up.running"
+    running.rename(tmp_path / "begun")
     code = f"""
-import os, resource
-from pathlib import Path
-from rolltree.bench.journal import Journal
-journal = Journal("made_up", Path({str(tmp_path)!r}))
-if not journal.known("one", "ours"):
-    journal.begin("one", "ours")
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # writing a core takes longer than the test
+import os, pathlib, resource
+if not pathlib.Path({str(tmp_path / "made_up.outcomes.jsonl")!r}).exists():
+    pathlib.Path({str(tmp_path / "begun")!r}).rename({str(running)!r})
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.abort()
 """
     said: list[str] = []
@@ -218,25 +218,15 @@ print(names)
     assert [path.name for path in archive.parent.iterdir()] == [archive.name]
 
 
-DRIVEN = """
-import sys
-from pathlib import Path
-from rolltree.bench import gpu, gpu_tasks
-sleeper = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(100)"]
-gpu.run_part([gpu_tasks.Task("sleeper", sleeper)], gpu_tasks.Setting("cpu", True, 0.0, "", Path(sys.argv[1])), 90.0)
-"""
-
-
 def test_a_task_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
     """Else it would hold the device when the command is given again."""
-    driver = subprocess.Popen([sys.executable, "-c", DRIVEN, str(tmp_path)])
+    sleeper = task("sleeper", "import os, time; print(os.getpid(), flush=True); time.sleep(100)")
     log = tmp_path / "logs" / "sleeper.log"
-    for _ in range(600):
-        if log.exists() and len(lines := log.read_text().splitlines()) > 1:
-            break
-        time.sleep(0.1)
-    driver.kill()
-    driver.wait()
+    with forked(gpu.run_part, [sleeper], setting(tmp_path), 90.0):
+        for _ in range(600):
+            if log.exists() and len(lines := log.read_text().splitlines()) > 1:
+                break
+            time.sleep(0.1)
     status = Path("/proc", lines[-1], "stat")
     for _ in range(100):
         if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":

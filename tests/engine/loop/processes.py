@@ -31,12 +31,14 @@ for line in sys.stdin:
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+Server = subprocess.Popen[bytes]
+"""The process that forks the runs."""
 
 
 class Process:
     """`rolltree` with ``arguments``."""
 
-    def __init__(self, server: subprocess.Popen[bytes], arguments: list[str]) -> None:
+    def __init__(self, server: Server, arguments: list[str]) -> None:
         assert server.stdin is not None
         assert server.stdout is not None
         self.told = server.stdout
@@ -65,7 +67,7 @@ class Process:
 
 
 @contextmanager
-def forking() -> Iterator[subprocess.Popen[bytes]]:
+def forking() -> Iterator[Server]:
     command, pipe = [sys.executable, "-c", SERVER], subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, bufsize=0) as process:  # for `select`
         yield process

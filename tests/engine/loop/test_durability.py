@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -34,7 +33,7 @@ from rolltree.engine.train.trainer import Trainer
 
 from ..conversations import write_conversations
 from ..tiny import write_run
-from .processes import Process
+from .processes import Process, Server
 
 STALE = ["--loop.staleness=1", "--evaluation.problems=0", "--evaluation.every=0", "--checkpoint.every=1"]
 
@@ -133,9 +132,7 @@ def test_crashes_lose_no_group(toml: Path, tmp_path: Path, monkeypatch, overlap:
     ("staleness", "kills"),
     [(1, 1), pytest.param(0, 50, marks=pytest.mark.slow), pytest.param(1, 50, marks=pytest.mark.slow)],
 )
-def test_killed_at_any_moment(
-    server: subprocess.Popen[bytes], toml: Path, tmp_path: Path, staleness: int, kills: int
-) -> None:
+def test_killed_at_any_moment(server: Server, toml: Path, tmp_path: Path, staleness: int, kills: int) -> None:
     extra = [*STALE, f"--loop.staleness={staleness}", "--loop.overlap=true"]
     command = ["train", str(toml), f"--output_dir={tmp_path}", *extra]
     command = kill(server, command, kills)
@@ -148,9 +145,7 @@ def test_killed_at_any_moment(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kills", [1, 15])
 @pytest.mark.parametrize("overlap", ["true", "false"])
-def test_conversations_killed_at_any_moment(
-    server: subprocess.Popen[bytes], tmp_path: Path, kills: int, overlap: str
-) -> None:
+def test_conversations_killed_at_any_moment(server: Server, tmp_path: Path, kills: int, overlap: str) -> None:
     """Calls of environments are under way at any moment; what they were asked is asked again, in the same turn."""
     program = f'environment="{tmp_path}/parts.py:Leisurely",max_turns=3,turn_tokens=12'
     program += f',environment_options={{log="{tmp_path}/tiny/metrics.jsonl"}}'
@@ -176,7 +171,7 @@ def test_conversations_killed_at_any_moment(
 
 
 def kill(
-    server: subprocess.Popen[bytes],
+    server: Server,
     command: list[str],
     kills: int,
     least_rows: int = 1,
@@ -243,7 +238,7 @@ def repair_as_resuming_does(directory: Path, config: TrainConfig) -> None:
             file.unlink()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_step_and_saves(toml: Path, tmp_path: Path, monkeypatch, number: signal.Signals) -> None:
     arguments = [f"--output_dir={tmp_path}", *STALE, "--trainer.steps=50", "--loop.staleness=0"]
     config = load_config(toml, [*arguments, "--checkpoint.every=40"])

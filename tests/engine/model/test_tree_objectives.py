@@ -16,6 +16,7 @@ import torch
 from rolltree.engine import TokenTree, TreeBatch, backward, batch_logprob, batch_loss, pack
 from rolltree.kernels import Objective, PolicyFields, Term, policy_loss
 
+from ...thinned import every, thinned
 from .test_tree_equals_flat import TEMPERATURE, close, flat_logprobs, make_models, random_tree
 
 AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
@@ -203,7 +204,7 @@ CUT += [("qwen3", 61, level) for level in ("token", "sequence")]
 CUT += [("gemma2-window-softcap", 33, level) for level in ("dual clip", "segment", "sequence, masked")]
 
 
-@pytest.mark.parametrize(("name", "max_tokens", "level"), CUT)
+@pytest.mark.parametrize(("name", "max_tokens", "level"), thinned(CUT, every(2)))
 def test_pieces_of_a_tree_add_up(name: str, max_tokens: int, level: str) -> None:
     """Some paths are longer than the budget; with activation checkpointing, and trees of several depths."""
     model, _ = make_models(name)

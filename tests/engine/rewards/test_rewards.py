@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from multiprocessing import connection
 from pathlib import Path
@@ -15,6 +13,8 @@ import pytest
 from rolltree.engine.errors import UserError
 from rolltree.engine.rewards import RewardItem, RewardPool, RewardResult, extract_answer
 from rolltree.engine.settings import RewardConfig, TaskConfig
+
+from ...forks import forked
 
 USER_CODE = """
 import os, sys, time
@@ -220,21 +220,17 @@ def test_close_leaves_no_process(user_code: Path) -> None:
 
 def test_workers_end_when_the_parent_is_killed(user_code: Path) -> None:
     """Both the one inside a hanging verifier and the idle one."""
-    program = f"""
-from rolltree.engine.settings import RewardConfig
-from rolltree.engine.rewards import RewardItem, RewardPool
-pool = RewardPool(RewardConfig(verifier={str(user_code) + ":moody"!r}, workers=2, timeout_s=30)).__enter__()
-print(*[w.process.pid for w in pool._workers], flush=True)
-pool.score([RewardItem('hang', {{}})])
-"""
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    pids = [int(word) for word in parent.stdout.readline().split()]
-    assert len(pids) == 2
-    time.sleep(0.3)
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    parent.stdout.close()
+
+    def judge() -> None:
+        pool = RewardPool(RewardConfig(verifier=f"{user_code}:moody", workers=2, timeout_s=30)).__enter__()
+        print(*[w.process.pid for w in pool._workers])
+        pool.score([RewardItem("hang", {})])
+
+    with forked(judge) as (parent, printed):
+        pids = [int(word) for word in printed.readline().split()]
+        assert len(pids) == 2
+        time.sleep(0.3)
+        os.kill(parent.pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
     while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -95,7 +95,7 @@ class Searched:
         return drafted
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     events=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12), st.integers(1, 40)), min_size=1, max_size=12),
     alphabet=st.integers(4, 9),

@@ -169,7 +169,7 @@ def check_paths(traced: Traced) -> None:
                 assert traced.read(node) == tokens
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(events=EVENTS, pages=st.integers(1, 60), page_size=st.integers(1, 5))
 def test_random_traces_keep_the_invariants_and_every_path(
     events: list[tuple[str, int, int]], pages: int, page_size: int
