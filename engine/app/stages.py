@@ -53,9 +53,10 @@ def load_stages(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str,
 def _of_stage(data: dict[str, Any], stage: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the keys of the file's tables and of one stage, without the stage's name."""
     own = {key: value for key, value in stage.items() if key != "name"}
-    if kept := [key for key in ("stages", "output_dir") if key in own] or [
-        f"model.{key}" for key in ("path", "create") if key in own.get("model", {})
-    ]:
+    kept = [key for key in own if key in ("stages", "output_dir")]
+    model = own.get("model")
+    kept += [f"model.{key}" for key in ("path", "create") if isinstance(model, dict) and key in model]
+    if kept:
         raise UserError(
             f"'{path}': the stage '{stage['name']}' has `{kept[0]}`, which all stages have in common; put it above "
             "them."

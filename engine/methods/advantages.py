@@ -14,6 +14,7 @@ from ..data.columns import Array
 from ..data.segment import Origin
 from ..data.tree import TokenTree
 from ..errors import UserError
+from ..parts.context import NotReadyError
 from . import credit, remembered, scored
 from .credit import EPS, Credit, centred, group, node_values, rewards_of
 from .roles import by_role
@@ -58,6 +59,28 @@ def passk_best(tree: TokenTree) -> Array:  # [L]
         second, first = np.sort(rewards)[-2:]
         found[rewards.argmax()] = (first - second) / (rewards.std(ddof=1) + EPS)
     return found
+
+
+def remax(trees: Sequence[TokenTree]) -> Credit:
+    """ReMax (Li et al. 2023, arXiv 2310.10505): ``R - R_greedy``, the reward of the group's greedy response, as the
+    program `greedy_baseline` samples it; the mean of the others where it has no verdict.
+
+    Raises:
+        UserError: no group has a response that is not trained on.
+    """
+    if all(tree.trained.all() for tree in trees):
+        if not any("entry" in tree.meta for tree in trees):
+            raise NotReadyError("A made-up group has no greedy response.")
+        raise UserError(
+            "algorithm.advantage = 'remax' needs groups with a greedy response that is not trained on; set "
+            'rollout.program to "greedy_baseline".'
+        )
+    found = []
+    for tree in trees:
+        rewards, counted = rewards_of(tree), tree.trained
+        greedy = rewards[~counted]
+        found.append(np.where(counted, rewards - (greedy.mean() if len(greedy) else rewards.mean()), 0.0))
+    return Credit("leaf", found)
 
 
 def gdpo(trees: Sequence[TokenTree], *, weights: Mapping[str, float], whiten: bool = True) -> Credit:
@@ -305,6 +328,7 @@ ADVANTAGES: dict[str, Callable[..., Any]] = {
     "signed": signed,
     "gpg": gpg,
     "passk_best": passk_best,
+    "remax": remax,
     "gdpo": gdpo,
     "task_norm": task_norm,
     "noise_forward": noise_forward,

@@ -155,7 +155,32 @@ def every_unequal(tree: TokenTree, *, gap: float = 0.0) -> Sequence[tuple[int, i
     return list(zip(better.tolist(), worse.tolist(), strict=True))
 
 
+def siblings(tree: TokenTree, *, gap: float = 0.0) -> list[tuple[int, int]]:
+    """Pair responses that part at a node whose children differ in their value by more than ``gap``, V the mean reward
+    of the responses below a node: the best response below the best child, and the worst one below the worst child. The
+    tokens that both share cancel in a preference loss, so it compares the steps after the node (iTool, Optima: trees of
+    steps or turns; the choice of responses is inferred).
+    """
+    rewards, children = _rewards(tree), dict[int, dict[int, list[int]]]()
+    if np.isinf(rewards).any():
+        return []
+    for leaf, node in enumerate(tree.leaf_node.tolist()):
+        while (above := int(tree.parent[node])) >= 0:
+            children.setdefault(above, {}).setdefault(node, []).append(leaf)
+            node = above
+    found = []
+    for _, below in sorted(children.items()):
+        values = {child: float(rewards[leaves].mean()) for child, leaves in below.items()}
+        best, worst = max(values, key=values.__getitem__), min(values, key=values.__getitem__)
+        if values[best] - values[worst] > gap:
+            better = max(below[best], key=rewards.__getitem__)
+            worse = min(below[worst], key=rewards.__getitem__)
+            found.append((better, worse))
+    return found
+
+
 PAIRINGS: dict[str, Callable[..., Sequence[tuple[int, int]]]] = {
     "best_and_worst": best_and_worst,
     "every_unequal": every_unequal,
+    "siblings": siblings,
 }

@@ -44,6 +44,7 @@ from .s_grpo import SGRPO
 from .spo import SPOChain, SPOTree
 from .tools import ToolTurns
 from .treepo import TreePO
+from .varied import GreedyBaseline, ManyTemperatures
 
 PROGRAMS: dict[str, type[RolloutProgram]] = {
     "flat": Flat,
@@ -65,6 +66,8 @@ PROGRAMS: dict[str, type[RolloutProgram]] = {
     "try_again": TryAgain,
     "plan_execute": PlanExecute,
     "annealed": Annealed,
+    "many_temperatures": ManyTemperatures,
+    "greedy_baseline": GreedyBaseline,
 }
 
 
@@ -103,8 +106,10 @@ __all__ = [
     "Fork",
     "GenerateThenVerify",
     "Given",
+    "GreedyBaseline",
     "GroupState",
     "HintLadder",
+    "ManyTemperatures",
     "Observation",
     "PlanExecute",
     "Prune",

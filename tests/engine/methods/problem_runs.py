@@ -51,6 +51,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "masa": ("--rollout.program_options={{question='Share 0.',members=2,gate=true}}", "--trainer.prompts_per_step=16"),
     "v_0": ("--data.curriculum_options={{column='prior',least=2,most=6}}", "--trainer.prompts_per_step=12"),
     "v_05": ("--algorithm.advantage_options={{column='prior'}}", "--loop.callback_options={{column='prior'}}"),
+    "remax": ("--reward.verifier={folder}/mine.py:by_level", "--trainer.prompts_per_step=12"),
+    "multi_temperature": ("--rollout.program_options={{temperatures=[0.5,2.0]}}",),
     "hpt": ("--reward.verifier={folder}/mine.py:seldom",),
     "ampo": ("--reward.verifier={folder}/mine.py:seldom",),
     "igrpo": ("--loop.callback_options={{template='{{prompt}} after {{draft}}'}}",),

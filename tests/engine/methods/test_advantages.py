@@ -228,7 +228,7 @@ MADE = {
 """Estimators with options, state or the problem's row."""
 
 
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"gae", "gdpo", "noise_forward", "pods", "by_role"}))
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"gae", "gdpo", "noise_forward", "pods", "by_role", "remax"}))
 def test_groups_of_one_and_empty_responses(name):
     estimator = MADE.get(name, lambda: ADVANTAGES[name])()
     for responses, rewards in (([[3]], [1.0]), ([[], [3]], [1.0, 0.0]), ([[3], [3]], [1.0, 1.0])):
@@ -247,7 +247,13 @@ def test_groups_of_one_and_empty_responses(name):
 def test_every_name_is_another_credit():
     """On a tree with rewards of every kind, no two estimators agree."""
     found = {}
-    elsewhere = {"optimal_token", "gradient_weighted", "log_ratio", "by_beginning"}  # test_pairs.py has what they read
+    elsewhere = {
+        "optimal_token",
+        "gradient_weighted",
+        "log_ratio",
+        "by_beginning",
+        "remax",
+    }  # test_pairs.py has what they read
     for name in sorted(
         set(ADVANTAGES) - {"gae", "gdpo", "noise_forward", "pods", "process", "nft", "by_role", *MADE, *elsewhere}
     ):

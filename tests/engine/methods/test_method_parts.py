@@ -14,8 +14,9 @@ from rolltree.engine.data.segment import LeafStatus, Origin, Segment
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.methods.advantages import ADVANTAGES
 from rolltree.engine.methods.groups import More, top_up
+from rolltree.engine.methods.priors import Values
 from rolltree.engine.methods.schedules import towards
-from rolltree.engine.methods.selections import SELECTIONS
+from rolltree.engine.methods.selections import PAIRINGS, SELECTIONS
 from rolltree.engine.methods.shaping import SHAPINGS
 
 RESPONSES = [[10, 11], [10, 12, 13, 12, 13, 12, 13], [10, 12, 14], [20], [20, 21, 22, 23]]
@@ -238,3 +239,42 @@ def test_towards_moves_by_a_step_and_stays_within_its_bounds():
     assert towards(2, {"c": 0.01, "h": 0.3}, **options) == pytest.approx(0.005)
     assert towards(2, {"c": 0.001, "h": 0.3}, **options) == 0
     assert towards(2, {"c": 0.01, "h": 0.1}, **options, high=0.012) == 0.012
+
+
+def test_siblings_are_pairs_of_responses_that_part_where_the_value_does():
+    """From the root the best child is the lone right answer; at the node of two continuations they are the pair."""
+    tree = TokenTree.from_nodes(
+        [-1, 0, 0, 1, 1, 2, 2],
+        [Segment.prompt([1]), *(Segment.make([k], behaviour_logprob=-1.0) for k in range(2, 8))],
+        [3, 4, 5, 6],
+        [LeafStatus.STOP] * 4,
+    )  # leaves 0 and 1 below node 1, leaves 2 and 3 below node 2
+    for rewards, gap, expected in (
+        ([1, 0, 1, 1], 0.0, [(2, 1), (0, 1)]),  # V of node 1 is 1/2, of node 2 is 1: the worst below the worse one
+        ([1, 0, 1, 1], 0.6, [(0, 1)]),
+        ([0, 1, 1, 0], 0.0, [(1, 0), (2, 3)]),  # both nodes have the value 1/2
+        ([1, 1, 1, 1], 0.0, []),
+        ([0.2, 0.4, 0.1, 0.0], 0.0, [(1, 3), (1, 0), (2, 3)]),
+    ):
+        tree.rewards["reward"] = np.asarray(rewards, np.float32)
+        assert PAIRINGS["siblings"](tree, gap=gap) == expected
+    tree.rewards["reward"] = np.asarray([1, np.nan, 0, 0], np.float32)
+    assert PAIRINGS["siblings"](tree) == []
+
+
+def test_predictions_follow_from_the_steps_before_in_any_order_of_judging():
+    """Restored amid a step, a prediction still does not see the step's own groups."""
+    groups = [("a", "2 + 3 =", 1.0, 1), ("b", "2 + 4 =", 0.0, 1), ("b", "2 + 4 =", 0.5, 1), ("c", "7 - 4 =", 0.25, 1)]
+    found = []
+    for order in (groups, groups[::-1]):
+        values = Values()
+        for group in order:
+            values.add(*group)
+        assert values.predict("2 + 3 =", 1) is None
+        values.add("a", "2 + 3 =", 0.0, 2)
+        restored = Values()
+        restored.load_state_dict(values.state_dict())
+        found += [values.predict("2 + 3 =", 2), restored.predict("2 + 3 =", 2)]
+        assert restored.predict("2 + 3 =", 3) < found[-1]
+    assert len(set(found)) == 1
+    assert 0.5 < found[0] < 1

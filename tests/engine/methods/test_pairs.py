@@ -336,8 +336,9 @@ def test_a_few_credits_are_all_different(toml, recorded):
 @pytest.mark.methods
 @pytest.mark.timeout(1800)
 def test_no_two_credits_are_alike(toml, recorded):
-    found = credit_signatures(toml, recorded, list(ADVANTAGES))
-    assert set(found) == set(ADVANTAGES)
+    names = [name for name in ADVANTAGES if name != "remax"]  # the recorded groups have no greedy response
+    found = credit_signatures(toml, recorded, names)
+    assert set(found) == set(names)
     assert same_pairs(found) == set()
 
 

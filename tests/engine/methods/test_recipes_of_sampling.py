@@ -415,3 +415,52 @@ def plain_logits(model, tree: TokenTree, leaf: int) -> torch.Tensor:
     first = int(tree.leaf_prompt[leaf])
     path = torch.from_numpy(tree.token_id[tree.path_rows(leaf)].astype(np.int64))
     return model(input_ids=path[None]).logits[0, first - 1 : -1].float()
+
+
+@pytest.mark.methods
+def test_remax_has_the_reward_of_the_greedy_response_as_its_baseline(step_of):
+    steps = step_of("remax")
+    start, losses = plain_model(steps, steps.updates[0]), set()
+    for tree in steps.judged:
+        (greedy,) = np.flatnonzero(~tree.trained)
+        with torch.no_grad():
+            every = plain_logprobs(start, tree, int(greedy), vocabulary=True)
+        assert tree.token_id[tree.response_rows(int(greedy))].tolist() == every.argmax(-1).tolist()
+        A = tree.rewards["reward"] - tree.rewards["reward"][greedy]
+        np.testing.assert_allclose(tree.advantage, A, atol=1e-6)
+        losses |= set(A.tolist())
+    assert -1.0 in losses, "the baseline makes no difference here"
+    seen = [tree for tree in steps.updates[0].trees if tree.advantage.any()]
+
+    def loss(model):
+        parts = [
+            -float(tree.advantage[leaf]) * plain_logprobs(model, tree, leaf).sum()
+            for tree, leaf in leaves_of(seen)
+            if tree.trained[leaf]
+        ]
+        return torch.stack(parts).mean()
+
+    check_gradient(steps, loss)
+
+
+@pytest.mark.methods
+def test_responses_have_temperatures_of_their_own(step_of):
+    steps = step_of("multi_temperature")
+    start = plain_model(steps, steps.updates[0])
+    for tree in steps.judged:
+        own = [set(along(tree, leaf, "temperature").tolist()) for leaf in range(tree.num_leaves)]
+        assert sorted(own, key=min) == [{0.5}, {0.5}, {1.0}, {2.0}]
+        for leaf, (T,) in enumerate(own):
+            with torch.no_grad():
+                expected = plain_logprobs(start, tree, leaf, T)
+            np.testing.assert_allclose(along(tree, leaf, "behaviour_logprob"), expected, atol=2e-5)
+    seen = [tree for tree in steps.updates[0].trees if tree.advantage.any()]
+
+    def loss(model):
+        parts = []
+        for tree, leaf in leaves_of(seen):
+            lp = plain_logprobs(model, tree, leaf, float(along(tree, leaf, "temperature")[0]))
+            parts.append(-(float(norm(tree.rewards["reward"])[leaf]) * (lp - lp.detach()).exp()).mean())
+        return torch.stack(parts).mean()
+
+    check_gradient(steps, loss)

@@ -111,6 +111,8 @@ ELSEWHERE = {
             "e2c",
             "ead",
             "think_short",
+            "remax",
+            "multi_temperature",
             "reward_ensemble",
             "fapo",
             "outcome_exploration",
