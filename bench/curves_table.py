@@ -1,7 +1,7 @@
 """Tables and figures of `rolltree bench curves`: recipes at equal sampled tokens and at equal seconds.
 
 Between two evaluations accuracy is taken to be linear. The tokens and the seconds at which recipes are compared are the
-most that every run of the campaign has reached, and half of them.
+most that every run of the campaign has reached, and a quarter of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Axis = Literal["tokens", "seconds"]
 AXES: tuple[Axis, ...] = ("tokens", "seconds")
+PARTS = (0.25, 1.0)
+"""Shares of the most tokens and seconds at which recipes are compared."""
 LABELS = {"tokens": "tokens sampled", "seconds": "seconds of one core"}
 SEED = re.compile(r", seed \d+$")
 SHOWN = (
@@ -76,23 +78,23 @@ def at(runs: dict[Run, list[Point]], axis: Axis, x: float) -> dict[str, dict[str
 
 
 def markdown(points: Sequence[Point]) -> str:
-    """Return a table of each campaign: a line for each recipe, best at equal tokens first."""
+    """Return a table of each campaign: a line for each recipe, the best at the fewest tokens first."""
     return "\n".join(_table(name, runs) for name, runs in campaigns(points).items())
 
 
 def _table(name: str, runs: dict[Run, list[Point]]) -> str:
     limits = {axis: reached(runs, axis) for axis in AXES}
     heads = [name]
-    for axis, unit in (("tokens", "k tokens"), ("seconds", "s")):
-        most = limits[axis] / (1e3 if axis == "tokens" else 1)
-        heads += [f"{most / 2:.3g} {unit}", f"{most:.3g} {unit}", f"against {BASE}"]
+    for axis in AXES:
+        for part in PARTS:
+            x = limits[axis] * part
+            heads += [f"{x / 1e3:.3g} k tokens" if axis == "tokens" else f"{x:.3g} s", f"against {BASE}"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    found = {(axis, part): at(runs, axis, limits[axis] * part) for axis in AXES for part in (0.5, 1.0)}
-    for recipe in sorted(found["tokens", 1.0], key=lambda r: -mean(found["tokens", 1.0][r].values())):
+    found = [at(runs, axis, limits[axis] * part) for axis in AXES for part in PARTS]
+    for recipe in sorted(found[0], key=lambda recipe: -mean(found[0][recipe].values())):
         cells = [recipe]
-        for axis in AXES:
-            cells += [_spread([100 * v for v in found[axis, part][recipe].values()]) for part in (0.5, 1.0)]
-            cells.append("" if recipe == BASE else _difference(found[axis, 1.0], recipe))
+        for accuracy in found:
+            cells += [_spread([100 * v for v in accuracy[recipe].values()]), _difference(accuracy, recipe)]
         lines.append(f"| {' | '.join(cells)} |")
     first = [points[0].accuracy for points in runs.values()]
     seeds, problems = len({case for case, _ in runs}), next(iter(runs.values()))[0].problems
@@ -114,7 +116,9 @@ def _spread(values: Sequence[float], sign: str = "") -> str:
 
 
 def _difference(found: dict[str, dict[str, float]], recipe: str) -> str:
-    """Return the difference to `BASE` in points, over the seeds that both have."""
+    """Return the difference to `BASE` in points, over the seeds that both have; empty for `BASE`."""
+    if recipe == BASE:
+        return ""
     both = [case for case in found[recipe] if case in found.get(BASE, {})]
     return _spread([100 * (found[recipe][case] - found[BASE][case]) for case in both], "+") if both else ""
 
