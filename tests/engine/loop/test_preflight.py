@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,17 @@ def test_a_model_that_cannot_be_made(home: Path, tmp_path: Path, function: str, 
     with pytest.raises(UserError) as caught:
         orchestrate(configure(home, tmp_path, *options))
     assert says in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("missing", ["--rollout.backend=vllm", "--rollout.engines=1"])
+def test_a_missing_package_is_named_before_a_model_is_made(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    options = [f"--model.path={tmp_path}/new", f"--model.create={home}/mine.py:create_raises", missing]
+    with pytest.raises(UserError, match=r"not installed; install rolltree\[(vllm|ray)\]"):
+        orchestrate(configure(home, tmp_path, *options))
     assert list(tmp_path.iterdir()) == []
 
 
