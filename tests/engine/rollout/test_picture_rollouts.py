@@ -33,8 +33,8 @@ from .test_native_engine import model as text_model
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3", "gemma4", "smolvlm")
 BOUND = 1e-5
-ROUNDED = {"qwen3_5": 1e-4}
-"""Bounds of families that round more: the delta rule of Qwen3.5, as in tests/engine/model/test_pictures.py."""
+ROUNDED = {"qwen3_5": 1e-4, "gemma4": 3e-5}
+"""Bounds of families that round more, as in tests/engine/model/test_pictures.py: the delta rule of Qwen3.5, Gemma 4."""
 WRONG = 1e-3  # least difference that an error makes
 NEVER = (IMAGE, 123, 126)  # pictures, videos, sounds
 PARAMS = SamplingParams(n=3, max_new_tokens=13, ignore_eos=True)
@@ -353,7 +353,7 @@ def test_two_way_pictures_survive_chunks_preemption_and_the_host(name: str) -> N
             native.submit(some)
         trees = [request.tree for request in requests if request.tree is not None]
         assert [responses(tree) for tree in trees] == expected(name, TREEPO), sizes
-        assert off(models(name)[1], name, trees) < BOUND
+        assert off(models(name)[1], name, trees) < ROUNDED.get(name, BOUND)
         assert (native.stats["preemptions"] > 0) == ("kv_tokens" in sizes)
         assert (native.stats["restored_tokens"] > 0) == ("host_kv_tokens" in sizes)
         assert_all_free(native)
@@ -383,7 +383,7 @@ def test_a_model_of_gemma_4_without_two_way_pictures() -> None:
         plain.load_state_dict(mine.state_dict())
     theirs.set_attn_implementation("sdpa")
     trees = sample(engine(net=ours, max_prefill_tokens=3), "gemma4")
-    assert off(theirs, "gemma4", trees) < BOUND
+    assert off(theirs, "gemma4", trees) < ROUNDED["gemma4"]
     assert off(models("gemma4")[1], "gemma4", trees) > 10 * WRONG
 
 
