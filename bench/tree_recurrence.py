@@ -38,7 +38,7 @@ class Inputs:
     tree: TokenTree
 
     @property
-    def leaves(self) -> tuple[Tensor, ...]:
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The tensors whose gradients are computed."""
         return self.query, self.key, self.value, self.decay, self.beta
 
@@ -59,8 +59,10 @@ def _inputs(tree: TokenTree, heads: int, width: int, device: torch.device) -> In
     query, key, value, upstream = (normal(width) for _ in range(4))
     query, key = (x / x.norm(dim=-1, keepdim=True) for x in (query, key))
     decay, beta = -0.05 * normal().exp(), normal().sigmoid()  # a state outlives some dozens of tokens
-    leaves = (x.requires_grad_() for x in (query, key, value, decay, beta))
-    return Inputs(*leaves, upstream=upstream, tree=tree)
+    inputs = Inputs(query, key, value, decay, beta, upstream, tree)
+    for leaf in inputs.leaves:
+        leaf.requires_grad_()
+    return inputs
 
 
 def rolltree(x: Inputs) -> Calls:
