@@ -269,8 +269,13 @@ def page(found: list[dict[str, Any]]) -> str:
         - A checkpoint holds the adapter, its moments and a digest of W; a run does not resume on another W.
         - `export` holds `W + s B A` for plain Transformers, and `export/adapter` the adapter for
           `peft.PeftModel.from_pretrained`.
-        - A head that shares its weight with the embedding and a vision tower have no adapter. One process trains it
-          (`trainer.ranks` = 1).
+        - A head that shares its weight with the embedding and a vision tower have no adapter.
+        - Several ranks (`trainer.ranks`) shard it with the model and learn what one process learns.
+
+        With `[model.lora.extrapolate]` (NExt, recipe `next`) the export has the weights that small networks predict
+        from the adapters of earlier updates: `W + s B A + scale * u sigma v^T`, a change of rank 1 in each layer. The
+        run itself, its evaluation and `export/adapter` are without it; a further stage continues from the export
+        (docs/loop.md). The kept adapters are in the host's memory and in checkpoints.
         """), ""]  # fmt: skip
     for state in sorted({row["state"] for row in found}, key=[ENGINE, TREES, PLAIN, REFUSED, "not made"].index):
         some = [row for row in found if row["state"] == state]
