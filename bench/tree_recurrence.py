@@ -66,7 +66,11 @@ def _inputs(tree: TokenTree, heads: int, width: int, device: torch.device) -> In
 def rolltree(x: Inputs) -> Calls:
     plan = RecurrencePlan.make(find_segments(x.tree.subtree_end), device=x.query.device)
     scale = x.query.shape[-1] ** -0.5
-    return both_directions(lambda: tree_recurrence(*x.leaves, plan, scale=scale)[0], x.leaves, x.upstream)
+
+    def scan() -> Tensor:
+        return tree_recurrence(x.query, x.key, x.value, x.decay, x.beta, plan, scale=scale)[0]
+
+    return both_directions(scan, x.leaves, x.upstream)
 
 
 def axolotl(x: Inputs) -> Calls:

@@ -150,11 +150,11 @@ KINDS = {
         Gemma4Config(
             text_config={
                 **TEXT,
+                "pad_token_id": 99,
                 "num_hidden_layers": 5,
                 "num_kv_shared_layers": 2,
                 "sliding_window": 7,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
-                + ["sliding_attention", "full_attention"],
+                "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
                 "global_head_dim": 32,
                 "hidden_size_per_layer_input": 8,
                 "vocab_size_per_layer_input": VOCABULARY,

@@ -346,8 +346,11 @@ def test_two_way_pictures_survive_chunks_preemption_and_the_host(name: str) -> N
     for sizes in ({"max_prefill_tokens": 2}, TIGHT, {"host_kv_tokens": 4096, "kv_tokens": 96}, {"page_size": 16}):
         native = engine(name, **sizes)
         requests = native.submit(ids, PARAMS, TREEPO, seeds=SEEDS, pictures=pictures)
+        most = max(native.config.max_prefill_tokens, *(shown.rows for (shown, *_) in pictures[:2]))
         while not all(request.done for request in requests):
+            before = native.stats["prefill_tokens"]
             native.step()
+            assert native.stats["prefill_tokens"] - before <= most  # a picture alone may exceed the budget
             some = [r for r in requests if not r.done and draw.random() < 0.3] if "page_size" in sizes else []
             native.abort(some)
             native.submit(some)
