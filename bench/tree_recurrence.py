@@ -59,8 +59,9 @@ def _inputs(tree: TokenTree, heads: int, width: int, device: torch.device) -> In
     query, key, value, upstream = (normal(width) for _ in range(4))
     query, key = (x / x.norm(dim=-1, keepdim=True) for x in (query, key))
     decay, beta = -0.05 * normal().exp(), normal().sigmoid()  # a state outlives some dozens of tokens
-    leaves = (x.requires_grad_() for x in (query, key, value, decay, beta))
-    return Inputs(*leaves, upstream=upstream, tree=tree)
+    for leaf in (query, key, value, decay, beta):
+        leaf.requires_grad_()
+    return Inputs(query, key, value, decay, beta, upstream, tree)
 
 
 def rolltree(x: Inputs) -> Calls:
