@@ -38,7 +38,7 @@ class Inputs:
     tree: TokenTree
 
     @property
-    def leaves(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def leaves(self) -> tuple[Tensor, ...]:
         """The tensors whose gradients are computed."""
         return self.query, self.key, self.value, self.decay, self.beta
 
@@ -59,16 +59,19 @@ def _inputs(tree: TokenTree, heads: int, width: int, device: torch.device) -> In
     query, key, value, upstream = (normal(width) for _ in range(4))
     query, key = (x / x.norm(dim=-1, keepdim=True) for x in (query, key))
     decay, beta = -0.05 * normal().exp(), normal().sigmoid()  # a state outlives some dozens of tokens
-    inputs = Inputs(query, key, value, decay, beta, upstream, tree)
-    for leaf in inputs.leaves:
+    for leaf in (query, key, value, decay, beta):
         leaf.requires_grad_()
-    return inputs
+    return Inputs(query, key, value, decay, beta, upstream, tree)
 
 
 def rolltree(x: Inputs) -> Calls:
     plan = RecurrencePlan.make(find_segments(x.tree.subtree_end), device=x.query.device)
     scale = x.query.shape[-1] ** -0.5
-    return both_directions(lambda: tree_recurrence(*x.leaves, plan, scale=scale)[0], x.leaves, x.upstream)
+
+    def scan() -> Tensor:
+        return tree_recurrence(x.query, x.key, x.value, x.decay, x.beta, plan, scale=scale)[0]
+
+    return both_directions(scan, x.leaves, x.upstream)
 
 
 def axolotl(x: Inputs) -> Calls:

@@ -129,6 +129,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         check_lengths(config, sampler.longest)
         if model is not None:
             preflight.check_placeholders([*source.known, *problems], placeholders(model))
+            preflight.check_pictures([*source.known, *problems], model, config.rollout.backend)
         preflight.check_program(
             sampling.program,
             sampling.program_name,

@@ -25,6 +25,7 @@ from rolltree.engine.app.report.trees import build_tree
 from rolltree.engine.data.media import FIRST_ID, PromptMedia
 from rolltree.engine.data.store import read_rollouts
 from rolltree.engine.errors import UserError
+from rolltree.engine.loop.preflight import check_pictures
 from rolltree.engine.loop.prompts import held_out, make_prompts, pictures_of
 from rolltree.engine.loop.rollout_files import texts_of, write_step
 from rolltree.engine.loop.sources import PromptSource
@@ -32,7 +33,7 @@ from rolltree.engine.rollout.native.pictures import Shown
 from rolltree.engine.settings import DataConfig
 from rolltree.engine.tasks import problem_of, read_problems
 
-from ..model.picture_models import IMAGE
+from ..model.picture_models import IMAGE, make_models
 from .picture_run import SHOWN, encoded, metrics, write_run
 
 
@@ -225,6 +226,22 @@ def test_all_forms_of_a_picture_give_the_same_prompt(tokenizer: Any, tmp_path: P
         [{"prompt": f"w7 {SHOWN} w8", "image": content}], tokenizer, tmp_path, image_key="image", chat=False
     )
     assert text.token_ids == [7, 121, *picture.ids, 122, 8]
+
+
+def test_vllm_takes_pictures_of_qwen_alone(tokenizer: Any, tmp_path: Path) -> None:
+    content = encoded(np.random.default_rng(1))
+    shown, plain = (
+        prompts_of([{"prompt": "w7"} | more], tokenizer, tmp_path, image_key=key)
+        for more, key in (({"image": content}, "image"), ({}, None))
+    )
+    for name in ("qwen3_vl", "gemma3"):
+        model, _ = make_models(name)
+        for prompts, backend in ((shown, "native"), (plain, "vllm"), (shown, "vllm")):
+            if (name, prompts, backend) == ("gemma3", shown, "vllm"):
+                with pytest.raises(UserError, match="of Qwen's models only, not of Gemma3ForConditionalGeneration"):
+                    check_pictures(prompts, model, backend)
+            else:
+                check_pictures(prompts, model, backend)
 
 
 def test_pictures_of_equal_text_are_different_problems(home: Path, tokenizer: Any) -> None:

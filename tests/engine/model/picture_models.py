@@ -150,6 +150,7 @@ KINDS = {
         Gemma4Config(
             text_config={
                 **TEXT,
+                "pad_token_id": 99,
                 "num_hidden_layers": 5,
                 "num_kv_shared_layers": 2,
                 "sliding_window": 7,

@@ -278,7 +278,7 @@ def test_placeholders_are_never_sampled_and_log_probs_stay_the_models(temperatur
     requests = native.submit(prompts("qwen3_vl")[0][:1], params, seeds=[0], pictures=prompts("qwen3_vl")[1][:1])
     while not requests[0].done:
         native.step()
-    assert not any(set(c.token_ids.tolist()) & set(placeholders(theirs)) for c in requests[0].completions())
+    assert not any(set(c.token_ids.tolist()) & set(placeholders(ours)) for c in requests[0].completions())
     assert share > 0.01  # they would be
     tree = requests[0].tree
     assert tree is not None
@@ -346,8 +346,11 @@ def test_two_way_pictures_survive_chunks_preemption_and_the_host(name: str) -> N
     for sizes in ({"max_prefill_tokens": 2}, TIGHT, {"host_kv_tokens": 4096, "kv_tokens": 96}, {"page_size": 16}):
         native = engine(name, **sizes)
         requests = native.submit(ids, PARAMS, TREEPO, seeds=SEEDS, pictures=pictures)
+        most = max(native.config.max_prefill_tokens, *(shown.rows for (shown, *_) in pictures[:2]))
         while not all(request.done for request in requests):
+            before = native.stats["prefill_tokens"]
             native.step()
+            assert native.stats["prefill_tokens"] - before <= most  # a picture alone may exceed the budget
             some = [r for r in requests if not r.done and draw.random() < 0.3] if "page_size" in sizes else []
             native.abort(some)
             native.submit(some)
@@ -437,7 +440,7 @@ def test_a_picture_swapped_between_two_prompts_changes_log_probs() -> None:
 def test_two_pictures_of_equal_ids_are_refused_as_the_second_would_get_keys_of_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The negative: placeholder ids are used as they are."""
+    """As with plain placeholders for ids."""
     ids, pictures = prompts("qwen3_vl")
     monkeypatch.setattr(Picture, "first_id", FIRST_ID + 7)
     equal = [[*ids[0][:5], *range(FIRST_ID + 7, FIRST_ID + 7 + p[0].rows), *ids[0][-3:]] for p in pictures[:2]]
