@@ -440,7 +440,7 @@ def test_a_picture_swapped_between_two_prompts_changes_log_probs() -> None:
 def test_two_pictures_of_equal_ids_are_refused_as_the_second_would_get_keys_of_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As with plain placeholders for ids."""
+    """The negative: placeholder ids are used as they are."""
     ids, pictures = prompts("qwen3_vl")
     monkeypatch.setattr(Picture, "first_id", FIRST_ID + 7)
     equal = [[*ids[0][:5], *range(FIRST_ID + 7, FIRST_ID + 7 + p[0].rows), *ids[0][-3:]] for p in pictures[:2]]
