@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from rolltree.engine.programs.chat import find_format, tool_schema
 from rolltree.engine.programs.conversation import Conversation
 
+from ...thinned import every, thinned
 from .. import chat_templates as templates
 
 ASKED = [{"role": "user", "content": "Six times seven?"}]
@@ -75,7 +76,7 @@ def answers(role: str, texts: Sequence[str]) -> list[dict[str, Any]]:
     return [{"role": role, **named, "content": text} for text in texts]
 
 
-@pytest.mark.parametrize(("name", "role"), CASES)
+@pytest.mark.parametrize(("name", "role"), thinned(CASES, every(3)))
 def test_growth_is_what_the_template_writes_of_the_whole(name: str, role: str) -> None:
     """Three turns, each answered; the ids are those that Transformers gives the whole text."""
     tokenizer, tools = templates.tokenizer(name), TOOLS if role == "tool" else None
