@@ -23,7 +23,8 @@ Axis = Literal["tokens", "seconds"]
 AXES: tuple[Axis, ...] = ("tokens", "seconds")
 PARTS = (0.25, 1.0)
 """Shares of the most tokens and seconds at which recipes are compared."""
-LABELS = {"tokens": "tokens sampled", "seconds": "seconds of one core"}
+LABELS = {"tokens": "thousand tokens sampled", "seconds": "seconds of one core"}
+SCALES = {"tokens": 1e-3, "seconds": 1.0}
 SEED = re.compile(r", seed \d+$")
 SHOWN = (
     "actor/pg_clipfrac",
@@ -84,7 +85,7 @@ def markdown(points: Sequence[Point]) -> str:
 
 def _table(name: str, runs: dict[Run, list[Point]]) -> str:
     limits = {axis: reached(runs, axis) for axis in AXES}
-    heads = [name]
+    heads = [name, "seeds"]
     for axis in AXES:
         for part in PARTS:
             x = limits[axis] * part
@@ -92,15 +93,15 @@ def _table(name: str, runs: dict[Run, list[Point]]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     found = [at(runs, axis, limits[axis] * part) for axis in AXES for part in PARTS]
     for recipe in sorted(found[0], key=lambda recipe: -mean(found[0][recipe].values())):
-        cells = [recipe]
+        cells = [recipe, str(len(found[0][recipe]))]
         for accuracy in found:
             cells += [_spread([100 * v for v in accuracy[recipe].values()]), _difference(accuracy, recipe)]
         lines.append(f"| {' | '.join(cells)} |")
     first = [points[0].accuracy for points in runs.values()]
-    seeds, problems = len({case for case, _ in runs}), next(iter(runs.values()))[0].problems
+    problems = next(iter(runs.values()))[0].problems
     sentence = (
-        f"Per cent of {problems} held-out problems, {100 * mean(first):.1f} before training; seeds: {seeds}. The mean "
-        "over seeds, and the lowest and highest in brackets; differences are of runs with the same seed."
+        f"Per cent of {problems} held-out problems, {100 * mean(first):.1f} before training: the mean over "
+        "seeds, and the lowest and highest in brackets; differences are of runs with the same seed."
     )
     some = [point for points in runs.values() for point in points]
     on = (
@@ -179,4 +180,4 @@ def _lines(
         if name == recipe:
             some = [(getattr(p, axis), p.accuracy) for p in points if getattr(p, axis) < limit]
             some.append((limit, accuracy_at(points, axis, limit)))
-            yield [x for x, _ in some], [100 * y for _, y in some]
+            yield [SCALES[axis] * x for x, _ in some], [100 * y for _, y in some]

@@ -44,13 +44,14 @@ def test_recipes_are_compared_at_the_most_tokens_and_seconds_that_all_runs_reach
     page = curves_table.markdown([*RAFT_1, *GRPO, *RAFT, *GRPO_1])
     lines = page.splitlines()
     heads = [f"{x} | against grpo" for x in ("0.05 k tokens", "0.2 k tokens", "0.75 s", "3 s")]
-    assert lines[0] == f"| sums | {' | '.join(heads)} |"
+    assert lines[0] == f"| sums | seeds | {' | '.join(heads)} |"
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| grpo", "| raft"]  # 32 and 30 % at 50 tokens
 
     def by_numpy(runs: list[list[Point]], axis: str, x: float) -> list[float]:
         return [100 * float(np.interp(x, [getattr(p, axis) for p in run], [p.accuracy for p in run])) for run in runs]
 
-    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:]] for line in lines[2:4]}
+    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[3:]] for line in lines[2:4]}
+    assert [line.split("|")[2].strip() for line in lines[2:4]] == ["2", "2"]
     costs = (("tokens", 50.0), ("tokens", 200.0), ("seconds", 0.75), ("seconds", 3.0))
     for name, runs in (("raft", [RAFT, RAFT_1]), ("grpo", [GRPO, GRPO_1])):
         wanted = [by_numpy(runs, axis, x) for axis, x in costs]
