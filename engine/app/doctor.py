@@ -60,7 +60,7 @@ REQUIRED: tuple[tuple[str, Version, Version | None], ...] = (
     ("torch", (2, 11), (2, 15)),
     ("triton", (3, 6), (3, 10)),
     ("numpy", (1, 26), None),
-    ("transformers", (5, 16), (5, 24)),
+    ("transformers", (5, 16), (5, 25)),
     ("pyarrow", (17,), None),
 )
 """Package, first supported version, first unsupported version: the ranges of pyproject.toml."""

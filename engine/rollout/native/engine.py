@@ -17,6 +17,7 @@ from ...data.media import PromptMedia
 from ...data.segment import Text
 from ...errors import UserError
 from ...model import attention, recurrent, routes
+from ...model.lora import use_adapter
 from ...model.pictures import both_ways, family_of, not_touching, placeholders
 from ..branch import Request
 from ..digest import Held, digests
@@ -233,7 +234,7 @@ class NativeEngine(RolloutEngine):
             if name in self._adapters:
                 raise ValueError(f"There is an adapter '{name}' already; give this one another name.")
             self.model.load_adapter(path, adapter_name=name)
-            self.model.disable_adapters()
+            use_adapter(self.model, None)
             self._adapters.append(name)
             self.loop.runner.forget_graphs()
             self._adapter = 0
@@ -241,11 +242,7 @@ class NativeEngine(RolloutEngine):
     def _use_adapter(self, number: int) -> None:
         if number == self._adapter:
             return
-        if number == 0:
-            self.model.disable_adapters()
-        else:
-            self.model.enable_adapters()
-            self.model.set_adapter(self._adapters[number - 1])
+        use_adapter(self.model, self._adapters[number - 1] if number else None)
         self._adapter = number
 
     @property

@@ -9,9 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from packaging import version
 from transformers import GenerationConfig
-from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from rolltree.engine.integrations.generate import generate
 from rolltree.engine.rollout import NativeEngine, SamplingParams
@@ -167,9 +165,6 @@ def adapters(tmp_path: Path) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.skipif(
-    version.parse(peft.__version__) < version.parse(MIN_PEFT_VERSION), reason="Transformers asks for a newer PEFT"
-)
 def test_adapters_share_a_batch_and_keep_their_keys_apart(adapters: dict[str, Path]) -> None:
     net = copy.deepcopy(model("qwen3"))
     native = NativeEngine(net, config=engine().config)
