@@ -134,7 +134,7 @@ def use_adapter(model: PreTrainedModel, name: str | None) -> None:
 
     It calls peft's layers. Transformers' own calls ask for a release of peft that may not be out yet (0.22 in 5.24).
     """
-    for _, layer in _adapted(model):
+    for _, layer in adapted_layers(model):
         if name is not None:
             layer.set_adapter(name)
         layer.enable_adapters(name is not None)
