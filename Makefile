@@ -144,10 +144,9 @@ versions: build/versions/oldest/.ready build/versions/newest/.ready
 
 build/versions/%/.ready: pyproject.toml | $(BIN)/uv
 	$(BIN)/uv venv --quiet --clear --python $(PYTHON_$*) build/versions/$*
-	$(INSTALL) build/versions/$* "$(TORCH_$*)" "setuptools>=77" "pybind11>=2.13" ninja
-	$(INSTALL) build/versions/$* --no-build-isolation $(if $(filter oldest,$*),--resolution lowest-direct) "$(TORCH_$*)" \
-		".[report,tasks,serve,grammar,trl,judge]" "pytest>=8" "pytest-timeout>=2.3" "pytest-xdist>=3.6" \
-		"pytest-benchmark>=5.1" "hypothesis>=6.100" "httpx>=0.27"
+	$(INSTALL) build/versions/$* $(if $(filter oldest,$*),--resolution lowest-direct) "$(TORCH_$*)" -r pyproject.toml \
+		$(addprefix --extra ,report tasks serve grammar trl judge pictures) "setuptools>=77" "pybind11>=2.13" ninja \
+		"pytest>=8" "pytest-timeout>=2.3" "pytest-xdist>=3.6" "pytest-benchmark>=5.1" "hypothesis>=6.100" "httpx>=0.27"
 	touch $@
 
 # Every causal model type of the installed Transformers, tiny, on trees and in the native engine: writes docs/models.md.

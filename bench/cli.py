@@ -1,6 +1,7 @@
 """The command line ``rolltree bench [op ...] [--quick] [--cases REGEX] [--out DIR]``.
 
-``rolltree bench job``, ``rolltree bench plot`` and ``rolltree bench simulate`` have command lines of their own.
+``rolltree bench job``, ``rolltree bench curves``, ``rolltree bench plot`` and ``rolltree bench simulate`` have command
+lines of their own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ OPS = (
     "logprob_from_logits",
     "policy_loss",
     "tree_attention",
+    "tree_recurrence",
     "layer_ops",
     "sample_tokens",
     "tree_step",
@@ -52,7 +54,7 @@ FIRST = (
 """The ops that run, in small cases, if none is named."""
 
 
-OWN = ("job", "plot", "simulate")
+OWN = ("job", "curves", "plot", "simulate")
 """Subcommands with their own command lines."""
 
 
@@ -75,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="rolltree bench",
         description="Time the ops against their peers and limits.",
-        epilog="rolltree bench job: a whole job by several trainers; rolltree bench plot: pictures of recorded rows; "
-        "rolltree bench simulate: runs on many GPUs",
+        epilog="rolltree bench job: a whole job by several trainers; rolltree bench curves: whole runs of recipes; "
+        "rolltree bench plot: pictures of recorded rows; rolltree bench simulate: runs on many GPUs",
     )
     parser.add_argument(
         "ops", nargs="*", metavar="op", help=f"one of {', '.join(OPS)}; or all; default: some of them, --quick"

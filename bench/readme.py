@@ -2,8 +2,9 @@
 
 A table of all rows of a file stands between ``<!-- bench FOLDER/OP -->`` and ``<!-- end -->``, the README's summary
 between ``<!-- summary FOLDER -->`` and ``<!-- end -->``, and that of whole jobs between ``<!-- jobs FOLDER/job -->``
-and ``<!-- end -->``. A test fails if a table differs from the rows. The curves of the jobs are drawn into
-docs/job_*.svg.
+and ``<!-- end -->``. In docs/curves.md, ``curves`` stands before the comparison of recipes, and ``actions`` before what
+each recipe did in its runs. A test fails if a table differs from the rows. The curves of jobs are drawn into
+docs/job_*.svg, those of recipes into docs/curves_*.svg.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from . import curves_table
 from .job import Point, name_of
 from .schema import REPOSITORY, Row, read
 from .table import UNITS
 
-PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "benchmarks.md")
+PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "benchmarks.md", REPOSITORY / "docs" / "curves.md")
 RESULTS = REPOSITORY / "bench" / "results"
-BLOCK = re.compile(r"(<!-- (bench|summary|jobs) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (bench|summary|jobs|curves|actions) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 class Line(NamedTuple):
@@ -143,14 +145,34 @@ def rewritten(text: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         kind, name = match[2], match[3]
-        of_file = jobs if kind == "jobs" else markdown
-        return match[1] + (summary(name) if kind == "summary" else of_file(read(RESULTS / f"{name}.jsonl"))) + match[4]
+        if kind == "summary":
+            return match[1] + summary(name) + match[4]
+        if kind == "curves":
+            return match[1] + curves_table.markdown(recipe_points(RESULTS / name)) + match[4]
+        of_file = {"jobs": jobs, "bench": markdown, "actions": curves_table.actions}[kind]
+        return match[1] + of_file(read(RESULTS / f"{name}.jsonl")) + match[4]
 
     return BLOCK.sub(table, text)
 
 
 def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def recipe_points(folder: Path) -> list[Point]:
+    """Return the points of the runs of recipes that were recorded in ``folder``."""
+    from . import plot
+
+    return plot.read([folder / f"recipes{plot.CURVES}"])[1]
+
+
+def draw_recipes(results: Path = RESULTS, out: Path = REPOSITORY / "docs") -> None:
+    """Draw the curves of recipes of each folder that has any."""
+    import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = "rolltree"
+    for file in sorted(results.glob("*/recipes.curves.jsonl")):
+        curves_table.draw(recipe_points(file.parent), out)
 
 
 def draw_jobs(results: Path = RESULTS, out: Path = REPOSITORY / "docs") -> None:
@@ -180,6 +202,7 @@ def main() -> None:
     for page in PAGES:
         page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
     draw_jobs()
+    draw_recipes()
 
 
 if __name__ == "__main__":

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from .forks import TORCH, Forks, forks
 
 try:
     import hypothesis
@@ -65,3 +68,10 @@ def pytest_unconfigure() -> None:
 def device() -> torch.device:
     """The device kernels are tested on: CUDA where there is one, otherwise the CPU (Triton interpreted)."""
     return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(scope="session")
+def torch_forks() -> Iterator[Forks]:
+    """Programs in forks of a process that has imported torch and numpy, and nothing that imports them."""
+    with forks(TORCH) as parent:
+        yield parent

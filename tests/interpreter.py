@@ -45,7 +45,7 @@ class Launch:
 
 
 def keep_what_was_made() -> None:
-    """Of equal shapes and types the first goes through Triton's own code and its checks; the others are as that one."""
+    """Send the first call of equal shapes and types through Triton's code and checks; the others reuse its result."""
     new_tensor, new_block, new_dtype = tl.tensor.__init__, tl.block_type.__init__, interpreter._get_np_dtype
     shapes = dict[tuple[Any, ...], tuple[Any, Any]]()
     blocks = dict[tuple[Any, ...], dict[str, Any]]()

@@ -119,7 +119,7 @@ def test_the_ray_job_starts_the_command_in_the_shared_directory(tmp_path: Path) 
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_the_slurm_job_starts_a_head_then_the_workers_then_the_run(nodes: int, tmp_path: Path) -> None:
-    """With stand-ins for Slurm's commands, which note what they are given; each starts its command here."""
+    """Stand-ins for Slurm's commands note their arguments; each starts its command here."""
     bin_ = tmp_path / "bin"
     bin_.mkdir()
     names = "\\n".join(f"node{i}" for i in range(nodes))

@@ -60,7 +60,7 @@ def tokenizer() -> Any:
 
 
 def reader(model: Any, tokenizer: Any, directory: Path) -> dict[str, Any]:
-    """What the pages take for granted."""
+    """Provide the names that the pages assume."""
     model.save_pretrained(directory / "model")
     rng = torch.Generator().manual_seed(1)
     prompt, responses = [5, 6, 7], [[8, 9, 10], [8, 9, 11, 12]]

@@ -1,4 +1,4 @@
-"""What the native parts take from libtorch: only what its oldest supported headers have.
+"""The native parts take from libtorch only what its oldest supported headers have.
 
 They are compiled here against newer headers, in which a name may be that did not exist then. TORCH_TARGET_VERSION hides
 newer functions, but no macros and no files. So every name is listed; one that is added must stand in the headers of

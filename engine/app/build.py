@@ -14,7 +14,6 @@ from ..errors import UserError
 from ..loop import preflight
 from ..loop.demonstrations import Demonstrations
 from ..loop.fleet import Fleet
-from ..loop.hosted import HostedRewards
 from ..loop.learner import Learner
 from ..loop.parts import EvaluationParts, Parts, RunOptions, Trained
 from ..loop.prompts import held_out
@@ -37,6 +36,7 @@ from .build_checks import check_learning, check_lengths, check_old_logprobs, che
 from .build_learning import learning_parts, rescores, stateful
 from .build_policies import check_policies, further_policies, make_policies, roles_of
 from .build_sampling import (
+    check_backend,
     check_hints,
     greedy_params,
     load_policy,
@@ -83,21 +83,21 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
     saved = checkpoint.load_latest(checkpoints, kept) if resume else None
     if not resume:
         preflight.check_directory(config.run_dir)
-    set_seed(config.seed)
-    console.phase("loading the model")
-    if config.model.create is not None and not Path(config.model.path).exists():
-        console.note(f"'{config.model.path}' does not exist yet: {config.model.create} makes it first.")
-    make_model_directory(config)
-    several = config.trainer.ranks > 1
-    model = None if several else load_policy(config)
-    tokenizer = load_tokenizer(config.model.path)
+    check_backend(config.rollout)
     with ExitStack() as started:
-        workers = make_workers(config)
-        hosted: HostedRewards | None = None
-        ranks: Ranks | None = None
+        workers = make_workers(config)  # before a model is made, which may take minutes
         if workers is not None:
             started.enter_context(closing(workers))
-            hosted = make_reward_hosts(config, workers) if config.reward.hosts else None
+        set_seed(config.seed)
+        console.phase("loading the model")
+        if config.model.create is not None and not Path(config.model.path).exists():
+            console.note(f"'{config.model.path}' does not exist yet: {config.model.create} makes it first.")
+        make_model_directory(config)
+        several = config.trainer.ranks > 1
+        model = None if several else load_policy(config)
+        tokenizer = load_tokenizer(config.model.path)
+        ranks: Ranks | None = None
+        hosted = make_reward_hosts(config, workers) if workers is not None and config.reward.hosts else None
         if workers is not None and config.rollout.engines:
             sampler: Fleet | RolloutEngine = make_fleet(config, workers, hosted)
             ranks = make_ranks(config, workers, console.note) if several else None
@@ -129,6 +129,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         check_lengths(config, sampler.longest)
         if model is not None:
             preflight.check_placeholders([*source.known, *problems], placeholders(model))
+            preflight.check_pictures([*source.known, *problems], model, config.rollout.backend)
         preflight.check_program(
             sampling.program,
             sampling.program_name,

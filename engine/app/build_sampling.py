@@ -140,7 +140,9 @@ def check_backend(config: RolloutConfig) -> None:
         )
     own = not config.python or Path(config.python).absolute() == Path(sys.executable)
     if config.backend == "vllm" and own and importlib.util.find_spec("vllm") is None:
-        raise UserError("rollout.backend is 'vllm', which is not installed; install it, or set it to 'native'.")
+        raise UserError(
+            "rollout.backend is 'vllm', which is not installed; install rolltree[vllm], or set it to 'native'."
+        )
 
 
 def make_engine(

@@ -65,7 +65,9 @@ def check_interpreter(python: str, backend: str) -> None:
     Raises:
         UserError: it cannot.
     """
-    wanted = ["rolltree.engine", *(["vllm"] if backend == "vllm" else [])]
+    wanted, extras = ["rolltree.engine"], "rolltree[ray]"
+    if backend == "vllm":
+        wanted, extras = [*wanted, "vllm"], "rolltree[ray,vllm]"
     try:
         said = subprocess.run([python, "-c", HELD, *wanted], capture_output=True, text=True, timeout=INTERPRETER_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -74,7 +76,7 @@ def check_interpreter(python: str, backend: str) -> None:
     if said.returncode or len(lines) != 2:
         reason = (said.stderr.splitlines() or ["it prints nothing"])[-1]
         raise UserError(
-            f"rollout.python = '{python}' cannot run engines ({reason}); install rolltree[ray] in its environment."
+            f"rollout.python = '{python}' cannot run engines ({reason}); install {extras} in its environment."
         )
     own = f"{'.'.join(map(str, sys.version_info[:2]))} {importlib.metadata.version('ray')}"
     if lines[0] != own:
@@ -83,7 +85,7 @@ def check_interpreter(python: str, backend: str) -> None:
             "both sides."
         )
     if lines[1]:
-        raise UserError(f"rollout.python = '{python}' has no {lines[1]}; install it in its environment.")
+        raise UserError(f"rollout.python = '{python}' has no {lines[1]}; install {extras} in its environment.")
 
 
 def make_workers(config: TrainConfig) -> Workers | None:

@@ -60,17 +60,21 @@ REQUIRED: tuple[tuple[str, Version, Version | None], ...] = (
     ("torch", (2, 11), (2, 15)),
     ("triton", (3, 6), (3, 10)),
     ("numpy", (1, 26), None),
-    ("transformers", (5, 16), (5, 24)),
+    ("transformers", (5, 16), (5, 25)),
     ("pyarrow", (17,), None),
 )
 """Package, first supported version, first unsupported version: the ranges of pyproject.toml."""
 
+OPTIONAL_RANGES: dict[str, tuple[Version, Version]] = {"vllm": ((0, 32), (0, 34)), "trl": ((1, 16), (1, 17))}
+"""First supported and first unsupported version of optional packages with a range in pyproject.toml."""
+
 OPTIONAL: tuple[tuple[str, str, str], ...] = (
     ("reasoning_gym", "procedural tasks with verifiers", "pip install 'rolltree[tasks]'"),
     ("math_verify", 'reward.verifier = "math"', "pip install 'rolltree[tasks]'"),
-    ("vllm", "rollouts by vLLM", "pip install vllm"),
+    ("vllm", "rollouts by vLLM", "pip install 'rolltree[vllm]'"),
     ("fastapi", "rolltree serve", "pip install 'rolltree[serve]'"),
     ("peft", "LoRA adapters", "pip install 'rolltree[lora]'"),
+    ("trl", "accelerate(trainer)", "pip install 'rolltree[trl]'"),
     ("pynvml", "utilisation, memory and power of the GPU in a run's metrics", "pip install 'rolltree[monitor]'"),
     ("cutlass", "attention by flash-attn 4 on Hopper and Blackwell", "pip install --pre 'rolltree[hopper]'"),
     ("flash_attn", "a peer in the benchmarks", "pip install flash-attn --no-build-isolation"),
@@ -138,7 +142,7 @@ def sandbox() -> Finding:
 
 
 def required_package(package: str, low: Version, high: Version | None) -> Finding:
-    supported = f">={_dotted(low)}" + (f",<{_dotted(high)}" if high else "")
+    supported = _range(low, high)
     remedy = f"pip install '{package}{supported}'"
     found = _version(package)
     if found is None:
@@ -152,7 +156,13 @@ def required_package(package: str, low: Version, high: Version | None) -> Findin
 def optional_package(module: str, purpose: str, command: str) -> Finding:
     if importlib.util.find_spec(module) is None:
         return Finding("optional", module, "optional", purpose, command)
-    return Finding("optional", module, "ok", f"{_version(module) or 'installed'}: {purpose}")
+    found = _version(module)
+    if found and module in OPTIONAL_RANGES:
+        low, high = OPTIONAL_RANGES[module]
+        if not low <= parse_version(found) < high:
+            text = f"{found} is outside {_range(low, high)}: {purpose}"
+            return Finding("optional", module, "optional", text, command)
+    return Finding("optional", module, "ok", f"{found or 'installed'}: {purpose}")
 
 
 def devices() -> Iterable[Finding]:
@@ -248,6 +258,10 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _range(low: Version, high: Version | None) -> str:
+    return f">={_dotted(low)}" + (f",<{_dotted(high)}" if high else "")
 
 
 def _dotted(version: Version) -> str:

@@ -235,7 +235,7 @@ class TreeBatch:
         return mask, self.paths().sum(mask.double()).long(), one, of_tokens
 
     def sum_paths(self, values: Tensor) -> Tensor:  # [P] -> [M]
-        """At each target the sum of ``values`` over the leaves below it, in a fixed order."""
+        """Return ``values`` summed at each target over the leaves below it, in a fixed order."""
         assert self.path_target is not None
         return values.new_zeros(self.target.numel()).index_put((self.path_target,), values, accumulate=True)
 

@@ -24,6 +24,7 @@ from rolltree.kernels import HeadPlan, tree_attention
 from . import checks
 from .columns import Array
 from .device import to_device
+from .kv_store import AttentionRule
 from .recurrence import PieceRecurrence
 from .rows import Rows, distinct_rows, head_rows
 from .tree import TokenTree
@@ -128,11 +129,7 @@ class PieceStore:
         query: Tensor,  # [N, Hq, D]
         key: Tensor,  # [N, Hkv, D]
         value: Tensor,  # [N, Hkv, D]
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-        sink: Tensor | None,  # [Hq]
-        chunk: int | None,
+        rule: AttentionRule,
     ) -> Tensor:  # [N, Hq, D]
         if not torch.is_grad_enabled():
             if len(self._own):
@@ -161,12 +158,12 @@ class PieceStore:
             key,
             value,
             self.subtree_end,
-            scale=scale,
+            scale=rule.scale,
             position=self.position,
-            window=window,
-            chunk=chunk,
-            softcap=softcap,
-            sink=sink,
+            window=rule.window,
+            chunk=rule.chunk,
+            softcap=rule.softcap,
+            sink=rule.sink,
             prefix_kv=prefix,
         )
 

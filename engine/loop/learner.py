@@ -24,6 +24,7 @@ from ..methods.schedules import at_step
 from ..methods.shaping import shape_rewards
 from ..model import varlen
 from ..model.lora import Merged
+from ..model.pictures import both_ways
 from ..model.self_check import skip_check, tree_error, trees_fit
 from ..rollout import SamplingParams
 from ..rollout.sampler import WeightSource
@@ -223,7 +224,7 @@ class Learner(Learned):
         flat = self._shares_nothing(trees)
         options: dict[str, Any] = {"max_tokens": self.max_tokens, "flat": flat, "unshare": unshare, **self._replay}
         if self.group.count == 1:
-            found = pack(trees, in_pieces=True, **options)
+            found = pack(trees, in_pieces=self._in_pieces, **options)
             return [replace(batch, of=len(found)) for batch in found]
         shares = distribute(trees, self.group.count, self.cost, **options)
         real = [batch for batches in shares for batch in batches if batch.trees]
@@ -288,7 +289,7 @@ class Learner(Learned):
                 for role in self.roles:
                     role.prepare(trees)
                 flat = self._shares_nothing(trees)
-                batches = self._to_score(trees, in_pieces=not flat, flat=flat)
+                batches = self._to_score(trees, in_pieces=self._in_pieces and not flat, flat=flat)
                 for role in self.roles:
                     role.score(trees, batches, temperature=temperature)
                     for column in role.columns:
@@ -304,6 +305,12 @@ class Learner(Learned):
         if self.group.count == 1:
             return pack(trees, in_pieces=in_pieces, **options)
         return distribute(trees, self.group.count, self.cost, **options)[self.group.rank]
+
+    @property
+    def _in_pieces(self) -> bool:
+        """Larger trees are computed in pieces; pictures that attend in both directions are not, and such trees are
+        split by their leaves."""
+        return both_ways(self.model) is None
 
     @property
     def _replay(self) -> dict[str, bool]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rolltree.kernels import LogprobTerm, policy_loss
 
@@ -25,6 +25,7 @@ from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..methods.credit import Credit, CreditFunction, give_credit
+from ..model.pictures import family_of
 from ..parts.calling import ask, call
 from ..parts.context import NotReadyError
 from ..programs import GroupState, RolloutProgram
@@ -145,6 +146,19 @@ def check_placeholders(prompts: Sequence[Prompt], placeholders: Collection[int])
                 f"The prompt '{prompt.id}' holds token {min(found)}, which stands for a picture, and no picture; give "
                 "it one (data.image_key), or leave the token out."
             )
+
+
+def check_pictures(prompts: Sequence[Prompt], model: PreTrainedModel, backend: str) -> None:
+    """Check that ``backend`` takes the pictures of the prompts.
+
+    Raises:
+        UserError: vLLM is to sample, for a model whose pictures it does not get.
+    """
+    if backend == "vllm" and any(prompt.images for prompt in prompts) and not family_of(model).grid:
+        raise UserError(
+            f"rollout.backend = 'vllm' takes pictures of Qwen's models only, not of {type(model).__name__}; set it to "
+            "'native'."
+        )
 
 
 def check_terms(

@@ -99,7 +99,8 @@ def make_prompts(problems: Sequence[Problem], config: DataConfig, tokenizer: Pre
     if not problems:
         return []
     written = [_write(problem, config, tokenizer) for problem in problems]
-    encoded = tokenizer([text for text, _ in written], add_special_tokens=not config.chat)["input_ids"]
+    texts = [_framed(problem, text, tokenizer) for problem, (text, _) in zip(problems, written, strict=True)]
+    encoded = tokenizer(texts, add_special_tokens=not config.chat)["input_ids"]
     prompts = []
     for problem, (text, messages), ids in zip(problems, written, encoded, strict=True):
         if problem.images:
@@ -128,6 +129,11 @@ def make_prompts(problems: Sequence[Problem], config: DataConfig, tokenizer: Pre
             )
         )
     return prompts
+
+
+def _framed(problem: Problem, text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text with the tokens that the model expects around its pictures."""
+    return processor_beside(tokenizer).framed(text, tokenizer) if problem.images else text
 
 
 def _with_pictures(problem: Problem, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:

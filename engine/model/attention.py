@@ -27,10 +27,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -40,38 +39,13 @@ from transformers.masking_utils import sdpa_mask
 from rolltree.kernels import tree_attention
 from rolltree.kernels.tree_attention.api import padded
 
+from ..data.kv_store import AttentionRule, KVStore
 from . import varlen
+from .both_ways import Block, attend_both_ways
 
 NAME = "rolltree"
 SLIDING_MASK = "create_sliding_window_causal_mask"
 """The function that a model's module imports if it may prepare the mask of a sliding window."""
-
-
-class KVStore(Protocol):
-    """The interface of the ``kv_store`` that the rollout engine and `PieceStore` pass to the model."""
-
-    def attend(
-        self,
-        layer_idx: int,
-        query: Tensor,  # [N, Hq, D]
-        key: Tensor,  # [N, Hkv, D]
-        value: Tensor,  # [N, Hkv, D]
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-        sink: Tensor | None,  # [Hq]
-        chunk: int | None,
-    ) -> Tensor:  # [N, Hq, D]
-        """Store the new keys and values of layer ``layer_idx``, then attend over every row's path."""
-        ...
-
-
-class Block(NamedTuple):
-    """Rows that attend to each other in both directions, and to the path before them."""
-
-    begin: int
-    end: int
-    seen: Tensor  # [n] int64, the rows on the path, and the block's own
 
 
 class Tree(NamedTuple):
@@ -231,15 +205,12 @@ def _attention(
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, H, D]; the gradient of x[0] is a copy
     if torch.is_autocast_enabled(q.device.type):  # autocast casts the inputs of `sdpa` too
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    sink = kwargs.get("s_aux")
+    rule = AttentionRule(scaling, window, softcap, kwargs.get("s_aux"), chunk)
     if tree.kv_store is not None:
-        out = tree.kv_store.attend(
-            module.layer_idx, q, k, v, scaling, window, softcap, sink, chunk  # type: ignore[arg-type]
-        )  # fmt: skip
+        out = tree.kv_store.attend(module.layer_idx, q, k, v, rule)  # type: ignore[arg-type]
     else:
-        out = _packed(module, q, k, v, tree, scaling, window, softcap, sink, chunk)
-        if tree.blocks:
-            out = _both_ways(module, out, q, k, v, tree, scaling, window, softcap, sink)
+        out = _packed(module, q, k, v, tree, rule)
+        out = attend_both_ways(out, q, k, v, tree.blocks, rule)
     return (out if out.shape[-1] == width else out[..., :width])[None], None
 
 
@@ -249,72 +220,29 @@ def _packed(
     k: Tensor,  # [T, Hkv, D]
     v: Tensor,  # [T, Hkv, D]
     tree: Tree,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sink: Tensor | None,  # [Hq]
-    chunk: int | None,
+    rule: AttentionRule,
 ) -> Tensor:  # [T, Hq, D]
     position = None
-    if window is not None or chunk is not None:
+    if rule.window is not None or rule.chunk is not None:
         if tree.position is None:
             raise ValueError(f"{type(module).__name__} has a sliding window but passes no position_ids to attention.")
         position = tree.position.reshape(-1)
     assert tree.subtree_end is not None
-    plain = varlen.kernel() if tree.cu_seqlens is not None and varlen.fits(q, softcap) else None
-    if tree.cu_seqlens is not None and plain is not None and sink is None and chunk is None:
-        return plain(q, k, v, tree.cu_seqlens, tree.longest, scale, window)
+    plain = varlen.kernel() if tree.cu_seqlens is not None and varlen.fits(q, rule.softcap) else None
+    if tree.cu_seqlens is not None and plain is not None and rule.sink is None and rule.chunk is None:
+        return plain(q, k, v, tree.cu_seqlens, tree.longest, rule.scale, rule.window)
     return tree_attention(
         q,
         k,
         v,
         tree.subtree_end,
-        scale=scale,
+        scale=rule.scale,
         position=position,
-        window=window,
-        chunk=chunk,
-        softcap=softcap,
-        sink=sink,
+        window=rule.window,
+        chunk=rule.chunk,
+        softcap=rule.softcap,
+        sink=rule.sink,
     )
-
-
-def _both_ways(
-    module: nn.Module,
-    out: Tensor,  # [T, Hq, D]
-    q: Tensor,  # [T, Hq, D]
-    k: Tensor,  # [T, Hkv, D]
-    v: Tensor,  # [T, Hkv, D]
-    tree: Tree,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sink: Tensor | None,  # [Hq]
-) -> Tensor:  # [T, Hq, D]
-    """Compute the rows of the tree's blocks again, each block with all keys of its path and its own.
-
-    Such a row's keys are those of its path and one further interval, the rest of its block, and no row of another
-    branch. With a sliding window, a key still lies less than the window before its query.
-    """
-    if softcap is not None or sink is not None:
-        raise ValueError(
-            f"{type(module).__name__} has attention in both directions with a softcap or sinks, which is not supported."
-        )
-    rows, parts = [], []
-    for begin, end, seen in tree.blocks:
-        mask = None
-        if window is not None:
-            assert tree.position is not None
-            position = tree.position.reshape(-1)
-            mask = position[seen] > position[begin:end, None] - window
-        keys, values = (
-            x.index_select(0, seen).transpose(0, 1).repeat_interleave(q.shape[1] // x.shape[1], 0) for x in (k, v)
-        )
-        part = F.scaled_dot_product_attention(
-            q[begin:end].transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=scale
-        )
-        parts.append(part[0].transpose(0, 1))
-        rows.append(torch.arange(begin, end, device=q.device))
-    return out.index_copy(0, torch.cat(rows), torch.cat(parts).to(out.dtype))
 
 
 def _tree(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> Tree | None:

@@ -18,9 +18,9 @@ from ..data.batch import TreeBatch
 from ..data.pieces import Piece, PieceStore, depth_first
 from ..data.recurrence import recurrence_of
 from . import attention, recurrent, routes
-from .attention import Block
+from .both_ways import Block
 from .head import decoder_of, target_logprob, target_statistics
-from .pictures import Features, embedded, encode, family_of, rotary_input
+from .pictures import Features, both_ways, embedded, encode, family_of, not_touching, rotary_input
 
 
 class Decoded(NamedTuple):
@@ -142,7 +142,8 @@ def _with_pictures(decoder: nn.Module, batch: TreeBatch, rows: slice, features: 
 
 def _blocks(model: PreTrainedModel, batch: TreeBatch) -> tuple[Block, ...]:
     """Return the rows of pictures that attend to each other in both directions."""
-    if batch.media is None or not family_of(model).both_ways:
+    layers = None if batch.media is None else both_ways(model)
+    if batch.media is None or layers is None:
         return ()
     if batch.pieces:
         raise ValueError(
@@ -150,10 +151,13 @@ def _blocks(model: PreTrainedModel, batch: TreeBatch) -> tuple[Block, ...]:
             "raise max_tokens."
         )
     every = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
-    return tuple(
-        Block(begin, end, ((every < end) & (batch.subtree_end > begin)).nonzero()[:, 0])
+    blocks = tuple(
+        Block(begin, end, ((every < end) & (batch.subtree_end > begin)).nonzero()[:, 0], layers == "sliding")
         for begin, end in batch.media.spans
     )
+    above = {int(seen[begin - end - 1]) for begin, end, seen, _ in blocks if len(seen) > end - begin}
+    not_touching(model, any(block.end - 1 in above for block in blocks))
+    return blocks
 
 
 def _balancing(model: PreTrainedModel) -> Callable[..., Tensor]:

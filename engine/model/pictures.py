@@ -8,7 +8,7 @@ The tower never sees the arguments or the context of a tree, so its own attentio
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +23,15 @@ class Family(NamedTuple):
 
     grid: bool = False
     """Rotary positions have three rows, and a picture's lie on its grid (M-RoPE)."""
-    both_ways: bool = False
-    """The rows of a picture attend to each other in both directions."""
+    both_ways: Literal["all", "sliding"] | None = None
+    """The layers in which the rows of a picture attend to each other in both directions: all, or those with a sliding
+    window."""
     tiles: bool = False
     """``get_image_features`` takes pictures as the tiles of one sample, ``[1, pictures, ...]``."""
     types: str | None = None
     """Name of the model's argument that marks the rows of pictures by 1."""
+    framed: str | None = None
+    """The text that the model's own processor writes for a picture: its placeholder between two tokens."""
 
 
 _GRID = Family(grid=True, types="mm_token_type_ids")
@@ -36,7 +39,8 @@ FAMILIES = {
     "qwen2_5_vl": _GRID,
     "qwen3_vl": _GRID,
     "qwen3_5": _GRID,
-    "gemma3": Family(both_ways=True, types="token_type_ids"),
+    "gemma3": Family(both_ways="all", types="token_type_ids", framed="\n\n{begin}{picture}{end}\n\n"),
+    "gemma4": Family(both_ways="sliding", types="mm_token_type_ids", framed="{begin}{picture}{end}"),
     "smolvlm": Family(tiles=True),
 }
 """The families whose pictures can be computed, by ``model_type``."""
@@ -63,6 +67,30 @@ def family_of(model: nn.Module) -> Family:
             f"types {', '.join(FAMILIES)}."
         )
     return found
+
+
+def both_ways(model: nn.Module) -> Literal["all", "sliding"] | None:
+    """Return the layers of ``model`` in which the rows of a picture attend to each other in both directions.
+
+    Gemma 4 has models of both kinds, told apart by ``use_bidirectional_attention`` of its text configuration.
+    """
+    config: Any = _inner(model).config
+    if config.model_type == "gemma4" and config.get_text_config().use_bidirectional_attention != "vision":
+        return None
+    return FAMILIES[config.model_type].both_ways if config.model_type in FAMILIES else None
+
+
+def not_touching(model: nn.Module, touching: bool) -> None:
+    """Check the pictures of a sequence, for a model in which their rows attend to each other in both directions.
+
+    Raises:
+        ValueError: two follow one another with no token between, which Transformers computes as one picture.
+    """
+    if touching:
+        raise ValueError(
+            f"Two pictures follow one another with no token between, and {type(_inner(model)).__name__} lets all their "
+            "rows attend to each other; put the tokens between that begin and end a picture."
+        )
 
 
 def tower_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -115,6 +143,9 @@ def embedded(
     words = decoder.get_input_embeddings()(ids.masked_fill(ids >= FIRST_ID, 0))
     first = features.embedding.index_select(0, source).to(words.dtype)
     inputs: dict[str, Any] = {"inputs_embeds": words.index_copy(0, row, first)[None]}
+    if getattr(decoder, "hidden_size_per_layer_input", 0):  # of Gemma 4, in which a picture's rows count as padding
+        padded = ids.masked_fill(ids >= FIRST_ID, decoder.config.pad_token_id)
+        inputs["per_layer_inputs"] = decoder.get_per_layer_inputs(padded[None], None)
     if features.deeper:
         here = torch.zeros_like(ids, dtype=torch.bool).index_fill(0, row, True)
         inputs["visual_pos_masks"] = here[None]
@@ -155,14 +186,18 @@ def placeholder(model: nn.Module) -> int:
 
 
 def placeholders(model: nn.Module) -> tuple[int, ...]:
-    """Return the token ids that stand for pictures and videos; none if the model takes no pictures.
+    """Return the token ids that stand for pictures, videos and sounds; none if the model takes no pictures.
 
     They are no text: a sequence that holds one without a picture is none that the model was made for.
     """
-    config = _inner(model).config
+    return placeholders_of(_inner(model).config)
+
+
+def placeholders_of(config: Any) -> tuple[int, ...]:
+    """Return the same of a model's configuration."""
     if config.model_type not in FAMILIES:
         return ()
-    named = (getattr(config, f"{name}_token_id", None) for name in ("image", "video"))
+    named = (getattr(config, f"{name}_token_id", None) for name in ("image", "video", "audio"))
     vocabulary = config.get_text_config().vocab_size
     return tuple(dict.fromkeys(token for token in named if token is not None and 0 <= token < vocabulary))
 

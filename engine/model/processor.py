@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from ..data.media import Picture
@@ -39,8 +40,8 @@ class PictureProcessor:
         except Exception as error:  # a damaged directory can make transformers raise anything
             raise UserError(f"The config of '{path}' cannot be read: {' '.join(str(error).split())[:200]}") from error
         family = FAMILIES.get(config.model_type)
-        if family is None or not family.grid:
-            named = ", ".join(name for name, family in FAMILIES.items() if family.grid)
+        if family is None or family.tiles:
+            named = ", ".join(name for name, family in FAMILIES.items() if not family.tiles)
             raise UserError(
                 f"Problems with pictures need a model of the types {named}, and '{path}' is of the type "
                 f"{config.model_type}; take another model."
@@ -56,7 +57,12 @@ class PictureProcessor:
             ) from error
         self.placeholder = int(config.image_token_id)
         """The token id that stands for a picture in a prompt."""
-        self._merged = int(config.vision_config.spatial_merge_size)
+        self._family, self._config = family, config
+        if getattr(self._processor, "do_pan_and_scan", False):
+            raise UserError(
+                f"The image processor of '{path}' cuts pictures into parts (do_pan_and_scan), which is not supported; "
+                "set do_pan_and_scan to false in its preprocessor_config.json."
+            )
         self._made: WeakValueDictionary[str, Picture] = WeakValueDictionary()  # those in use, by the digest of content
 
     def picture(self, content: bytes) -> Picture:
@@ -72,11 +78,32 @@ class PictureProcessor:
         except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
             raise ValueError(f"Pillow cannot read a picture ({' '.join(str(error).split())[:100]})") from error
         found = self._processor(images=[image], return_tensors="pt")
-        inputs = {name: found[name].numpy() for name in ("pixel_values", "image_grid_thw")}
-        frames, high, wide = (int(n) for n in inputs["image_grid_thw"][0])
-        grid = frames, high // self._merged, wide // self._merged
-        made = Picture.of(inputs, grid[0] * grid[1] * grid[2], grid)
+        names = ("pixel_values", "image_grid_thw", "image_position_ids")
+        inputs = {name: np.asarray(found[name]) for name in names if name in found}
+        if self._family.grid:
+            merged = int(self._config.vision_config.spatial_merge_size)
+            frames, high, wide = (int(n) for n in inputs["image_grid_thw"][0])
+            grid = frames, high // merged, wide // merged
+            made = Picture.of(inputs, grid[0] * grid[1] * grid[2], grid)
+        elif "num_soft_tokens_per_image" in found:
+            made = Picture.of(inputs, int(found["num_soft_tokens_per_image"][0]))
+        else:
+            made = Picture.of(inputs, int(self._config.mm_tokens_per_image))
         return self._made.setdefault(made.digest, made)
+
+    def framed(self, text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return the text of a prompt with one placeholder a picture, and the tokens around it that the model expects.
+
+        A chat template of Gemma 3 or 4 writes one token a picture, which Transformers' processor replaces by these.
+        """
+        if self._family.framed is None:
+            return text
+        config = self._config
+        begin, picture, end = tokenizer.convert_ids_to_tokens(
+            [config.boi_token_id, config.image_token_id, config.eoi_token_id]
+        )
+        mark = picture if config.model_type == "gemma4" else begin
+        return text.replace(mark, self._family.framed.format(begin=begin, picture=picture, end=end))
 
 
 @functools.lru_cache(maxsize=4)

@@ -120,14 +120,10 @@ class TrainConfig(Section):
             raise ValueError(
                 '`loop.train_context` = "plain" exchanges no prompts with pictures (`data.image_key`); leave one out'
             )
-        if self.data.image_key is not None and rollout.backend == "vllm":
-            raise ValueError(
-                '`data.image_key` needs `rollout.backend` = "native", which samples prompts with pictures; set it, or '
-                "leave the pictures out"
-            )
         if self.model.replay_routes and rollout.backend == "vllm":
             raise ValueError(
-                '`model.replay_routes` needs `rollout.backend` = "native", which records routes; set it, or replay none'
+                '`model.replay_routes` needs `rollout.backend` = "native", which records routes: vLLM 0.32 has them '
+                "on a GPU alone (its model runner V2 needs Triton), and they are not read; set it, or replay none"
             )
         if self.model.replay_routes and rollout.compile:
             raise ValueError("`rollout.compile` does not record routes; leave it or `model.replay_routes` out")

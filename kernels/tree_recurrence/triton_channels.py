@@ -42,7 +42,7 @@ def channel_pairs_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
     DELTA: tl.constexpr,
 ):  # fmt: skip
-    """As `triton_chunks.pairs_kernel`."""
+    """Compute what `triton_chunks.pairs_kernel` does, with a gate for each channel."""
     chunk, head, own = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     place = (chunk * HEADS + head) * (CHUNK * CHUNK) + own * BLOCK * CHUNK
     first, count = tl.load(chunk_row + chunk).to(tl.int64), tl.load(chunk_rows + chunk)

@@ -19,7 +19,7 @@ Wrong = Iterator[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Kind:
-    """What an argument is: its wrong values follow from that.
+    """A kind of argument, from which its wrong values follow.
 
     ``layout``: which strides it may have; ``size``: whether another length fits too; ``message``: what names it.
     """

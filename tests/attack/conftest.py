@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-IN_CI = 12
+IN_CI = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

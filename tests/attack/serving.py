@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,8 +15,11 @@ import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from rolltree.engine.app.cli import main
 from rolltree.engine.app.server import make_app
 from rolltree.engine.rollout import EngineConfig, NativeEngine
+
+from ..forks import forked
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}"
@@ -86,22 +87,19 @@ def save(directory: Path) -> Path:
     return directory
 
 
+def serve(directory: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    command = ["serve", str(directory), "--name", "tiny", "--port", "0", "--dtype", "float32", "--device", "cpu"]
+    main([*command, "--kv_tokens", "4096"])
+
+
 @contextmanager
-def as_process(directory: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def as_process(directory: Path) -> Iterator[tuple[Any, str]]:
     """`rolltree serve` of a model, and its URL."""
-    command = [sys.executable, "-m", "rolltree.engine.app.cli", "serve", str(directory), "--name", "tiny"]
-    command += ["--port", "0", "--dtype", "float32", "--device", "cpu", "--kv_tokens", "4096"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
+    with forked(serve, directory) as (process, printed):
         said = ""
         while "serving at " not in said:
-            said = process.stderr.readline()
-            assert said, f"the server ended with {process.wait()}"
+            said = printed.readline()
+            assert said, "the server ended"
         yield process, said.partition("serving at ")[2].strip().removesuffix("/v1")
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stderr is not None
-        process.stderr.close()

@@ -158,7 +158,7 @@ LISTS = [
 
 @pytest.mark.parametrize(("of", "names"), LISTS, ids=[of for of, _ in LISTS])
 def test_what_is_no_list_is_refused(of: str, names: tuple[str, ...]) -> None:
-    """In place of a whole argument, not of an entry."""
+    """The wrong value replaces a whole argument, not an entry."""
     builder = next(b for b in BUILDERS if b.name == of)
     right = {
         "prompt": [1], "prompts": [[1], [1]], "responses": [[2], [3]], "advantages": [0.5, 1.0], "max_tokens": 9,
@@ -193,7 +193,7 @@ def test_wrong_arguments_are_refused(builder: Builder, cases: int) -> None:
 
 
 def test_sequences_come_back_as_they_were(cases: int) -> None:
-    """Through lists, arrays and tensors of any integer dtype that holds them."""
+    """Sequences go through lists, arrays and tensors of any integer dtype that holds them."""
     kinds = [list, np.array, torch.tensor, lambda r: np.array(r, np.uint8), lambda r: torch.tensor(r).short()]
 
     @settings(max_examples=cases, phases=PHASES)

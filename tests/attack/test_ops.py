@@ -575,7 +575,7 @@ def test_sums_need_memory_of_their_own() -> None:
 
 
 def test_a_row_out_of_range_does_not_take_part() -> None:
-    """As many distinct rows as there are, one of which is none."""
+    """There are as many distinct rows as rows, and one of them is out of range."""
     m = Maker(0)
     given = {"hidden": m.floats(3, 4), "weight": m.floats(9, 4), "target": m.index(9, 3), "normalizer": 3.0}
     given |= {"fields": PolicyFields.flat(torch.ones(3)), "objective": Objective.preset("dapo")}

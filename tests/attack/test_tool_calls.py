@@ -143,7 +143,7 @@ def test_what_a_stream_cannot_do_is_refused(client: openai.OpenAI, more: dict[st
 def test_nothing_that_is_written_is_lost(cases: int) -> None:
     """Any mixture of calls, marks and texts: what is no call is content, and a stream never takes back what it sent."""
 
-    @settings(max_examples=max(cases, 100))
+    @settings(max_examples=max(cases, 50))
     @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=8), st.sampled_from([None, 0, 1]))
     def attack(pieces: list[str], most: int | None) -> None:
         text = "".join(pieces)

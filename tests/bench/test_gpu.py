@@ -22,6 +22,8 @@ from rolltree.bench.cli import OPS
 from rolltree.bench.journal import Journal
 from rolltree.bench.runner import Bench, Calls, Case, Choice, DeviceLostError
 
+from ..forks import Forks, forked
+
 CPU = torch.device("cpu")
 QUICK = Choice(seconds=0.0)
 
@@ -165,23 +167,21 @@ def test_time_limits_of_tasks_and_parts(tmp_path: Path) -> None:
     assert "failed: it took longer than 0 s" in said[0]
     start = time.monotonic()
     cut = [task("over", "import time; time.sleep(60)"), task("after", "pass")]
-    assert gpu.run_part(cut, setting(tmp_path), 3.0, said.append) == ["over", "after"]
+    assert gpu.run_part(cut, setting(tmp_path), 1.5, said.append) == ["over", "after"]
     assert time.monotonic() - start < 20
     assert all("cut off" in line for line in said[-2:])
 
 
 def test_a_benchmark_goes_on_behind_the_provider_that_killed_its_process(tmp_path: Path) -> None:
     """The first process says whose turn it is and dies of a signal; the second finds that on record."""
+    Journal("made_up", tmp_path).begin("one", "ours")
+    running = tmp_path / "made_up.running"
+    running.rename(tmp_path / "begun")
     code = f"""
-import os, sys
-from dataclasses import replace
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
-from types import SimpleNamespace
-from rolltree.bench.journal import Journal
-journal = Journal("made_up", Path({str(tmp_path)!r}))
-if not journal.known("one", "ours"):
-    journal.begin("one", "ours")
+import os, pathlib, resource
+if not pathlib.Path({str(tmp_path / "made_up.outcomes.jsonl")!r}).exists():
+    pathlib.Path({str(tmp_path / "begun")!r}).rename({str(running)!r})
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.abort()
 """
     said: list[str] = []
@@ -193,7 +193,7 @@ if not journal.known("one", "ours"):
 
 
 def test_the_archive_is_whole_all_the_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After every task, and in the middle of one."""
+    """The archive is whole after every task, and in the middle of one."""
     monkeypatch.setattr(gpu, "PACK_SECONDS", 0.1)
     out, archive = tmp_path / "out", tmp_path / "away" / "all.tar.gz"
     seen = f"""
@@ -218,25 +218,15 @@ print(names)
     assert [path.name for path in archive.parent.iterdir()] == [archive.name]
 
 
-DRIVEN = """
-import sys
-from pathlib import Path
-from rolltree.bench import gpu, gpu_tasks
-sleeper = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(100)"]
-gpu.run_part([gpu_tasks.Task("sleeper", sleeper)], gpu_tasks.Setting("cpu", True, 0.0, "", Path(sys.argv[1])), 90.0)
-"""
-
-
 def test_a_task_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
     """Else it would hold the device when the command is given again."""
-    driver = subprocess.Popen([sys.executable, "-c", DRIVEN, str(tmp_path)])
+    sleeper = task("sleeper", "import os, time; print(os.getpid(), flush=True); time.sleep(100)")
     log = tmp_path / "logs" / "sleeper.log"
-    for _ in range(600):
-        if log.exists() and len(lines := log.read_text().splitlines()) > 1:
-            break
-        time.sleep(0.1)
-    driver.kill()
-    driver.wait()
+    with forked(gpu.run_part, [sleeper], setting(tmp_path), 90.0):
+        for _ in range(600):
+            if log.exists() and len(lines := log.read_text().splitlines()) > 1:
+                break
+            time.sleep(0.1)
     status = Path("/proc", lines[-1], "stat")
     for _ in range(100):
         if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
@@ -282,7 +272,7 @@ def test_every_task_is_listed_once(tmp_path: Path) -> None:
 
 
 def test_the_chosen_cases_and_providers_exist(tmp_path: Path) -> None:
-    """What a pattern names is there on a GPU: a pattern that fits nothing would measure nothing."""
+    """Each pattern chooses something that exists on a GPU; a pattern that fits nothing would measure nothing."""
     import re
 
     from rolltree.bench.cli import load
@@ -305,7 +295,7 @@ def test_the_chosen_cases_and_providers_exist(tmp_path: Path) -> None:
 
 
 def test_the_rows_that_matter_most(tmp_path: Path) -> None:
-    """How many cases each row's pattern chooses, and whom it compares: an alternative in it may fit nothing."""
+    """Each row's pattern chooses so many cases and compares these providers; an alternative in it may fit nothing."""
     import re
 
     from rolltree.bench.cli import load
@@ -375,7 +365,7 @@ print(len([load(op) for op in OPS]) == len(OPS), commit())
 
 @pytest.mark.slow
 def test_a_plain_checkout_without_repository_and_packages(tmp_path: Path) -> None:
-    """By links alone, without .git, without what a GPU machine lacks: kernels, a step and a rollout run."""
+    """Kernels, a step and a rollout run by links alone, without .git and without what a GPU machine lacks."""
     (tmp_path / "rolltree").mkdir()
     for name in ("engine", "kernels", "bench"):
         ignore = shutil.ignore_patterns("__pycache__")
@@ -387,18 +377,17 @@ def test_a_plain_checkout_without_repository_and_packages(tmp_path: Path) -> Non
     assert done.stdout.splitlines()[-1:] == ["True carried"], done.stderr
 
 
-def test_the_tests_of_kernels_need_no_package_of_developers() -> None:
+def test_the_tests_of_kernels_need_no_package_of_developers(torch_forks: Forks) -> None:
     """Such a machine has pytest, without any of its plugins."""
     blocked = dict.fromkeys(("hypothesis", "xdist", "pytest_timeout", "pydantic", "plotly", "tomli_w"))
     program = (
-        f"import sys; sys.modules.update({blocked!r}); import pytest\n"
+        f"import os, sys; sys.modules.update({blocked!r}); os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'\n"
+        "import pytest\n"
         "sys.exit(pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider', 'tests/gpu/test_kernels_gpu.py']))"
     )
-    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=schema.REPOSITORY, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "test_tree_attention" in done.stdout
+    code, said = torch_forks.run(program, directory=schema.REPOSITORY)
+    assert code == 0, said
+    assert "test_tree_attention" in said
 
 
 def test_native_parts_older_than_their_sources_are_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,12 +409,12 @@ def test_native_parts_older_than_their_sources_are_built_again(tmp_path: Path, m
     assert gpu.native_parts(CPU) == {"_host": False, "_cpu": False}
 
 
-def test_native_parts_are_found_without_the_packages_of_the_engine() -> None:
+def test_native_parts_are_found_without_the_packages_of_the_engine(torch_forks: Forks) -> None:
     """Else the build fails on a machine that has what kernels need and no more."""
     blocked = dict.fromkeys(("numba", "transformers", "pydantic", "plotly", "tomli_w"))
     program = (
         f"import sys; sys.modules.update({blocked!r})\nimport torch\nfrom rolltree.bench import gpu\n"
         "print(sorted(gpu.native_parts(torch.device('cpu')).items()))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.strip() == str(sorted(gpu.native_parts(CPU).items())), done.stderr
+    code, said = torch_forks.run(program)
+    assert (code, said.strip()) == (0, str(sorted(gpu.native_parts(CPU).items())))

@@ -1,4 +1,4 @@
-"""What the rollout benchmark's baseline does."""
+"""The baseline of the rollout benchmark."""
 
 from __future__ import annotations
 

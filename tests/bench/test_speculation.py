@@ -1,4 +1,4 @@
-"""What the benchmark of drafts calls a first epoch."""
+"""The first epoch of the benchmark of drafts."""
 
 from __future__ import annotations
 

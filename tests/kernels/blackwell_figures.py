@@ -1,4 +1,4 @@
-"""What the machine code of flash-attn 4's kernels for sm_100a says: it is read, not modelled.
+"""Figures of the machine code of flash-attn 4's kernels for sm_100a, which is read, not modelled.
 
 ``python -m tests.kernels.blackwell_figures FOLDER`` writes bench/results/static-sm_100/ from what
 `make hopper ARGS=--basetemp=FOLDER` left there.
@@ -110,7 +110,7 @@ def page(rows: list[Figures]) -> str:
 
 
 def every(code: Path) -> Iterator[Figures]:
-    """Of all kernels whose machine code `hopper_builds` left in ``code``."""
+    """Return the figures of all kernels whose machine code `hopper_builds` left in ``code``."""
     for dim in FLASH_TILES[10]:
         for option in flash_figures.OPTIONS:
             for direction, kernel in sorted(flash_figures.read(code, 10, dim, option).items()):

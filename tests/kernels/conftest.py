@@ -1,4 +1,4 @@
-"""What the tests of Hopper's kernels share: everything is compiled once."""
+"""Fixtures of the tests of Hopper's kernels: everything is compiled once."""
 
 from __future__ import annotations
 

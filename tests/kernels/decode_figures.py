@@ -1,6 +1,6 @@
-"""What the machine code of decode kernels that are not Triton's says, in the rows of `aot.harness`: of our CUDA C++
-one, and of flash-attn 4's forward with pages of 16 keys, which nothing
-launches.
+"""Figures of the machine code of decode kernels that are not Triton's, in the rows of `aot.harness`.
+
+They are our CUDA C++ kernel, and flash-attn 4's forward with pages of 16 keys, which nothing launches.
 
 ``python -m tests.kernels.decode_figures FOLDER`` writes bench/results/static-sm_90/decode.jsonl, in the environment of
 `make hopper` with nvcc on PATH. Clocks are modelled, for the warps that multiply.
@@ -56,7 +56,7 @@ def cuda_kernels(folder: Path) -> list[machine_code.Kernel]:
 
 
 def cuda_figures(kernels: list[machine_code.Kernel]) -> Iterator[harness.AotResult]:
-    """Of those in bf16 without window and softcap; D = 64 and 128."""
+    """Return the figures of the kernels in bf16 without window and softcap; D = 64 and 128."""
     for dim in (64, 128):
         (kernel,) = (k for k in kernels if f"partial_kernelI13__nv_bfloat16Li{dim}ELb0ELb0E" in k.name)
         shared = 3 * 64 * (2 * (dim + 8) * 2 + 8)
@@ -64,7 +64,7 @@ def cuda_figures(kernels: list[machine_code.Kernel]) -> Iterator[harness.AotResu
 
 
 def flash_figures(folder: Path) -> Iterator[harness.AotResult]:
-    """Of flash-attn 4, a process a tile."""
+    """Return the figures of flash-attn 4, with a process for each tile."""
     for dim in (64, 128):
         for rows, keys in FLASH_TILES:
             dump = folder / f"{dim}-{rows}x{keys}"

@@ -1,4 +1,4 @@
-"""What the machine code of flash-attn 4's kernels under a tree's mask says, in the rows of `aot.harness`.
+"""Figures of the machine code of flash-attn 4's kernels under a tree's mask, in the rows of `aot.harness`.
 
 ``python -m tests.kernels.flash_figures FOLDER`` writes bench/results/static-sm_90/flash-attn-VERSION.jsonl from what
 `make hopper ARGS=--basetemp=FOLDER` left there.

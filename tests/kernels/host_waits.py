@@ -1,4 +1,4 @@
-"""Where the host would wait for a device: a mode that lists such calls, for code run on tensors without data.
+"""A mode that lists the calls in which the host would wait for a device, for code run on tensors without data.
 
 Tensors on the meta device stand for those of a GPU. Most calls that need a value raise on them; those that would give a
 wrong answer instead are in `WAITS`.
@@ -68,7 +68,7 @@ def _is_meta(device: Any) -> bool:
 
 
 def waits(run: Callable[[], Any], value: float | None = None) -> list[str]:
-    """What ``run`` makes the host wait for, up to the first call that cannot go on without a value."""
+    """Return the calls in which ``run`` makes the host wait, up to the first that cannot go on without a value."""
     with HostWaits(value) as seen:
         try:
             run()

@@ -1,4 +1,4 @@
-"""Where a backend's tests run: Triton and CUDA on a GPU where there is one, else Triton in its interpreter."""
+"""The device of a backend's tests: Triton and CUDA on a GPU if there is one, else Triton in its interpreter."""
 
 from __future__ import annotations
 

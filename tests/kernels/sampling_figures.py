@@ -1,5 +1,4 @@
-"""What the machine code of sampling on sm_90 says of a row: instructions a token, and the share of copy bandwidth that
-issuing them allows.
+"""Figures of the machine code of sampling on sm_90: instructions a token, and the share of copy bandwidth they allow.
 
 ``python -m tests.kernels.sampling_figures`` prints the figures of each kernel as JSON; with ``make aot-write`` they are
 written to bench/results/static-sm_90, where :func:`section` puts them together.
@@ -44,7 +43,7 @@ def _wide(i: machine_code.Instruction) -> bool:
 
 
 def _most(ways: list[Way], counts: Callable[[machine_code.Instruction], int]) -> list[Way]:
-    """Those that have most of what ``counts``."""
+    """Return the kernels that have most of what ``counts``."""
     found = [sum(map(counts, way)) for way in ways]
     return [way for way, many in zip(ways, found, strict=True) if many == max(found)]
 
@@ -78,8 +77,10 @@ def _scan(kernel: machine_code.Kernel, race: bool) -> tuple[float, float]:
 
 
 def _settle(kernel: machine_code.Kernel, rounds: int) -> tuple[float, float]:
-    """Of a row whose sample led well, and of one that is searched as a whole; each looks for the last of tied tokens,
-    up to the row's end."""
+    """Return the figures of a row whose sample led well, and of one that is searched as a whole.
+
+    Each looks for the last of tied tokens, up to the row's end.
+    """
     through = [loop for loop in kernel.loops if loop.loads]
     places = next(loop for loop in through if all(i.name != "FADD" for i in loop.instructions))  # it sums no weights
     passes = sorted(_round(kernel, loop) for loop in through if loop is not places)

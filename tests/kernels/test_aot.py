@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
     ids=" ".join,
 )
 def test_compiles(options: tuple[str, ...]) -> None:
-    """In a process of its own: this one has Triton's interpreter in the compiler's place."""
+    """It runs in a process of its own: this one has Triton's interpreter in the compiler's place."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.aot.harness", "--json", *options]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700)
@@ -84,8 +84,10 @@ def test_every_kernel_has_a_row() -> None:
 
 
 def test_small_copies_cost_nothing() -> None:
-    """Of wholly visible tiles only dK/dV of 256 columns has some. The clocks that issue them (8 warps, 4 schedulers)
-    are few beside the round's."""
+    """Of the wholly visible tiles only dK/dV of 256 columns has some.
+
+    The clocks that issue them (8 warps, 4 schedulers) are few compared with those of the round.
+    """
     for file in STATIC.glob("triton-*.jsonl"):
         for row in map(AotResult.of, map(json.loads, file.read_text().splitlines())):
             if not TABLED.fullmatch(row.case):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -43,8 +44,8 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         (16, torch.bfloat16, 6, 2, 128, 1, None, 4.0),
         (16, torch.float16, 2, 2, 128, 40, 17, None),
         (1, torch.bfloat16, 2, 1, 128, 3, 9, 4.0),
-        (1, torch.float16, 4, 1, 128, 1, None, None),
-        (16, torch.bfloat16, 4, 1, 256, 5, None, None),
+        pytest.param(1, torch.float16, 4, 1, 128, 1, None, None, marks=pytest.mark.slow),
+        pytest.param(16, torch.bfloat16, 4, 1, 256, 5, None, None, marks=pytest.mark.slow),
         (16, torch.float16, 2, 1, 256, 1, 25, 3.0),
         (1, torch.bfloat16, 2, 1, 256, 1, 11, None),
         (1, torch.float16, 2, 1, 256, 2, None, 3.0),
@@ -80,7 +81,7 @@ def chain(length: int, rows: int) -> DecodePlan:
 
 def test_tree_decode_of_long_nodes_and_many_rows() -> None:
     """Several chunks of keys and tiles of rows; a row's bits are the same alone."""
-    length, rows, heads = 1100, 19, 8
+    length, rows, heads = 600, 19, 8
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(rows, heads, 64, generator=generator).bfloat16()
     k, v = torch.randn(2, -(-length // 16), 16, 2, 64, generator=generator).bfloat16()
@@ -158,7 +159,14 @@ def test_clipped_loss(name: str) -> None:
     loss.test_compiled_equals_reference("cuda", name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["plain", "everything", "several blocks"])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(case, dtype, marks=() if number % 4 == 0 else pytest.mark.slow)
+        for number, (case, dtype) in enumerate(
+            product(["plain", "everything", "several blocks"], [torch.float32, torch.bfloat16, torch.float16])
+        )
+    ],
+)
 def test_logprob_from_logits(case: str, dtype: torch.dtype) -> None:
     logits.test_against_fp64("cuda", case, dtype, True)

@@ -333,7 +333,7 @@ WRONG_LAYERS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("N", [9, FEW_ROWS + 1])
 def test_several_layers_are_one_after_the_other(backend: Any, N: int) -> None:
-    """Between two decoders stand the rows, which the norm behind the first one hides: here it is the last of both."""
+    """The rows lie between two decoders, and the norm after the first one hides them: here it is the last of both."""
     several = [LayerWeights(**layer(48, 4, 2, 16, 80 + i)) for i in range(3)]  # type: ignore[arg-type]
     given, windows = rows_of_a_prompt(N, 48, 2, 16), [None, 4, None]
     pages = [(torch.zeros_like(given["k_pages"]), torch.zeros_like(given["v_pages"])) for _ in several]
@@ -358,7 +358,7 @@ def test_several_layers_are_one_after_the_other(backend: Any, N: int) -> None:
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """As a decoder on the backend in use makes it."""
+    """Return the product as a decoder on the backend in use makes it."""
     if dispatch.current_override() == "reference":
         return F.linear(x, weight)
     return Head(weight, None, None, torch.float32).logits(x, torch.empty(len(x), len(weight)))

@@ -369,7 +369,7 @@ def test_flash_is_never_chosen_by_default(major: int, monkeypatch: pytest.Monkey
 @needs_triton
 @pytest.mark.parametrize("by", ["use_backend", "ROLLTREE_BACKEND"])
 def test_flash_is_tree_attentions_alone(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is named, other ops run on their default backend."""
+    """Other ops run on their default backend although flash is named."""
     gpu, other = pretend_gpu(monkeypatch, 9), {"triton": print, "reference": repr}
     if by == "ROLLTREE_BACKEND":
         monkeypatch.setenv(by, "flash")

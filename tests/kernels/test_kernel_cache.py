@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept: by versions, and where a folder cannot be written."""
+"""The folder of compiled kernels: named by versions, and when it cannot be written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def unwritable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a folder that another user owns, or a read-only file system; root may write to any."""
+    """Make a folder that cannot be written, as one of another user's or on a read-only file system; root may write to
+    any."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")

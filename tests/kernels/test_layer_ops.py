@@ -26,7 +26,7 @@ EPS = 1e-6
 
 
 def plain_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """Of Transformers, in the inputs' dtype."""
+    """Return the norm of Transformers, in the inputs' dtype."""
     wide = x if x.dtype == torch.float64 else x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
     return (weight * wide.to(x.dtype),)
@@ -54,7 +54,7 @@ def of_norm(rows: int, width: int) -> list[Tensor]:
 
 
 def of_rotate(batch: int, heads: int, kv_heads: int, tokens: int, dim: int) -> list[Tensor]:
-    """As attention makes them: heads of rows, looked at as rows of heads; angles that differ between the halves."""
+    """Return inputs as attention makes them: heads of rows viewed as rows of heads; angles differ between halves."""
     q, k = (torch.randn(batch, tokens, h * dim).view(batch, tokens, h, dim).transpose(1, 2) for h in (heads, kv_heads))
     angle = 6 * torch.rand(batch, tokens, dim)
     return [q, k, angle.cos(), angle.sin()]
@@ -182,7 +182,7 @@ def _scattered(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_gradient_of_a_weight_is_as_exact_over_many_rows(backend: Any) -> None:
-    """And does not depend on the number of threads: rows are summed in chunks, chunks in their order."""
+    """It does not depend on the number of threads either: rows are summed in chunks, chunks in their order."""
     op, threads = OPS["rms_norm"], torch.get_num_threads()
     given, upstream = inputs(op, (5000 if backend != "triton" else 700, 48))
     exact = both(op.plain, op, [t.double() for t in given], [t.double() for t in upstream])[2]
@@ -208,7 +208,7 @@ def test_the_gradient_of_a_weight_is_as_exact_over_many_rows(backend: Any) -> No
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
 @pytest.mark.parametrize("name", OPS)
 def test_extreme_values_stay_in_their_row(name: str, value: float, backend: Any) -> None:
-    """Where plain PyTorch has a number there is that number, and elsewhere none."""
+    """The outputs are plain PyTorch's numbers where these are finite, and nowhere else."""
     op = OPS[name]
     given, upstream = inputs(op, (1, 2, 1, 5, 8) if name == "rotate" else (5, 40))
     ordinary = both(op.plain, op, given, upstream)

@@ -169,7 +169,7 @@ def test_only_rows_with_a_gradient_are_multiplied(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_backward_runs_on_the_backend_of_the_forward(backend: Backend) -> None:
-    """Also outside the `with` block and in another thread, as on a GPU."""
+    """The backward runs outside the `with` block and in another thread, as on a GPU."""
     given = inputs(9, 16, 65)
     leaves = [given[n].requires_grad_() for n in ("hidden", "weight")]
     with use_backend(backend):

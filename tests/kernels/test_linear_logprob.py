@@ -51,7 +51,7 @@ def plain(
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
 ) -> LogprobOutput:
-    """What a trainer would write: logits in the inputs' dtype, the rest in fp32 (fp64)."""
+    """Return the log-probs as a trainer would write it: logits in the inputs' dtype, the rest in fp32 (fp64)."""
     logits = torch.nn.functional.linear(hidden, weight, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:

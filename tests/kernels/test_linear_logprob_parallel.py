@@ -103,7 +103,7 @@ def rank(r: int, store: str, results: str) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What every rank found for every case: NAME.RANK.pt."""
+    """Return the directory of all ranks' results for every case: NAME.RANK.pt."""
     directory = tmp_path_factory.mktemp("ranks")
     run_ranks(rank, (str(directory / "store"), str(directory)), RANKS)
     return directory

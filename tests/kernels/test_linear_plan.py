@@ -65,7 +65,8 @@ def away(x: Any) -> Any:
 
 
 def host_waits(names: str, patch: pytest.MonkeyPatch) -> list[str]:
-    """What `linear_terms_loss`, forward and backward, makes the host wait for with a plan from the host."""
+    """Return the calls in which `linear_terms_loss`, forward and backward, makes the host wait with a plan from the
+    host."""
     patch.setattr(plan, "chunk_rows", lambda N, V, device: 9)
     given, terms, made = planned(names, V=128)
     no_kernel = SimpleNamespace(ROW_MULTIPLE=16, statistics=lambda *_: None, gradient=lambda *_: None)

@@ -126,7 +126,7 @@ def same(
     tolerance: float,
     exact: dict[str, Any] | None = None,
 ) -> None:
-    """With ``exact``, of float64: as far from it as ``expected`` is, twice at most, beside ``tolerance``."""
+    """Assert equality to ``tolerance``; with ``exact`` (float64), an error at most twice that of ``expected``."""
     for name, value in expected.items():
         if name == "metrics":
             continue
@@ -395,7 +395,7 @@ def test_an_accumulator_takes_the_weight_gradient_in_fp32(dtype: torch.dtype) ->
 def test_the_forward_adds_to_an_accumulator(
     name: str, shape: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As exactly as summing apart and adding in the backward does, and so are all other gradients."""
+    """All gradients are as exact as those of a sum made apart and added in the backward."""
     monkeypatch.setattr(plan, "chunk_rows", lambda *_: 10)
     given, fields = batch(shape, dtype=dtype, bias=True)
     objective = Objective.preset(name)

@@ -168,7 +168,7 @@ def test_the_products_are_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_cut_lies_where_fewest_rows_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between trees where these fit; between leaves of a group rather than within one."""
+    """Cuts lie between trees if these fit, and between leaves of a group rather than within one."""
     monkeypatch.setattr(plan, "chunk_rows", lambda N, V, device: 16)
     given, fields = forest([(-1, 10), (-1, 11), (-1, 10)])
     assert planned(given, cast(fields, torch.float32, "token_mean"), GSPO).shared == 0

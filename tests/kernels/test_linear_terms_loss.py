@@ -223,7 +223,8 @@ def test_the_products_are_those_of_one_term(monkeypatch: pytest.MonkeyPatch) -> 
 def test_logits_are_formed_as_often_as_the_plan_says(
     trained: tuple[str, ...], passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With preference pairs: once for a frozen head, else once more in the backward for rows that have a gradient."""
+    """With preference pairs they are formed once for a frozen head, else again in the backward for rows with a
+    gradient."""
     given, fields = batch("flat", bias=True)
     terms = make_terms("pairs+entropy" if passes == 2 else "policy+pairs", "flat", fields)
     needed = torch.stack([t.objective.live(t.fields) if isinstance(t, Term) else t.mask for t in terms]).any(0)

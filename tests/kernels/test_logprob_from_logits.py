@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rolltree.kernels.dispatch import Backend
 from rolltree.kernels.linear_logprob import LogprobOutput
 from rolltree.kernels.linear_logprob import logits as module
 
+from ..thinned import every, thinned
 from .test_linear_logprob import BACKENDS, DEVICE, HAS_GPU, ROW_KERNELS
 
 HALF = (torch.bfloat16, torch.float16)
@@ -74,9 +76,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype", "inplace"), thinned(product(CASES, [torch.float32, *HALF], [False, True]), every(5))
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_against_fp64(backend: Backend, case: str, dtype: torch.dtype, inplace: bool) -> None:
     """Twice the error of plain PyTorch in fp32 on the same, already rounded logits; a half-precision gradient is

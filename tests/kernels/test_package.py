@@ -13,6 +13,8 @@ import torch
 
 from rolltree.kernels import dispatch
 
+from ..forks import Forks
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import torch
@@ -25,9 +27,9 @@ assert not hasattr(kernels, "linear_logprob")
 """
 
 
-def test_a_second_import_under_another_name_changes_nothing():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_a_second_import_under_another_name_changes_nothing(torch_forks: Forks):
+    code, said = torch_forks.run(PROGRAM, directory=ROOT)
+    assert code == 0, said
 
 
 def test_a_wheel_holds_every_folder_of_code():

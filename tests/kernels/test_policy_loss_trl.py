@@ -27,7 +27,7 @@ TOKENS, SEQUENCES, LIMIT = 23, 6, 9
 
 
 class OneProcess:
-    """What the loss asks of accelerate."""
+    """A stand-in for the parts of accelerate that the loss uses."""
 
     num_processes, sync_gradients, process_index = 1, True, 0
 
@@ -209,7 +209,7 @@ CORRECTIONS = [(name, "token") for name in LOSSES] + [(name, "sequence") for nam
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize(("loss_type", "level"), CORRECTIONS)
 def test_sampler_mismatch(loss_type: str, level: Any, mode: Any) -> None:
-    """Their ratio is made in the rollout, by the formulas of `_generate_and_score_completions`."""
+    """TRL makes its ratio in the rollout, by the formulas of `_generate_and_score_completions`."""
 
     def importance(inputs: dict[str, Tensor]) -> Tensor:
         mask = inputs["completion_mask"]

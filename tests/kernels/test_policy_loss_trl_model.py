@@ -28,7 +28,7 @@ SEQUENCES, LIMIT = 6, 9
 
 
 class OneProcess:
-    """What the loss asks of accelerate."""
+    """A stand-in for the parts of accelerate that the loss uses."""
 
     num_processes, sync_gradients, process_index = 1, True, 0
 

@@ -116,7 +116,7 @@ def test_a_ratio_of_paths_allows_its_levels_alone() -> None:
     ("surrogate", "options"), [("scaled_failures", {"factor": 0.25}), ("likely_tokens", {"limit": -3.3})]
 )
 def test_options_reach_the_head(surrogate: str, options: dict[str, float]) -> None:
-    """Through ``encoded``, and equal to the loss of the log-probs that the head gives."""
+    """Options reach it through ``encoded``, and the loss equals that of the log-probs that the head gives."""
     torch.manual_seed(0)
     b = batch()
     M = len(b["logprob"])
@@ -164,7 +164,7 @@ def literals(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_no_machinery_knows_a_method_by_its_name() -> None:
-    """But for the default of `Objective`, and for csrc/cuda, which has the clipped ratio alone."""
+    """The exceptions are the default of `Objective`, and csrc/cuda, which has the clipped ratio alone."""
     names = set(SURROGATES | RULES) | set(PRESETS)
     own = {"rules.py", "surrogates.py", "presets.py", "cuda.py", "pairs.py"}
     files = [

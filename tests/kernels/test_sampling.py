@@ -120,7 +120,7 @@ def test_uniforms_stay_inside_the_open_interval() -> None:
 
 @triton.jit
 def bound_kernel(word, z, d, low, score, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of each word and log2 weight, d below the row's best: log2 of the bound of a group of it alone, and its score."""
+    """Write for each word and log2 weight, d below the row's best, log2 of its own group's bound, and its score."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     words, log2_w, shift = tl.load(word + i).to(tl.uint32), tl.load(z + i), tl.load(d + i)
     bound = noise.least_bounds(words, tl.exp2(log2_w), BLOCK // 4)  # groups of four, of one each
@@ -156,7 +156,7 @@ ADVERSARIAL = (0, 1, 0xFFFFFFFF, 0x80000000, 0xB8AA3B29, 77)
 
 @triton.jit
 def few_words(seed, step, counter):  # type: ignore[no-untyped-def]
-    """In the place of Philox: words that many tokens share, the extreme ones among them, by counter and step."""
+    """Replace Philox by words that many tokens share, the extreme ones among them, by counter and step."""
     at = (counter.to(tl.int64) * 7 + step) % 6
     word = tl.where(at == 0, 0, tl.where(at == 1, 1, tl.where(at == 2, 0xFFFFFFFF, 0x80000000)))
     word = tl.where(at == 4, 0xB8AA3B29, tl.where(at == 5, 77, word)).to(tl.uint32)
@@ -317,7 +317,7 @@ def test_rows_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch, **more: int) -> None:
-    """Of Triton: rows of a few hundred tokens have several blocks, and two programs in each pass."""
+    """Make Triton's tiles small: rows of a few hundred tokens have several blocks, and two programs in each pass."""
     tiles = {"BLOCK": 64, "GROUPS": 2, "STRIP": 8, "SPLITS": 2, "SAMPLE": 64, "ROOM": 64, "ROUND": 32, "WHOLE": 128}
     for name, value in (tiles | more).items():
         monkeypatch.setattr(triton_backend, name, value)
@@ -379,7 +379,13 @@ def hard_row(kind: str, generator: torch.Generator) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cases"), [(torch.bfloat16, HARD), (torch.float32, HARD[3:9:5]), (torch.float16, HARD[3:9:5])]
+    ("dtype", "cases"),
+    [
+        pytest.param(torch.bfloat16, HARD, marks=pytest.mark.slow),
+        (torch.bfloat16, HARD[::3]),
+        (torch.float32, HARD[3:9:5]),
+        (torch.float16, HARD[3:9:5]),
+    ],
 )
 def test_candidates_and_the_fall_back(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, cases: list[tuple[str, tuple[int, float, float], tl.constexpr]]
@@ -426,7 +432,14 @@ def flat_row(kind: str, generator: torch.Generator) -> Tensor:
     return row
 
 
-@pytest.mark.parametrize(("dtype", "cases"), [(torch.bfloat16, FLAT), (torch.float32, FLAT[2:8:2])])
+@pytest.mark.parametrize(
+    ("dtype", "cases"),
+    [
+        pytest.param(torch.bfloat16, FLAT, marks=pytest.mark.slow),
+        (torch.bfloat16, FLAT[::3]),
+        (torch.float32, FLAT[2:8:2]),
+    ],
+)
 def test_the_cut_by_a_sample(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, cases: list[tuple[str, tuple[int, float, float], list[bool]]]
 ) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.aot
 
 
 def run(*arguments: str) -> Any:
-    """In a process of its own: this one has Triton's interpreter in the compiler's place."""
+    """Run in a process of its own: this one has Triton's interpreter in the compiler's place."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)

@@ -302,7 +302,7 @@ def test_activation_checkpointing() -> None:
 
 
 def in_pieces(x: Inputs, case: Case, backend: str, cuts: list[int]) -> list[Tensor]:
-    """As `run`, from calls for rows between cuts, each given the earlier keys that it sees."""
+    """Return what `run` does, from calls for rows between cuts, each given the earlier keys that it sees."""
     outs, x = list[Tensor](), x.on(backend)
     with dispatch.use_backend(backend):
         for a, b in itertools.pairwise([0, *cuts, case.tokens]):
@@ -429,7 +429,7 @@ def test_partial_sums_of_a_cut_key_block(monkeypatch: pytest.MonkeyPatch, case: 
     ids=str,
 )
 def test_programs_that_share_columns(monkeypatch: pytest.MonkeyPatch, case: Case, shortest: int) -> None:
-    """As Hopper's dK/dV of D = 256: each part as close to float64 as the whole."""
+    """The case is Hopper's dK/dV of D = 256: each part is as close to float64 as the whole."""
     tile = Tile(16, 32, 4)
     shared = Tiles(tile, tile, dataclasses.replace(tile, parts=2))
     monkeypatch.setattr(triton_backend, "tiles_for", lambda *_, **__: shared)
@@ -441,7 +441,7 @@ def test_programs_that_share_columns(monkeypatch: pytest.MonkeyPatch, case: Case
 
 @needs_interpreter
 def test_tiles_of_a_loop_short_of_registers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Hopper's dK/dV of D = 128, whose pointers are made anew from the numbers of rows; views with strides."""
+    """The case is Hopper's dK/dV of D = 128, whose pointers are made anew from numbers of rows; views with strides."""
     tiles = Tiles(Tile(64, 64, 4), Tile(64, 64, 4), Tile(64, 128, 4))
     monkeypatch.setattr(triton_backend, "tiles_for", lambda *_, **__: tiles)
     case = Case(200, 2, 1, 128, close=0.02)

@@ -146,7 +146,7 @@ def run(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """On the backend's device, and back."""
+    """Run on the backend's device; return results on the CPU."""
     where = device_of(backend)
     if where != q.device:
         q, k, v = (x.to(where) for x in (q, k, v))

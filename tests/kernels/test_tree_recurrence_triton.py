@@ -158,7 +158,7 @@ def test_error_is_at_most_twice_plain_pytorchs(case: Case, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("rule", ["delta", "mamba", pytest.param("kimi", marks=pytest.mark.slow)])
 def test_products_in_half_precision(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with bfloat16, which the interpreter cannot multiply: against plain PyTorch in the dtype of the products."""
+    """float16 stands for bfloat16, which the interpreter cannot multiply; plain PyTorch multiplies in the same way."""
     monkeypatch.setattr(backend, "_multiplied_in", lambda *_: torch.float16)
     case = Case(rule, (20, 14), (-1, -1))
     given = case.inputs()
@@ -227,7 +227,8 @@ def test_given_states_and_their_gradients() -> None:
 
 @pytest.mark.parametrize("rule", ["delta", "mamba", pytest.param("kimi", marks=pytest.mark.slow)])
 def test_order_of_siblings_and_neighbours_change_no_bit(rule: str) -> None:
-    """Of outputs, and for neighbours of gradients too; the sum over children goes in the order of their rows."""
+    """The bits are those of outputs, and for neighbours of gradients too; the sum over children goes in their rows'
+    order."""
     lengths, prompt = (1, 33, 16), 35
     whole = Case(rule, (prompt, *lengths), (-1, 0, 0, 0))
     given = whole.inputs()
@@ -300,7 +301,7 @@ class _Largest(TorchDispatchMode):
 
 
 def test_states_in_memory_are_those_of_branch_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the forward pass, whatever the number of rows; and what it saves are its inputs."""
+    """The forward pass keeps so many, whatever the number of rows; what it saves are its inputs."""
     use_chunks(16, monkeypatch)
     kept = list[int]()
     for length in (1, 20):
@@ -382,7 +383,7 @@ def test_a_convolution_depends_on_its_path_alone() -> None:
 
 
 def test_the_backend_is_chosen_as_for_other_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU the definition runs, Triton where it is named; its backward pass runs on it in another thread too."""
+    """The reference runs on a CPU, Triton where it is named; its backward pass runs on it in another thread too."""
     called = list[str]()
     for name in ("tree_recurrence_forward", "tree_recurrence_backward"):
         original = getattr(backend, name)

@@ -14,7 +14,7 @@ from rolltree.kernels.policy_loss.value import gae, value_loss
 def loop(
     reward: Tensor, value: Tensor, lengths: list[int], mask: Tensor, gamma: float, lam: float, bootstrap: Tensor
 ) -> Tensor:
-    """As textbooks write it: backwards over each sequence, masked tokens passed over."""
+    """Return the estimate as textbooks write it: backwards over each sequence, masked tokens skipped."""
     advantage, begin = torch.zeros_like(reward), 0
     for s, n in enumerate(lengths):
         next_value, carried = bootstrap[s], torch.zeros(())

@@ -110,7 +110,7 @@ def test_gspo_has_one_ratio_a_sequence() -> None:
 def test_dppo_masks_what_has_moved_with_the_advantage(
     kind: str, delta: float, old: Any, new: Any, gain: Any, kept: list[int]
 ) -> None:
-    """By the gradient, -A r where a token is kept: SkyRL's value is -A r, ours -A sg(r) logprob."""
+    """A token that is kept has the gradient -A r: SkyRL's value is -A r, ours -A sg(r) logprob."""
     logprob = torch.tensor(new, dtype=torch.float64, requires_grad=True)
     found = loss_of(logprob, gain, Objective.preset(kind, eps_low=delta, eps_high=delta, **SUM), old_logprob=old)
     want = [-a * math.exp(n - o) * k for a, n, o, k in zip(gain, new, old, kept, strict=True)]

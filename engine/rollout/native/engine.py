@@ -17,7 +17,8 @@ from ...data.media import PromptMedia
 from ...data.segment import Text
 from ...errors import UserError
 from ...model import attention, recurrent, routes
-from ...model.pictures import family_of, placeholders
+from ...model.lora import use_adapter
+from ...model.pictures import both_ways, family_of, not_touching, placeholders
 from ..branch import Request
 from ..digest import Held, digests
 from ..engine import RolloutEngine
@@ -233,7 +234,7 @@ class NativeEngine(RolloutEngine):
             if name in self._adapters:
                 raise ValueError(f"There is an adapter '{name}' already; give this one another name.")
             self.model.load_adapter(path, adapter_name=name)
-            self.model.disable_adapters()
+            use_adapter(self.model, None)
             self._adapters.append(name)
             self.loop.runner.forget_graphs()
             self._adapter = 0
@@ -241,11 +242,7 @@ class NativeEngine(RolloutEngine):
     def _use_adapter(self, number: int) -> None:
         if number == self._adapter:
             return
-        if number == 0:
-            self.model.disable_adapters()
-        else:
-            self.model.enable_adapters()
-            self.model.set_adapter(self._adapters[number - 1])
+        use_adapter(self.model, self._adapters[number - 1] if number else None)
         self._adapter = number
 
     @property
@@ -322,11 +319,9 @@ class NativeEngine(RolloutEngine):
     def _check_pictures(self, index: int, media: PromptMedia) -> None:
         """Raise ValueError if the pictures of prompt ``index`` cannot be computed."""
         family, name = family_of(self.model), type(self.model).__name__
-        if family.both_ways:
-            raise ValueError(
-                f"The pictures of {name} attend in both directions, which the native engine does not support; leave "
-                "them out, or take another model."
-            )
+        if both_ways(self.model) is not None:
+            ends = {end for _, end, _ in media.spans}
+            not_touching(self.model, any(begin in ends for begin, _, _ in media.spans))
         for picture in media.pictures:
             if family.grid != (picture.grid is not None):
                 raise ValueError(

@@ -25,7 +25,7 @@ class Run:
 
 
 class HostKeys:
-    """At most ``capacity`` tokens' keys; the oldest go first."""
+    """Keys of at most ``capacity`` tokens; the oldest are dropped first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -14,7 +14,9 @@ from torch import Tensor
 from rolltree.kernels import use_backend
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
+from ...data.kv_store import AttentionRule
 from ...errors import UserError
+from ...model.both_ways import Block, attend_both_ways
 from .host_keys import HostKeys
 from .routes import RouteCache
 from .states import StateCache
@@ -50,21 +52,22 @@ class LayerPages:
         query: Tensor,  # [N, Hq, D]
         key: Tensor,  # [N, Hkv, D]
         value: Tensor,  # [N, Hkv, D]
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-        sink: Tensor | None,  # [Hq]
-        chunk: int | None,
+        rule: AttentionRule,
     ) -> Tensor:  # [N, Hq, D]
         """Store the new keys and values, then attend over every row's path."""
         self.k.view(-1, *key.shape[1:]).index_copy_(0, self.slots, key)
         self.v.view(-1, *value.shape[1:]).index_copy_(0, self.slots, value)
-        if chunk is not None:
+        if rule.chunk is not None:
             raise ValueError("Chunked attention is not supported by the native engine; use another rollout backend.")
-        out, _ = tree_decode_attention(
-            query, self.k, self.v, self.plan, scale=scale, window=window, softcap=softcap, sink=sink
-        )
-        return out
+        return decode_attention(query, self.k, self.v, self.plan, rule)
+
+
+def decode_attention(query: Tensor, k: Tensor, v: Tensor, plan: DecodePlan, rule: AttentionRule) -> Tensor:
+    """Return the attention [N, Hq, D] of a step's rows over the pages of a layer."""
+    out, _ = tree_decode_attention(
+        query, k, v, plan, scale=rule.scale, window=rule.window, softcap=rule.softcap, sink=rule.sink
+    )
+    return out
 
 
 class KvCache:
@@ -116,6 +119,7 @@ class KvCache:
         self._pages: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k, v: [P + 1, page, Hkv, D]
         self._slots: Tensor | None = None  # [N] int64
         self._plan: DecodePlan | None = None
+        self._blocks: tuple[Block, ...] = ()
         self._attended: set[int] = set()  # layers, in the present step
 
     @property
@@ -190,8 +194,9 @@ class KvCache:
         assert self._slots is not None
         self.routes.write(self._slots, routes)
 
-    def begin_step(self, slots: Tensor, plan: DecodePlan) -> None:  # slots: [N] int64
-        self._slots, self._plan = slots, plan
+    def begin_step(self, slots: Tensor, plan: DecodePlan, blocks: tuple[Block, ...] = ()) -> None:  # slots: [N] int64
+        """Begin a step, some of whose rows see the rest of their picture too: ``seen`` of ``blocks`` are slots."""
+        self._slots, self._plan, self._blocks = slots, plan, blocks
         self._attended.clear()
 
     def attend(
@@ -200,11 +205,7 @@ class KvCache:
         query: Tensor,  # [N, Hq, D]
         key: Tensor,  # [N, Hkv, D]
         value: Tensor,  # [N, Hkv, D]
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-        sink: Tensor | None,  # [Hq]
-        chunk: int | None,
+        rule: AttentionRule,
     ) -> Tensor:  # [N, Hq, D]
         """Store the new keys and values of a layer, then attend over every row's path.
 
@@ -219,14 +220,15 @@ class KvCache:
             )
         self._attended.add(layer_idx)
         self.make_pages(layer_idx, key, query.shape[1] // key.shape[1])
-        out = self.layer(layer_idx).attend(layer_idx, query, key, value, scale, window, softcap, sink, chunk)
+        out = self.layer(layer_idx).attend(layer_idx, query, key, value, rule)
         if self._debug:
             assert self._plan is not None
             with use_backend("reference"):
-                expected, _ = tree_decode_attention(
-                    query, *self._pages[layer_idx], self._plan, scale=scale, window=window, softcap=softcap, sink=sink
-                )
+                expected = decode_attention(query, *self._pages[layer_idx], self._plan, rule)
             _compare(layer_idx, out, expected)
+        if self._blocks:
+            k, v = (pages.flatten(0, 1) for pages in self._pages[layer_idx])
+            out = attend_both_ways(out, query, k, v, self._blocks, rule)
         return out
 
     def make_pages(self, layer_idx: int, like: Tensor, group: int) -> None:  # [N, Hkv, D]

@@ -56,6 +56,7 @@ class NativeLoop(Steering):
             max_batch_rows=max_batch_rows,
             max_prefill_tokens=max_prefill_tokens,
             rotary=runner.rotary,
+            whole_pictures=runner.both_ways is not None,
         )
 
     @property

@@ -6,6 +6,7 @@ prefilled, and for later prompts as far as there is room; new weights make it an
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,8 +19,10 @@ from transformers import PreTrainedModel
 from ...data.columns import Array
 from ...data.media import Picture
 from ...model.pictures import Features, embedded, encode
+from .routes import path_slots
 
 if TYPE_CHECKING:
+    from ._host import KvTree
     from .scheduler import Fill
 
 KEPT_ROWS = 1 << 14
@@ -33,6 +36,9 @@ class Shown(NamedTuple):
     which: Array  # [n] int64, index into `pictures`
     inside: Array  # [n] int64, row of the picture
     pictures: tuple[Picture, ...]
+    runs: tuple[tuple[int, int, Array], ...] = ()
+    """First row and end of each run that a picture takes, and the slots of all keys on the path to its last row; for a
+    model in which a picture's rows attend to each other in both directions."""
 
     @staticmethod
     def of(fills: Sequence[Fill], positions: Sequence[int], rows: Array, before: int) -> Shown | None:
@@ -62,6 +68,37 @@ class Shown(NamedTuple):
         row = np.flatnonzero(which[rows] >= 0)
         token = rows[row]
         return Shown(row, which[token], inside[token], tuple(pictures))
+
+    def with_runs(self, tree: KvTree, node: Array, position: Array) -> Shown:
+        """Return the same with `runs`.
+
+        Args:
+            node: [N] int64, the KV node of each row of the step, which has the keys of the step's rows already.
+            position: [N] int64, depth of each row.
+        """
+        begins = [0, *(1 + np.flatnonzero((np.diff(self.row) != 1) | (np.diff(self.inside) != 1))), len(self.row)]
+        runs = []
+        for begin, end in itertools.pairwise(begins):
+            last = self.row[end - 1]
+            slots = path_slots(tree, int(node[last]))[: position[last] + 1]
+            runs.append((int(self.row[begin]), int(last) + 1, slots))
+        return self._replace(runs=tuple(runs))
+
+
+def whole_part(fill: Fill, first: int, budget: int, whole: bool) -> int:
+    """Return how many tokens of ``fill`` a step computes: at most ``budget``, and no picture in parts.
+
+    In a model in which a picture's rows attend to each other in both directions, none is right before all are computed.
+
+    Args:
+        first: depth of the fill's first token.
+        whole: nothing else uses the budget; a picture may then exceed it.
+    """
+    media = fill.branch.request.media
+    for low, high, _ in () if media is None or fill.count <= budget else media.spans:
+        if low < first + budget < high:
+            return low - first if low > first else high - first if whole else 0
+    return min(fill.count, budget)
 
 
 class Towers:

@@ -51,7 +51,7 @@ class RouteCache:
                 min(n.start + len(n.records), end) if n.sealed else end
             )  # an open node's tokens are in the row table
             if known < until and self.pages is not None:
-                slots = _slots(tree, kv) if slots is None else slots
+                slots = path_slots(tree, kv) if slots is None else slots
                 at = torch.from_numpy(slots[known:until]).to(self.pages.device)
                 new = self.pages.flatten(0, 1).index_select(0, at).cpu().numpy()
                 n.routes = np.concatenate([n.routes, new]) if len(n.routes) else new
@@ -61,7 +61,7 @@ class RouteCache:
         self.pages = None
 
 
-def _slots(tree: KvTree, kv: int) -> Array:  # [end] int64
+def path_slots(tree: KvTree, kv: int) -> Array:  # [end] int64
     """Return the slots of all keys on the path to a KV node."""
     indptr, page_ids, offsets, lengths, *_ = tree.plan(np.array([kv]), np.array([1]))
     found = []

@@ -16,8 +16,9 @@ from rolltree.kernels import kept_tokens
 from rolltree.kernels.linear_logprob.head import Head
 
 from ...model.attention import Tree, computing, keywords, tree_mask
+from ...model.both_ways import Block
 from ...model.head import decoder_of, head_reader
-from ...model.pictures import FAMILIES, placeholders, rotary_input
+from ...model.pictures import FAMILIES, both_ways, placeholders, rotary_input
 from ...model.routes import Record
 from ..branch import Branch
 from ..sampling_params import SamplingParams
@@ -72,6 +73,8 @@ class Runner:
         family = FAMILIES.get(getattr(model.config, "model_type", ""))
         self.rotary = family is not None and family.grid
         """Steps need rotary positions besides the depth."""
+        self.both_ways = both_ways(model)
+        """The layers in which the rows of a picture attend to each other in both directions."""
         self.towers = Towers(model)
         never = placeholders(model)
         self._never = torch.tensor(never, device=self._device) if never else None
@@ -95,14 +98,16 @@ class Runner:
         self._draws = draws = Draws.of(step, rows, samples, seeds, self._draws)
         taken = len(draws.slots)
         every_row = len(step.sample_rows) == len(step.input_ids)
-        if self.graphs is not None and self._cache.ready and every_row and taken == len(samples):
+        plain = every_row and step.shown is None
+        if self.graphs is not None and self._cache.ready and plain and taken == len(samples):
             vector, logits, drawn = self.graphs.decode(step, draws)  # pages must exist before a capture
             return self._sampled(step, vector, logits[:taken], drawn, draws, rows)
         least = 2 if self._compiled and self._cache.ready else 1
         vector = StepVector.of(step, draws, self._cache, self._device, least=least, before=self._vector)
         hidden = self._fused.run(vector) if self._fused is not None and step.shown is None else None
         if hidden is None:
-            hidden = self._decode(*vector.begin(self._cache), step.states, step.shown, step.adapter)
+            begun = vector.begin(self._cache, self._blocks(step.shown))
+            hidden = self._decode(*begun, step.states, step.shown, step.adapter)
         if taken == 0:
             self._vector = None  # without a fetch, the copy to the device may still read the vector in the next step
             empty = np.zeros(0, np.float32)
@@ -118,6 +123,13 @@ class Runner:
         if self.graphs is not None:
             self.graphs.clear()
 
+    def _blocks(self, shown: Shown | None) -> tuple[Block, ...]:
+        """Return the rows of pictures that attend to each other in both directions, as the cache computes them."""
+        if shown is None or self.both_ways is None:
+            return ()
+        sliding = self.both_ways == "sliding"
+        return tuple(Block(begin, end, self._to_device(slots), sliding) for begin, end, slots in shown.runs)
+
     def _decode(
         self,
         input_ids: Tensor,  # [N] int64
@@ -128,8 +140,9 @@ class Runner:
         adapter: int = 0,
     ) -> Tensor:  # [N, H]
         """Return the hidden states of rows."""
-        # a layer's pages and head groups are known only after its first run, which is not compiled
-        layers = self._layers if self._cache.ready else None
+        # a layer's pages and head groups are known only after its first run, which is not compiled; nor are steps with
+        # attention in both directions
+        layers = self._layers if self._cache.ready and (shown is None or self.both_ways is None) else None
         tree = Tree(None, position_ids, self._cache)
         mask = tree_mask(tree)
         inputs: dict[str, Any] = {"input_ids": input_ids[None]}

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from ..branch import Branch, Request
 from .drafts import Drafts, cut
 from .kv_cache import KvCache, KvExhaustedError
-from .pictures import Shown
+from .pictures import Shown, whole_part
 from .rows import RowTable
 from .states import StateCache, StateStep
 from .stops import Stops
@@ -91,6 +91,7 @@ class Scheduler:
         max_batch_rows: int,
         max_prefill_tokens: int,
         rotary: bool = False,
+        whole_pictures: bool = False,
     ) -> None:
         self.cache = cache
         self.rows = rows
@@ -99,6 +100,7 @@ class Scheduler:
         self.max_batch_rows = max_batch_rows
         self.max_prefill_tokens = max_prefill_tokens
         self.rotary = rotary  # steps have rotary positions besides the depth
+        self.whole_pictures = whole_pictures  # their rows attend to each other in both directions
         self.queue: deque[Request] = deque()
         self.requests = requests  # started and not done
         self.waiting: list[Branch] = []  # oldest first
@@ -252,8 +254,14 @@ class Scheduler:
             taken += pages
             headroom += growth
             for fill in missing:
-                fill.count = min(fill.count, budget)
-                budget -= fill.count
+                part = min(fill.count, budget)
+                if self.whole_pictures:
+                    first = tree.position(fill.node) + fill.begin
+                    part = whole_part(fill, first, budget, budget == self.max_prefill_tokens)
+                budget = budget - part if part == fill.count else 0
+                if part == 0:
+                    break
+                fill.count = part
                 if not fill.keys_held:
                     planned[fill.node] = planned.get(fill.node, 0) + fill.count
                 fill.samples = fill is missing[-1] and self._reaches_end(fill)
@@ -261,7 +269,7 @@ class Scheduler:
                 self._expect_states(fill, coming)
                 if budget == 0:
                     break
-            if fills[-1].samples:
+            if fills[-1].branch is branch and fills[-1].samples:
                 self.waiting.remove(branch)
             if budget == 0:
                 break
@@ -399,9 +407,13 @@ class Scheduler:
         of_token = np.repeat(begin, count) + within
         before = len(token) - sum(fill.count for fill in fills)
         firsts = [tree.position(fill.node) + fill.begin for fill in fills]
+        position = np.repeat(position[order], count) + within
+        shown = Shown.of(fills, firsts, of_token, before)
+        if shown is not None and self.whole_pictures:
+            shown = shown.with_runs(tree, np.repeat(node[order], count), position)
         return Step(
             input_ids=token[of_token].astype(np.int64),
-            position_ids=np.repeat(position[order], count) + within,
+            position_ids=position,
             kv_slots=kv_slots,
             plan=plan,
             sample_rows=np.repeat(end - sampled, sampled) + offset,
@@ -411,7 +423,7 @@ class Scheduler:
             filled=[fill.branch for fill in fills],
             states=states,
             rotary=self._rotary(slots, drafts, fills, firsts)[:, of_token] if self.rotary else None,
-            shown=Shown.of(fills, firsts, of_token, before),
+            shown=shown,
         )
 
     def _rotary(

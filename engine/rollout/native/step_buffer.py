@@ -14,6 +14,7 @@ from rolltree.kernels.tree_decode import DecodePlan
 from rolltree.kernels.tree_decode import schedule as schedules
 from rolltree.kernels.tree_decode.plan import host_columns, lay_out
 
+from ...model.both_ways import Block
 from .draws import DTYPES, Draws
 from .kv_cache import KvCache
 from .scheduler import Step
@@ -143,10 +144,10 @@ class StepVector:
         """Return a column on the device."""
         return self._views[name]
 
-    def begin(self, cache: KvCache) -> tuple[Tensor, Tensor, Tensor | None]:
+    def begin(self, cache: KvCache, blocks: tuple[Block, ...] = ()) -> tuple[Tensor, Tensor, Tensor | None]:
         """Begin the step in the cache; return ids and depths [rows] int64, and the rotary positions [3, rows] int64 if
         they are not the depths."""
-        cache.begin_step(self.view("slots").long(), self.plan)
+        cache.begin_step(self.view("slots").long(), self.plan, blocks)
         rotary = self.view("rotary").long().view(3, -1) if "rotary" in self._views else None
         return self.view("input_ids").long(), self.view("query_position").long(), rotary
 

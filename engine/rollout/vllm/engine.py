@@ -22,6 +22,7 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -29,11 +30,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from ...model.pictures import placeholders_of
 from ..branch import Request
 from ..digest import Held, digests
 from ..engine import RolloutEngine
 from ..sampling_params import eos_token_ids
 from .loop import VllmLoop, is_plain
+from .pictures import check_pictures
 
 Array = npt.NDArray[Any]
 TRANSFER = "rolltree"
@@ -128,6 +131,8 @@ class VllmEngine(RolloutEngine):
             "max_logprobs": 64,
             "weight_transfer_config": WeightTransferConfig(backend=TRANSFER),
         }
+        if "mm_device_do_normalize" in EngineArgs.__dataclass_fields__:
+            arguments["mm_device_do_normalize"] = False  # pixels are normalised by the trainer's processor
         if current_platform.is_cpu():  # on a CPU vLLM cannot rewind the seed of a prompt that it computes in parts
             arguments["enable_chunked_prefill"] = False
         self._drafts = engine_args.get("speculative_config") is not None
@@ -138,6 +143,7 @@ class VllmEngine(RolloutEngine):
             self.llm = LLM(model=model, **arguments)
         config = self.llm.model_config
         self.end_token_ids = eos_token_ids(config.try_get_generation_config(), config.hf_text_config, tokenizer)
+        self.placeholder_ids = placeholders_of(config.hf_config)
         self.loop = VllmLoop(self.llm, self.end_token_ids, raw_logprobs=raw_logprobs)
         self._stopped: list[Request] = []  # in flight when it went to sleep
 
@@ -161,6 +167,7 @@ class VllmEngine(RolloutEngine):
                 self.llm.collective_rpc("start_weight_update")
                 self.llm.collective_rpc("update_weights", args=({"weights": list(weights.items())},))
                 self.llm.collective_rpc("finish_weight_update")
+                self.llm.llm_engine.reset_encoder_cache()  # what the old tower made of pictures
             self.loop.version = self.loop.version + 1 if version is None else version
             self.llm.llm_engine.set_weight_version(str(self.loop.version))
             if not keep_kv:
@@ -206,7 +213,7 @@ class VllmEngine(RolloutEngine):
 
     def _check(self, index: int, request: Request) -> None:
         if request.media is not None:
-            raise ValueError(f"Prompt {index} has pictures, which VllmEngine does not take; use the native engine.")
+            check_pictures(index, request.media, self.llm.model_config)
         name = type(request.program).__name__
         if request.program.needs_entropies:
             raise ValueError(f"{name} needs entropies, which vLLM does not return; use the native engine.")
@@ -255,7 +262,7 @@ def _digests(model: nn.Module) -> dict[str, Held]:
             continue
         parent, _, own = path.rpartition(".")
         for name, parameter in module.named_parameters(recurse=False):
-            sizes = getattr(module, "output_sizes", None) if own in merged else None
+            sizes = getattr(module, "output_sizes", None) if len(merged.get(own, ())) > 1 else None
             if not parameter.numel():  # a packed copy has taken its place
                 continue
             if sizes is not None:
@@ -265,7 +272,16 @@ def _digests(model: nn.Module) -> dict[str, Held]:
                 found[f"{path}.{name}"] = parameter[: module.org_vocab_size]  # the rest is padding
             else:
                 found[f"{path}.{name}"] = parameter
-    return digests(found)
+    return digests({_of_checkpoint(name, model): tensor for name, tensor in found.items()})
+
+
+def _of_checkpoint(name: str, model: nn.Module) -> str:
+    """Return a weight's name in the checkpoint; models with pictures have other names for their parts."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for old, new in (mapper.orig_to_new_prefix if mapper is not None else {}).items():
+        if old and new and name.startswith(new):
+            return f"{old}{name.removeprefix(new)}"
+    return name
 
 
 def _known(path: list[int], output: Any, prompt: int) -> Array:

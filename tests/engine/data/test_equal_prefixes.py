@@ -36,7 +36,7 @@ def apart(prompt, responses, logprobs, masks, advantages) -> TokenTree:
     return tree
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(groups())
 def test_it_is_the_tree_of_the_sequences(group):
     responses, logprobs, masks = group

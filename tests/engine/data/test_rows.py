@@ -61,7 +61,7 @@ def test_rows_are_the_distinct_prefixes(group, nodes_apart):
 @settings(max_examples=50, deadline=None)
 @given(groups())
 def test_without_equal_siblings_rows_are_the_tokens(group):
-    """So a tree whose equal tokens were recorded alike is packed as if there were no rows."""
+    """A tree whose equal tokens were recorded alike is therefore packed as if there were no rows."""
     responses, _, _ = group
     tree = TokenTree.from_sequences([7, 8], responses)
     rows = distinct_rows(tree)

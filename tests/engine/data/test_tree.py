@@ -39,7 +39,7 @@ def check_laws(tree: TokenTree) -> None:
         assert below == set(tree.leaf_order[tree.first_leaf[node] : tree.last_leaf[node] + 1].tolist())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(groups())
 def test_round_trip_and_laws(group):
     responses, logprobs, masks = group
@@ -67,7 +67,7 @@ def test_round_trip_and_laws(group):
     assert tree.num_tokens == 2 + len({tuple(k[: n + 1]) for k in keys for n in range(len(k))})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(groups(), st.data())
 def test_without_leaves_equals_building_from_the_rest(group, data):
     responses, logprobs, masks = group
@@ -143,7 +143,7 @@ def samples(draw):
     return prompts, responses, draw(st.lists(st.sampled_from([-0.5, -1.0]), min_size=60, max_size=60))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(samples())
 def test_many_prompts(drawn):
     prompts, responses, pool = drawn

@@ -27,7 +27,7 @@ VOCABULARY, HIDDEN = 97, 24
 
 
 def recipe(trainer: str) -> dict[str, Any]:
-    """What the page's block of ``trainer`` defines."""
+    """Return the names that the page's block of ``trainer`` defines."""
     text = (ROOT / "docs" / "other_trainers.md").read_text(encoding="utf-8")
     section = text.split(f"\n## {trainer}\n")[1].split("\n## ")[0]
     (code,) = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
@@ -75,7 +75,7 @@ def scored(logprob: Tensor, entropy: Tensor | None, *leaves: Tensor) -> list[Ten
 
 @pytest.fixture
 def no_compilation() -> Iterator[None]:
-    """Their compiled functions run eagerly."""
+    """Run compiled functions of the trainers eagerly."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -116,7 +116,7 @@ def test_openrlhf(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
 
 
 def prime_rl(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """Its head, which is put back when the test ends, and its losses."""
+    """Patch prime-rl's head and losses; the head is put back when the test ends."""
     without_init(monkeypatch, needs("prime_rl.trainer", "prime-rl"), "models", "models.layers")  # its torchtitan
     head = needs("prime_rl.trainer.models.layers.lm_head", "prime-rl")
     monkeypatch.setattr(head.FusedOutputLinear, "forward", head.FusedOutputLinear.forward)

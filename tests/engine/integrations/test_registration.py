@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ...forks import Forks
+
 CHECK = """
 from transformers import Qwen3Config, Qwen3ForCausalLM
 import torch
@@ -18,11 +20,16 @@ print(model(torch.tensor([[1, 2, 3]])).logits.shape)
 """
 
 
-def python(program: str, *options: str, path: Path | None = None) -> str:
-    before = "" if path is None else f"import sys; sys.path.insert(0, {str(path)!r})\n"
-    done = subprocess.run([sys.executable, *options, "-c", before + program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+def python(program: str, *, path: Path | None = None, forked: Forks | None = None) -> str:
+    """Return what the program prints in a new process, or in one that has imported torch."""
+    program = ("" if path is None else f"import sys; sys.path.insert(0, {str(path)!r})\n") + program
+    if forked is not None:
+        code, said = forked.run(program)
+    else:
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        code, said = done.returncode, done.stdout + done.stderr
+    assert code == 0, said
+    return said
 
 
 @pytest.mark.parametrize(
@@ -33,8 +40,8 @@ def python(program: str, *options: str, path: Path | None = None) -> str:
         pytest.param("import transformers, rolltree.engine, transformers.masking_utils", marks=pytest.mark.slow),
     ],
 )
-def test_a_model_is_made_with_it_in_every_order(imports: str) -> None:
-    assert "torch.Size([1, 3, 9])" in python(imports + CHECK)
+def test_a_model_is_made_with_it_in_every_order(imports: str, torch_forks: Forks) -> None:
+    assert "torch.Size([1, 3, 9])" in python(imports + CHECK, forked=torch_forks)
 
 
 THREADS = """
@@ -55,9 +62,9 @@ assert not any(t.is_alive() for t in threads)
     "second",
     ["rolltree.engine", pytest.param("rolltree.engine.integrations.transformers", marks=pytest.mark.slow)],
 )
-def test_imports_in_two_threads_neither_hang_nor_miss_it(second: str) -> None:
+def test_imports_in_two_threads_neither_hang_nor_miss_it(second: str, torch_forks: Forks) -> None:
     program = THREADS.replace("FIRST", "['transformers.modeling_utils']").replace("SECOND", f"[{second!r}]")
-    assert "torch.Size([1, 3, 9])" in python(program + CHECK)
+    assert "torch.Size([1, 3, 9])" in python(program + CHECK, forked=torch_forks)
 
 
 @pytest.fixture
@@ -98,9 +105,11 @@ def test_an_import_that_failed_registers_when_it_is_tried_again(stub: Path) -> N
 
 @pytest.mark.parametrize("program", ["import rolltree.engine, transformers.modeling_utils",
                                      "import transformers.modeling_utils, rolltree.engine"])  # fmt: skip
-def test_a_transformers_without_a_register_is_imported_with_a_warning(stub: Path, program: str) -> None:
-    said = python(program + "; print(transformers.modeling_utils.value)", path=stub)
-    assert said.startswith("3\n")
+def test_a_transformers_without_a_register_is_imported_with_a_warning(
+    stub: Path, program: str, torch_forks: Forks
+) -> None:
+    said = python(program + "; print(transformers.modeling_utils.value)", path=stub, forked=torch_forks)
+    assert "3" in said.splitlines()
     assert said.count("attn_implementation='rolltree' could not be registered with Transformers (") == 1
     assert "Traceback" not in said
 

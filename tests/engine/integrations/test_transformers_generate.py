@@ -69,7 +69,7 @@ def said(net: PreTrainedModel, attention: str, batch: tuple[torch.Tensor, torch.
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("batch", [PADDED, PLAIN], ids=["padded", "plain"])
+@pytest.mark.parametrize("batch", [PADDED, pytest.param(PLAIN, marks=pytest.mark.slow)], ids=["padded", "plain"])
 def test_every_cache_and_mode_says_what_the_models_own_attention_says(
     net: PreTrainedModel, mode: str, batch: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
@@ -87,6 +87,11 @@ def test_drafts_of_transformers_change_no_token(net: PreTrainedModel, mode: dict
     assert torch.equal(net.generate(PLAIN[0], max_new_tokens=8, pad_token_id=0, **mode), plain)
 
 
+@pytest.mark.parametrize(
+    "net",
+    ["qwen3", "window", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "softcap"))],
+    indirect=True,
+)
 def test_a_compiled_step_has_no_graph_break(net: PreTrainedModel) -> None:
     compiled = CompileConfig(backend="eager", mode=None, fullgraph=True)
     compiled._compile_all_devices = True  # else not on a CPU

@@ -1,4 +1,4 @@
-"""What TRL tests of its GRPO trainer on a CPU, with accelerated trainers: head, trees and the native engine together.
+"""Cases that TRL tests of its GRPO trainer on a CPU, with accelerated trainers: head, trees and native engine.
 
 The cases are those of TRL's ``tests/test_grpo_trainer.py``; what is random there is a rule here. Each trains, moves
 every weight, and logs what it should. A few run always, the others with ``-m slow``.

@@ -78,10 +78,7 @@ RARE = (
     "dual bounds",
     "multiple",
     "kl of gspo, biased",
-    "bnpo on",
-    "dr_grpo on",
-    "luspo on",
-    "sapo on",
+    *(f"{loss} on" for loss in LOSSES if loss not in ("dapo", "grpo")),  # on-policy ratios are 1, and bounds are idle
 )
 
 

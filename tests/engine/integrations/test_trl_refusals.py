@@ -1,4 +1,4 @@
-"""What `accelerate` cannot honour raises, and what it leaves to TRL is said, in one sentence each."""
+"""`accelerate` raises where it cannot honour an option, and names in one sentence each thing that it leaves to TRL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Instance(GRPOTrainer):
-    """Of a model that is there already."""
+    """A trainer that is given a model instead of a path."""
 
     def __init__(self, path: str, *, model: Any, **kwargs: Any) -> None:
         super().__init__(model, processing_class=tokenizer(), **kwargs)

@@ -200,7 +200,7 @@ def test_zero_advantages(path: str) -> None:
 
 
 def test_experts(tmp_path: Path) -> None:
-    """Their balance weighs every token as often as the flat batch holds it."""
+    """The balancing loss weighs every token as often as the flat batch holds it."""
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2, head_dim=16)
     heads = dict(num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2)

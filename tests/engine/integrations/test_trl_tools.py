@@ -58,7 +58,7 @@ class Counting:
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
-    """Of characters, with Qwen3's chat template."""
+    """Return a tokenizer of characters with Qwen3's chat template."""
     special = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<unk>"]
     words = [*special, "<tool_call>", "</tool_call>", "<think>", "</think>", *string.printable]
     characters = Tokenizer(models.WordLevel({w: i for i, w in enumerate(dict.fromkeys(words))}, unk_token="<unk>"))
@@ -131,7 +131,7 @@ OPTIONS = {"max_completion_length": 240, "learning_rate": 0.1, "max_steps": 1}
 
 
 def test_malformed_calls_are_answers(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a name, in a tag of another name, of what is no JSON: nobody calls, and nobody answers."""
+    """Calls without a name, in a tag of another name, or that are no JSON call no tool and get no answer."""
     arguments = '{"arguments": {"a": 3, "b": 4}}'
     turns = [
         f"<tool_call>\n{arguments}\n</tool_call><|im_end|>",

@@ -143,7 +143,7 @@ def test_samples_without_any_response(pair: tuple[Any, Any]) -> None:
 
 
 def test_nested_prompts_and_responses(pair: tuple[Any, Any]) -> None:
-    """As verl's newer trainer keeps them: without any padding."""
+    """verl's newer trainer keeps prompts and responses so: without any padding."""
     data = batch((4, 3), seed=10)
     mask = data["attention_mask"].bool()
     for name, kept in (("prompts", mask[:, :P]), ("responses", mask[:, P:])):

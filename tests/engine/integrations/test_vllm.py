@@ -33,7 +33,7 @@ PLAIN = SamplingParams(n=4, max_new_tokens=20, ignore_eos=True)
 
 @functools.cache
 def net() -> Any:
-    """With heads as wide as vLLM's kernels for the CPU take them."""
+    """Return a model with heads as wide as vLLM's kernels for the CPU take them."""
     torch.manual_seed(0)
     return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "head_dim": 32})).eval()
 
@@ -160,7 +160,7 @@ def test_aborted_requests_keep_what_they_have_and_go_on(engine: Any) -> None:
 
 
 def test_kept_jobs_go_on_from_plain_values(engine: Any) -> None:
-    """Through the archive of checkpoints, in another sampler: tokens so far stay, and log-probs are the model's."""
+    """Jobs go through the archive of checkpoints to another sampler: tokens so far stay, log-probs are the model's."""
     program = TreePO(segment_tokens=5, max_depth=4)
     jobs = [Job(prompt, PLAIN, seed) for seed, prompt in enumerate(PROMPTS[2:5])]
     first = LocalSampler(engine, program)
@@ -242,7 +242,7 @@ def test_what_it_cannot_do_is_refused(engine: Any, params: dict[str, Any], progr
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_its_own_drafts_keep_greedy_tokens_and_log_probs(method: str, tmp_path: Path) -> None:
-    """In a process of its own: a second engine of vLLM in one sampled wrong tokens."""
+    """The test runs in a process of its own: a second engine of vLLM in one process sampled wrong tokens."""
     if method == "suffix":
         pytest.importorskip("arctic_inference")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:

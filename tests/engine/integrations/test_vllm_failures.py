@@ -1,4 +1,4 @@
-"""What goes wrong in vLLM's steps ends what was in them, by a stand-in for vLLM; `test_vllm` has the real one."""
+"""An error in a step of vLLM ends the requests of that step, by a stand-in for vLLM; `test_vllm` has the real one."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def killing(served: list[tuple[int, int, int]], run: Orchestrator) -> None:
 
 @pytest.mark.parametrize("program", ["treepo", "arpo"])
 def test_an_engine_that_is_killed_in_the_middle_of_its_work_loses_no_group(toml: Path, program: str) -> None:
-    """Its successor has the newest weights: the trainer finds the probabilities that vLLM in its own process has."""
+    """The successor has the newest weights: the trainer finds the probabilities that vLLM in its own process has."""
     served: list[tuple[int, int, int]] = []
     config, run = train(toml, arguments(toml, program, 2), partial(killing, served))
     assert len(audit(config)) == STEPS * config.trainer.prompts_per_step

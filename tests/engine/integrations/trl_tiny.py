@@ -51,12 +51,12 @@ def dataset() -> Dataset:
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """Of the text and of the completion's place, so that equal ones of a group differ too."""
+    """Return rewards of the text and of the completion's place, so that equal ones of a group differ too."""
     return [len(set(text)) + float(i % 3) for i, text in enumerate(completions)]
 
 
 def arguments(directory: Path, **options: Any) -> dict[str, Any]:
-    """Of a configuration that computes in fp32 on the CPU; SGD, so that weights are as close as gradients are."""
+    """Return a configuration that computes in fp32 on the CPU; SGD, so that weights are as close as gradients are."""
     defaults = dict(
         output_dir=str(directory / "out"), per_device_train_batch_size=8, max_steps=2, learning_rate=0.05, optim="sgd",
         logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, bf16=False,

@@ -24,7 +24,7 @@ from verl.plugin.platform.platform_cuda import PlatformCUDA
 
 
 class Cpu(PlatformCUDA):
-    """What verl asks of a platform, of a CPU; its engines are those that it has for CUDA."""
+    """A CPU as a platform of verl; its engines are those that verl has for CUDA."""
 
     device_name = "cpu"
     device_module = SimpleNamespace(
@@ -63,7 +63,7 @@ VOCABULARY, P, R = 97, 7, 6
 
 @contextmanager
 def on_a_cpu() -> Iterator[None]:
-    """What of verl and FSDP does not run beside this TRL, without flash-attn or without a GPU."""
+    """Replace the parts of verl and FSDP that need flash-attn or a GPU, or do not run together with this TRL."""
     with pytest.MonkeyPatch.context() as patch:
         # of TRL verl asks for a class that its newer versions do not have; without TRL it does not ask
         patch.setattr(monkey_patch, "is_trl_available", lambda: False)
@@ -100,7 +100,7 @@ def save_model(path: Path, tied: bool = False) -> str:
 def config(
     path: str, tree: bool, strategy: str = "fsdp2", kind: str = "language_model", **options: Any
 ) -> TrainingWorkerConfig:
-    """What verl makes a worker of a model from; with ``tree`` under `LIBRARY`."""
+    """Return the configuration of a worker's model in verl; with ``tree`` under `LIBRARY`."""
     of_model = {"lora_rank", "enable_gradient_checkpointing", "use_fused_kernels", "fused_kernel_options"}
     given = {"enable_gradient_checkpointing": False} | {k: options.pop(k) for k in of_model & options.keys()}
     attention = {} if tree else {"attn_implementation": "sdpa"}
@@ -171,7 +171,7 @@ def batch(groups: tuple[int, ...], seed: int = 0, shuffled: bool = False, **more
 
 
 class Done(NamedTuple):
-    """Of a forward and backward through an engine."""
+    """The result of a forward and backward pass through an engine."""
 
     loss: list[float]  # of each micro-batch
     metrics: dict[str, list[float]]
@@ -187,7 +187,7 @@ LAYER_OPS = {"rms_norm", "rotate", "silu_mul"} if dispatch.load_library("cpu") e
 
 @contextmanager
 def fused() -> Iterator[set[str]]:
-    """Which ops of layers compute meanwhile."""
+    """Return the ops of layers that compute meanwhile."""
     seen: set[str] = set()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("rms_norm", "rotate", "silu_mul"):
@@ -254,7 +254,7 @@ def actor(**options: Any) -> Any:
 
 
 def on_rank(number: int, store: str, path: str) -> None:
-    """What each of two ranks does in the test below."""
+    """Run the part of one of two ranks of the test below."""
     dist.init_process_group("gloo", rank=number, world_size=2, store=dist.FileStore(store, 2))
     with on_a_cpu():
         for strategy in ("fsdp2", "fsdp"):

@@ -11,7 +11,7 @@ from .processes import forking
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[subprocess.Popen[bytes]]:
-    """What `processes.Process` forks."""
+    """Start the process that `processes.Process` forks."""
     with forking() as process:
         yield process
 

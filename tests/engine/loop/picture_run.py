@@ -13,9 +13,11 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from ..model.picture_models import GRID_TOWER, make_models
+from ..model.picture_models import GRID_TOWER, SQUARE_TOWER, make_models
 
 SPECIAL = {0: "<|pad|>", 1: "<|begin|>", 2: "<|end|>", 120: "<|image_pad|>", 121: "<|vision_start|>"} | {
     122: "<|vision_end|>",
@@ -27,6 +29,8 @@ CHAT = (
     "{% if p.type == 'image' %}" + SHOWN + "{% else %} {{ p.text }}{% endif %}{% endfor %}{% endif %} "
     "{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
 )
+MARKS = {"gemma3": "<|vision_start|>", "gemma4": "<|image_pad|>"}
+"""What the chat templates of models write for a picture that their processors replace by `SHOWN`."""
 REWARD = """
 import io
 from PIL import Image
@@ -98,19 +102,25 @@ def write_model(directory: Path, name: str = "qwen3_vl") -> Any:
         pad_token="<|pad|>",
         eos_token="<|end|>",
         extra_special_tokens=list(SPECIAL.values())[3:],
-        chat_template=CHAT,
+        chat_template=CHAT.replace(SHOWN, MARKS.get(name, SHOWN)),
     )
     tokenizer.save_pretrained(directory)
     side = GRID_TOWER["patch_size"]
-    Qwen2VLImageProcessorPil(
+    processor: Any = Qwen2VLImageProcessorPil(
         patch_size=side, temporal_patch_size=1, merge_size=2, size={"shortest_edge": 64, "longest_edge": 256}
-    ).save_pretrained(directory)
+    )
+    if name == "gemma3":
+        edge = SQUARE_TOWER["image_size"]
+        processor = Gemma3ImageProcessorPil(size={"height": edge, "width": edge}, do_pan_and_scan=False)
+    elif name == "gemma4":
+        processor = Gemma4ImageProcessorPil(patch_size=side, max_soft_tokens=70, pooling_kernel_size=2)
+    processor.save_pretrained(directory)
     return theirs
 
 
-def write_run(directory: Path) -> Path:
+def write_run(directory: Path, name: str = "qwen3_vl") -> Path:
     """Write model, pictures, verifier and configuration; return the configuration's path."""
-    write_model(directory / "model")
+    write_model(directory / "model", name)
     draw = np.random.default_rng(0)
     rows = [{"prompt": "w7 w8", "answer": "w9", "image": {"bytes": encoded(draw), "path": None}} for _ in range(9)]
     pq.write_table(pa.Table.from_pylist(rows), directory / "problems.parquet")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -29,23 +31,35 @@ for line in sys.stdin:
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+Server = subprocess.Popen[bytes]
+"""The process that forks the runs."""
 
 
 class Process:
     """`rolltree` with ``arguments``."""
 
-    def __init__(self, server: subprocess.Popen[bytes], arguments: list[str]) -> None:
+    def __init__(self, server: Server, arguments: list[str]) -> None:
         assert server.stdin is not None
         assert server.stdout is not None
         self.told = server.stdout
         server.stdin.write(json.dumps(arguments).encode() + b"\n")
         self.pid = int(self.told.readline())
+        self.status: int | None = None
 
     def ended(self) -> bool:
-        return bool(select.select([self.told], [], [], 0)[0])
+        return self.status is not None or bool(select.select([self.told], [], [], 0)[0])
 
     def wait(self) -> int:
-        return int(self.told.readline())
+        """Return the exit status; the next process can be started after that."""
+        if self.status is None:
+            self.status = int(self.told.readline())
+        return self.status
+
+    def kill(self) -> None:
+        """End the process if it runs."""
+        if not self.ended():
+            os.kill(self.pid, signal.SIGKILL)
+        self.wait()
 
     def await_row(self, log: Path, count: int) -> None:
         while not self.ended() and not (log.exists() and log.read_text().count("\n") >= count):
@@ -53,7 +67,7 @@ class Process:
 
 
 @contextmanager
-def forking() -> Iterator[subprocess.Popen[bytes]]:
+def forking() -> Iterator[Server]:
     command, pipe = [sys.executable, "-c", SERVER], subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, bufsize=0) as process:  # for `select`
         yield process

@@ -328,9 +328,10 @@ LATE = ("metrics not summed", "scores not exchanged")
 """Wrong code that shows up in the second step: in the first all ratios are 1, and the reference is the policy."""
 
 
-def of_mutants(group: Group, toml: Path, trees: Sequence[list[Any]]) -> dict[str, Result]:
+def of_mutants(group: Group, toml: Path, trees: Sequence[list[Any]], names: Sequence[str]) -> dict[str, Result]:
     found = {}
-    for name, (case, replaced) in MUTANTS.items():
+    for name in names:
+        case, replaced = MUTANTS[name]
         with contextlib.ExitStack() as stack:
             for owner, attribute, wrong in replaced:
                 target = f"{owner}.{attribute}" if isinstance(owner, str) else None

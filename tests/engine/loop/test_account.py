@@ -63,7 +63,7 @@ def rows(run: Orchestrator) -> list[dict[str, float]]:
 
 @pytest.mark.slow
 def test_the_parts_of_100_steps_sum_to_the_run(toml: Path, tmp_path: Path, monkeypatch, capfd) -> None:
-    """Against a clock that nobody of the account reads."""
+    """The sum is compared with a clock that no part of the account reads."""
     marks: list[float] = []
     read = Stopwatch.read
 
@@ -236,7 +236,7 @@ def test_mfu_is_the_models_flop_by_the_peaks(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Nvml:
-    """In the place of the module ``pynvml``."""
+    """A stand-in for the module ``pynvml``."""
 
     class NVMLError(Exception):
         pass

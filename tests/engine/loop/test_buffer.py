@@ -109,7 +109,7 @@ class Loop(RuleBasedStateMachine):
 
 
 def test_any_order_of_events() -> None:
-    run_state_machine_as_test(Loop, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(Loop, settings=settings(max_examples=30, stateful_step_count=40, deadline=None))
 
 
 @given(

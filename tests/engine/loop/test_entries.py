@@ -25,6 +25,8 @@ from rolltree.engine.settings import TrainConfig
 
 from ..tiny import write_run
 
+pytestmark = pytest.mark.usefixtures("without_report")
+
 ZONE = datetime.timezone(datetime.timedelta(hours=5, minutes=30))
 KEPT: list[Any] = [
     datetime.date(2026, 1, 1),
@@ -202,6 +204,19 @@ def rows(path: Path, changes: dict[int, dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command of a run of two steps whose second was not saved; its output is in ``stopped`` beside its TOML."""
+    home = tmp_path_factory.mktemp("stopped")
+    rows(home / "p.jsonl", {})
+    own = [*options(home, "p.jsonl"), "--evaluation.problems=2", "--trainer.steps=2"]
+    command = ["train", str(write_run(home)), *own]
+    assert main(command) == 0
+    shutil.rmtree(home / "runs" / "tiny" / "checkpoints" / "step_000002")
+    (home / "runs").rename(home / "stopped")
+    return command
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -214,15 +229,12 @@ def rows(path: Path, changes: dict[int, dict[str, str]]) -> None:
     ],
 )
 def test_a_file_with_other_rows_is_not_resumed_in_silence(
-    tmp_path: Path, changes: dict[int, dict[str, str]], said: str | None, capsys: pytest.CaptureFixture[str]
+    stopped: list[str], changes: dict[int, dict[str, str]], said: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_run(tmp_path)
-    rows(tmp_path / "p.jsonl", {})
-    own = [*options(tmp_path, "p.jsonl"), "--evaluation.problems=2", "--trainer.steps=2"]
-    assert main(["train", str(path), *own]) == 0
-    shutil.rmtree(tmp_path / "runs" / "tiny" / "checkpoints" / "step_000002")
-    rows(tmp_path / "p.jsonl", changes)
-    capsys.readouterr()
-    code = main(["train", str(path), *own, "--resume"])
+    home = Path(stopped[1]).parent
+    shutil.rmtree(home / "runs", ignore_errors=True)
+    shutil.copytree(home / "stopped", home / "runs")
+    rows(home / "p.jsonl", changes)
+    code = main([*stopped, "--resume"])
     assert code == (0 if said is None else 2)
     assert said is None or said in capsys.readouterr().err

@@ -52,7 +52,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 
 def mean(rows: list[dict[str, float]], name: str) -> tuple[float, float]:
-    """Of the first and of the last three steps that recorded ``name``."""
+    """Return the means over the first and over the last three steps that recorded ``name``."""
     values = [row[name] for row in rows if name in row]
     return float(np.mean(values[:3])), float(np.mean(values[-3:]))
 

@@ -102,7 +102,7 @@ def config(**given: Any) -> RewardConfig:
 def rewards(
     hosts: int = 2, restarts: int = 100, make: Any = Made, **given: Any
 ) -> Iterator[tuple[HostedRewards, Stage]]:
-    """Without a thread: the test makes the rounds."""
+    """Make rewards without a thread: the test makes the rounds."""
     stage = Stage()
     made = HostedRewards(
         config(hosts=hosts, **given), (), stage, hang_s=HANG_S, start_s=START_S, restarts=restarts, make=make

@@ -37,12 +37,12 @@ def interpreter(folder: Path, script: str) -> str:
     [
         (
             "echo No module named ray >&2; exit 1",
-            r"cannot run engines \(No module named ray\); install rolltree\[ray\]",
+            r"cannot run engines \(No module named ray\); install rolltree\[ray,vllm\] in",
         ),
         ("true", r"cannot run engines \(it prints nothing\)"),
         ("echo 3.9 2.60.0; echo", f"has Python and Ray 3.9 2.60.0 and the run has {OWN}; Ray needs the same"),
         (f"echo {OWN[:-1]}1; echo", f"has Python and Ray {OWN[:-1]}1 and the run has {OWN}"),
-        (f"echo {OWN}; echo vllm", "has no vllm; install it in its environment"),
+        (f"echo {OWN}; echo vllm", r"has no vllm; install rolltree\[ray,vllm\] in its environment"),
     ],
 )
 def test_an_interpreter_that_cannot_run_engines_is_refused_before_the_run(
@@ -56,6 +56,8 @@ def test_a_file_that_is_no_interpreter_is_refused(tmp_path: Path, ray_version: N
     with pytest.raises(UserError, match=r"rollout.python = '/no/python' cannot be started .* name an interpreter"):
         build_workers.check_interpreter("/no/python", "native")
     build_workers.check_interpreter(interpreter(tmp_path, f"echo {OWN}; echo"), "native")
+    with pytest.raises(UserError, match=r"install rolltree\[ray\] in its environment"):
+        build_workers.check_interpreter(interpreter(tmp_path, "exit 1"), "native")
 
 
 def test_vllm_is_looked_for_where_engines_run(tmp_path: Path, ray_version: None) -> None:
@@ -63,7 +65,7 @@ def test_vllm_is_looked_for_where_engines_run(tmp_path: Path, ray_version: None)
     asked = tmp_path / "asked"
     python = interpreter(tmp_path, f'echo "$@" > {asked}; echo {OWN}; echo')
     rollout: Any = SimpleNamespace(backend="vllm", python="", drafts=SimpleNamespace(rows=0))
-    with pytest.raises(UserError, match="'vllm', which is not installed"):
+    with pytest.raises(UserError, match=r"'vllm', which is not installed; install rolltree\[vllm\]"):
         build_sampling.check_backend(rollout)
     rollout.python = python
     build_sampling.check_backend(rollout)

@@ -85,24 +85,28 @@ def none_of(pids: list[int]) -> bool:
     return not any(map(psutil.pid_exists, pids))
 
 
-@pytest.mark.ray
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.slow)])
-def test_kills_of_any_process_lose_no_group(
-    ray: Any, drivers: subprocess.Popen[bytes], tmp_path: Path, kills: int, request: pytest.FixtureRequest
-) -> None:
-    toml = write_run(tmp_path)
-    hang_s, ranks_s, start_s = (limit * busy() for limit in (HANG_S, RANKS_S, START_S))
-    moment = random.Random(kills)
-    command = [
-        "train", str(toml), f"--output_dir={tmp_path}/runs", "--rollout.engines=2", "--reward.hosts=1",
+def run_command(directory: Path, ray: Any, hang_s: float, ranks_s: float, start_s: float) -> list[str]:
+    """The command of a run that does not end, with two ranks, two engines and a reward host on this Ray."""
+    return [
+        "train", str(write_run(directory)), f"--output_dir={directory}/runs", "--rollout.engines=2", "--reward.hosts=1",
         f"--placement.cluster={ray.get_runtime_context().gcs_address}", f"--placement.hang_s={hang_s:.0f}",
         "--placement.restarts=20", f"--placement.start_s={start_s:.0f}", "--trainer.ranks=2",
         f"--trainer.timeout_s={ranks_s:.0f}", "--loop.staleness=1", "--evaluation.problems=0", "--evaluation.every=0",
         "--checkpoint.every=1", "--checkpoint.keep=20", "--rollout.max_new_tokens=40", "--trainer.steps=100000",
         "--algorithm.advantage=group_norm",
     ]  # fmt: skip
-    config = load_config(toml, command[2:])
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.slow)])
+def test_kills_of_any_process_lose_no_group(
+    ray: Any, drivers: subprocess.Popen[bytes], tmp_path: Path, kills: int, request: pytest.FixtureRequest
+) -> None:
+    hang_s, ranks_s, start_s = (limit * busy() for limit in (HANG_S, RANKS_S, START_S))
+    moment = random.Random(kills)
+    command = run_command(tmp_path, ray, hang_s, ranks_s, start_s)
+    config = load_config(command[1], command[2:])
     directory = config.run_dir
     seconds: dict[str, list[float]] = {}
 
@@ -118,7 +122,7 @@ def test_kills_of_any_process_lose_no_group(
         (tmp_path / "seconds.json").write_text(json.dumps(seconds))
 
     driver = Process(drivers, command)
-    request.addfinalizer(lambda: end(driver.pid))
+    request.addfinalizer(lambda: driver.kill())
     within(2 * NEXT_STEP_S * busy(), goes_on, driver, 2)
     for number in range(kills):
         role = [*KILLED][number % 4] if kills < 10 else moment.choice([*KILLED, "engine"])
@@ -162,6 +166,41 @@ def test_kills_of_any_process_lose_no_group(
     if kills >= 10:
         assert again["group/restarted_lost"] >= kills / 10, "no engine had unfinished groups; the test shows little"
     check_the_audit(config)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("role", ["engine", "rank", "reward"])
+def test_a_process_that_stops_while_it_starts_is_replaced(
+    ray: Any, drivers: subprocess.Popen[bytes], tmp_path: Path, role: str, request: pytest.FixtureRequest
+) -> None:
+    limit = START_S * busy() / 2
+    command = run_command(tmp_path, ray, HANG_S * busy(), RANKS_S * busy(), limit)
+    config = load_config(command[1], command[2:])
+    driver = Process(drivers, command)
+    request.addfinalizer(lambda: driver.kill())
+
+    def starting() -> list[psutil.Process]:
+        return [actor for actor in actors(role) if "__init__" in "".join(actor.cmdline())]
+
+    def steps() -> int:
+        return len(rows(config.run_dir, whole=False)) if (config.run_dir / "metrics.jsonl").exists() else 0
+
+    within(2 * NEXT_STEP_S * busy(), lambda: steps() > 1)
+    end(random.choice(actors(role)).pid)
+    within(NOTICED_S * busy(), starting)
+    chosen, before, known = starting()[0], steps(), {actor.pid for actor in actors()}
+    chosen.suspend()
+    stopped = time.monotonic()
+    within(limit + 10 + NOTICED_S * busy(), lambda: none_of([chosen.pid]))
+    took = time.monotonic() - stopped
+    least = RANKS_S if role == "rank" else limit / 2  # the other rank waits for it no longer than its own limit
+    assert took > least, "the stopped process was replaced for another reason than its start"
+    within(NOTICED_S * busy(), actors, None, known)
+    within(NEXT_STEP_S * busy(), lambda: driver.ended() or steps() > before + 1)
+    assert not driver.ended()
+    print(json.dumps({"role": role, "limit": limit, "replaced": took, "next step": time.monotonic() - stopped}))
+    audit(config, running=True)
 
 
 def check_the_audit(config: TrainConfig) -> None:

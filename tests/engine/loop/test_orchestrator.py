@@ -388,7 +388,7 @@ def whole(home, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False], ids=["the first one", "a later one"])
 def test_killed_while_a_checkpoint_is_written(home, whole, tmp_path, first):
-    """What was written before is whole; where there is none yet, the same command begins anew in the same place."""
+    """All earlier checkpoints are whole; without any, the same command begins anew in the same place."""
     directory = tmp_path / "runs" / "killed"
     checkpoints, caught = directory / "checkpoints", False
     for _ in range(3):  # the moment may be missed

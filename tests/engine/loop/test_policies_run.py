@@ -8,7 +8,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,7 @@ from rolltree.engine.loop.controller import Controller
 
 from ..methods.real_step import Shared, leaves_of, plain_logprobs
 from ..tiny import ROOT, write_job
-from .processes import Process
+from .processes import Process, Server
 from .test_durability import CrashError, assert_same_run
 
 JUDGES = """
@@ -356,7 +355,7 @@ def test_a_crash_changes_not_a_bit(two: Two, toml: Path, tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_killed_at_any_moment(server: subprocess.Popen[bytes], toml: Path, tmp_path: Path) -> None:
+def test_killed_at_any_moment(server: Server, toml: Path, tmp_path: Path) -> None:
     command, moment = ["train", str(toml), f"--output_dir={tmp_path}", "--trainer.steps=8"], random.Random(0)
     log = tmp_path / "tiny" / "metrics.jsonl"
     for number in range(3):

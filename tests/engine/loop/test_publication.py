@@ -25,6 +25,7 @@ from ..tiny import write_run
 from .test_staleness import QUICK, Run
 from .test_staleness import THREAD as IN_THREAD
 
+SLOW = pytest.mark.slow
 FEW = ["--trainer.prompts_per_step=2", "--checkpoint.every=9"]
 THREAD = [*IN_THREAD, *FEW]
 
@@ -87,7 +88,13 @@ def metrics(run: Run) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("fault", "update"),
-    [(ignores, 1), (only_some, 1), (swaps_two_layers, 1), (OneLate(), 2), (off_by_a_bit, 1)],
+    [
+        (ignores, 1),
+        pytest.param(only_some, 1, marks=SLOW),
+        (swaps_two_layers, 1),
+        pytest.param(OneLate(), 2, marks=SLOW),
+        (off_by_a_bit, 1),
+    ],
     ids=["ignores", "only_some", "swaps_two_layers", "one_late", "off_by_a_bit"],
 )
 def test_a_sampler_that_holds_other_weights_ends_the_run_at_once(
@@ -102,7 +109,7 @@ def test_a_sampler_that_holds_other_weights_ends_the_run_at_once(
     assert len(metrics(run)) == run.loop.step + 1  # the step is not one of the run
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=SLOW), torch.bfloat16])
 def test_synchronous_runs_with_a_copy(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
@@ -172,7 +179,7 @@ def test_another_model_is_found_before_the_first_step(
 def test_a_right_sampler_is_checked_at_each_update_and_goes_on(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_keys: str
 ) -> None:
-    """Also with unfinished responses in flight, whose tokens stay in the ledger, and after a resume."""
+    """The check also holds with unfinished responses in flight, whose tokens stay in the ledger, and after a resume."""
     options = [*IN_THREAD, "--trainer.lr=0.05", "--trainer.steps=3", f"--loop.keep_keys={keep_keys}"]
     run = Run(toml, tmp_path, *options)
     asked: list[int] = []

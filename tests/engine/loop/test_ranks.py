@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rolltree.engine.loop.metrics import Sums
 from rolltree.engine.train import checkpoint
 from rolltree.engine.train.group import ALONE, Group
 
-from ..tiny import write_run
+from ..tiny import ROOT, write_run
 from .rank_runs import (
     CASES,
     MUTANTS,
@@ -47,17 +48,47 @@ def trees(toml: Path) -> list[list[Any]]:
     return sampled(toml, 2, 7)
 
 
+class Alone(dict[str, Result]):
+    """What one process learns in each case, once that is asked for."""
+
+    def __init__(self, toml: Path, trees: list[list[Any]]) -> None:
+        super().__init__()
+        self._given = toml, trees
+
+    def __missing__(self, name: str) -> Result:
+        self[name] = alone(*self._given, CASES[name])
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def one(toml: Path, trees: list[list[Any]]) -> dict[str, Result]:
-    return {name: alone(toml, trees, case) for name, case in CASES.items()}
+def one(toml: Path, trees: list[list[Any]]) -> Alone:
+    return Alone(toml, trees)
+
+
+QUICK = [name for name in CASES if name not in RESUMED]
+"""Those resumed are compared where one process goes on from what two have saved, so that only `slow` repeats them."""
 
 
 @pytest.fixture(scope="module")
 def two(toml: Path, trees: list[list[Any]]) -> list[dict[str, Result]]:
-    return on_ranks(of_cases, toml.parent, 2, toml, trees, list(CASES))
+    return on_ranks(of_cases, toml.parent, 2, toml, trees, QUICK)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.fixture(scope="module")
+def two_of_resumed(toml: Path, trees: list[list[Any]]) -> list[dict[str, Result]]:
+    return on_ranks(of_cases, toml.parent, 2, toml, trees, list(RESUMED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RESUMED)
+def test_two_ranks_learn_so_in_cases_that_are_resumed(
+    case: str, one: dict[str, Result], two_of_resumed: list[dict[str, Result]]
+) -> None:
+    for rank in two_of_resumed:
+        assert differences(one[case], rank[case]) == {}
+
+
+@pytest.mark.parametrize("case", QUICK)
 def test_two_ranks_learn_what_one_process_learns(
     case: str, one: dict[str, Result], two: list[dict[str, Result]]
 ) -> None:
@@ -68,15 +99,23 @@ def test_two_ranks_learn_what_one_process_learns(
 def test_the_metric_of_a_users_loss_does_not_depend_on_micro_batches(
     one: dict[str, Result], two: list[dict[str, Result]]
 ) -> None:
-    """Its half, and the objective's mean, are the loss that was trained."""
+    """Half of the metric and the objective's mean are the loss that was trained."""
     for result in (one, two[0]):
         for row in result[OWN].rows:
             assert 0.5 * row["own/loss"] + row["actor/pg_loss"] == pytest.approx(row["actor/loss"], rel=1e-6)
 
 
-def test_wrong_code_differs(toml: Path, trees: list[list[Any]], one: dict[str, Result]) -> None:
-    found, _ = on_ranks(of_mutants, toml.parent, 2, toml, trees)
-    assert found.keys() == MUTANTS.keys()
+SHARPEST = (
+    "gradients averaged", "one share for all", "metrics not summed", "fillers keep their selection",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "names", [SHARPEST, pytest.param([name for name in MUTANTS if name not in SHARPEST], marks=pytest.mark.slow)]
+)
+def test_wrong_code_differs(names: Sequence[str], toml: Path, trees: list[list[Any]], one: dict[str, Result]) -> None:
+    found, _ = on_ranks(of_mutants, toml.parent, 2, toml, trees, names)
+    assert list(found) == list(names)
     for name, result in found.items():
         expected = one[MUTANTS[name][0]].rows[: len(result.rows)]
         bad = differences(Result(expected, {}, {}), Result(result.rows, {}, {}))
@@ -106,7 +145,7 @@ def saved(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
     return directory, trees, first
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_another_number_of_ranks_goes_on(count: int, toml: Path, saved: Any) -> None:
     directory, trees, expected = saved
     assert len(list((directory / RESUMED[0] / "step_000002" / "learner").iterdir())) == 2
@@ -137,6 +176,22 @@ def test_ten_steps(count: int, toml: Path) -> None:
     ranks = on_ranks(of_cases, toml.parent, count, toml, trees, list(CASES))
     for name, case in CASES.items():
         expected = alone(toml, trees, replace(case, micro_batches_of=count if case.micro_batches_of else 0))
+        for rank in ranks:
+            assert differences(expected, rank[name]) == {}, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_readmes_model(tmp_path: Path) -> None:
+    for name in ("arithmetic_cpu.toml", "arithmetic_warmup.py"):
+        text = (ROOT / "examples" / name).read_text()
+        (tmp_path / name).write_text(text.replace("runs/models", f"{tmp_path}/models"))
+    toml = tmp_path / "arithmetic_cpu.toml"
+    trees, names = sampled(toml, 3, 5), ["sequences, a reference that moves, untied", "critic, fewer trees than ranks"]
+    ranks = on_ranks(of_cases, tmp_path, 2, toml, trees, names)
+    for name in names:
+        expected = alone(toml, trees, CASES[name])
+        assert expected.rows[0]["actor/grad_norm"] > 1e-3
         for rank in ranks:
             assert differences(expected, rank[name]) == {}, name
 

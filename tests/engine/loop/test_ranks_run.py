@@ -169,7 +169,10 @@ def test_ranks_engines_and_a_reward_host_give_the_tokens_of_one_process(
         host.rewards.close()
 
 
-@pytest.mark.parametrize(("method", "step", "again"), [("update", 3, 2), ("updated", 1, 0), ("save", 0, 0)])
+@pytest.mark.parametrize(
+    ("method", "step", "again"),
+    [("update", 3, 2), pytest.param("updated", 1, 0, marks=pytest.mark.slow), ("save", 0, 0)],
+)
 def test_a_lost_rank_takes_the_run_back(
     toml: Path,
     alone: Path,
@@ -212,7 +215,7 @@ def test_a_rank_that_is_lost_while_the_run_goes_back(
 def test_engines_forget_weights_that_the_run_went_back_from(
     toml: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With groups open over steps: each is trained once, and no token is of weights newer than the policy."""
+    """Some groups stay open over steps: each is trained once, and no token is of weights newer than the policy."""
     does(monkeypatch, once(0, "update", 4, lost))
     ages: list[tuple[int, int]] = []
 
@@ -238,7 +241,7 @@ def test_engines_forget_weights_that_the_run_went_back_from(
 def test_too_many_losses_end_the_run(
     toml: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the steps between the checkpoint and the loss succeed each time."""
+    """The run ends even if the steps between the checkpoint and the loss succeed each time."""
 
     def what(replica: Replica, method: str, step: int) -> None:
         if (replica._rank, method, step) == (1, "update", 2):
@@ -287,7 +290,7 @@ def test_ranks_that_differ_end_the_run(
 def test_an_error_of_a_rank_is_told_as_it_is(
     toml: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the other ranks fail because of it."""
+    """The error is reported even if the other ranks fail because of it."""
 
     def what(replica: Replica, method: str, step: int) -> None:
         if method == "update":

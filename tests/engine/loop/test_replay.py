@@ -30,6 +30,7 @@ def weights(directory: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(directory / name / "export" / "model.safetensors")
 
 
+@pytest.mark.usefixtures("without_report")
 def test_a_replay_learns_without_sampling(toml: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     file = tmp_path / "groups.safetensors"
     assert main(["rollout", str(toml), "--prompts", "13", "--record", str(file)]) == 0

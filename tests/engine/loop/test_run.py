@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -18,6 +16,7 @@ import torch
 from rolltree.engine.app.cli import main
 from rolltree.engine.loop.metrics import TIMED_PARTS
 
+from ...forks import Forks
 from ..tiny import ROOT, write_run
 from .processes import Process
 
@@ -71,7 +70,7 @@ def test_the_page_of_the_metrics_has_what_a_run_writes(finished):
 
 
 def test_the_page_of_the_metrics_has_what_the_code_names():
-    """What only some runs write: with a critic, a reference, failures, late rollouts, several terms."""
+    """The page also has the metrics of some runs only: critic, reference, failures, late rollouts, several terms."""
     page = re.compile("|".join(documented_metrics()))
     text = "\n".join(
         file.read_text(encoding="utf-8") for part in ("engine", "kernels") for file in (ROOT / part).rglob("*.py")
@@ -86,24 +85,18 @@ def test_the_page_of_the_metrics_has_what_the_code_names():
     assert {name for name in names if not page.fullmatch(name)} == set()
 
 
-def test_plain_transformers_loads_the_export(finished):
+def test_plain_transformers_loads_the_export(finished, torch_forks: Forks):
     _, directory = finished
     program = (
-        "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        "m, t = AutoModelForCausalLM.from_pretrained(sys.argv[1]), AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "import sys\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f"path = {str(directory / 'export')!r}\n"
+        "m, t = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)\n"
         "assert 'rolltree' not in sys.modules and m.config._attn_implementation == 'sdpa'\n"
         "ids = t('1 + 2 =', return_tensors='pt').input_ids\n"
         "assert m.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > ids.shape[1]\n"
     )
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(directory / "export")],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd="/",
-    )
-    assert done.returncode == 0, done.stderr
+    code, said = torch_forks.run(program, directory=Path("/"))
+    assert code == 0, said
 
 
 @pytest.mark.parametrize(

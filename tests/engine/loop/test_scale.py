@@ -129,7 +129,7 @@ class Slow(InThreads):
 def test_no_token_is_older_than_its_group(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
-    """With loads that are late; without the hosts' wait for the version, older tokens appear (the negative)."""
+    """Loads are late; the negative: without the hosts' wait for the version, older tokens appear."""
     monkeypatch.setattr(build, "make_workers", lambda config: Slow())
     if not waits:
         submit = Fleet.submit
@@ -172,7 +172,7 @@ def test_engines_that_end_in_the_middle_lose_no_group(toml: Path, tmp_path: Path
 def test_reward_hosts_give_the_bits_of_one_process(
     toml: Path, alone: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an engine elsewhere and without; all verdicts come from the hosts."""
+    """The bits are equal with an engine in another process and without; all verdicts come from the hosts."""
     hosts = kept_hosts(monkeypatch)
     for module in (build_sampling, build_workers):
         monkeypatch.setattr(module, "make_rewards", no_verifier_here)
@@ -257,7 +257,7 @@ SEARCH = [
 def test_programs_that_judge_ask_the_reward_hosts(
     toml: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the engine's process there is no verifier; a host that ends is no loss to them either."""
+    """The engine's process has no verifier; the end of a host is no loss to such programs either."""
     hosts, seen = kept_hosts(monkeypatch), []
     for module in (build_sampling, build_workers):
         monkeypatch.setattr(module, "make_rewards", no_verifier_here)
@@ -536,7 +536,7 @@ def test_processes_that_are_killed_or_stopped_lose_no_group(
 def test_ranks_engines_and_a_reward_host_of_ray_learn_what_one_process_learns(
     ray: Any, toml: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing listens beyond loopback while all of them are there, the ranks' own connections included."""
+    """Nothing listens beyond loopback while all of them run, the ranks' own connections included."""
     for module in (build_sampling, build_workers):
         monkeypatch.setattr(module, "make_rewards", no_verifier_here)
     seen: list[dict[str, set[str]]] = []

@@ -320,7 +320,7 @@ class Rows:
 
 
 def test_a_source_without_state_goes_back_in_place(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """Its rows come once; a run keeps those since its checkpoint, also if writing a further one failed."""
+    """The source's rows come once; a run keeps those since its checkpoint, also if writing a further one failed."""
     (tmp_path / "rows.py").write_text(ROWS)
     made = source(tokenizer, source=f"{tmp_path}/rows.py:Rows")
     made.next(2)

@@ -36,6 +36,15 @@ QUICK = ["--evaluation.problems=0", "--evaluation.every=0", "--rollout.program=f
 QUICK += ["--algorithm.advantage=group_norm"]
 THREAD = ["--loop.staleness=1", "--loop.overlap=true"]  # sampling in a thread, which on a CPU has to be asked for
 
+JUDGES = """
+def same(text, entry):
+    return 1.0
+
+
+def likes(text, entry):
+    return float(sum(c in "0123456789" for c in text)) / max(1, len(text))
+"""
+
 MINE = """
 from rolltree.engine.methods.groups import Accept, Add, Drop, More, Retry
 
@@ -54,14 +63,9 @@ def more(tree):
 def helped(tree):
     return Add(["Answer: 1", "2"], [1.0, 0.0])
 
-def same(text, entry):
-    return 1.0
-
 def nonsense(tree):
     return 3
 
-def likes(text, entry):
-    return float(sum(c in "0123456789" for c in text)) / max(1, len(text))
 """
 
 
@@ -69,6 +73,7 @@ def likes(text, entry):
 def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_run(tmp_path_factory.mktemp("staleness"))
     (path.parent / "mine.py").write_text(MINE)
+    (path.parent / "judges.py").write_text(JUDGES)
     return path
 
 
@@ -386,7 +391,7 @@ def test_a_callback_that_drops_everything_ends_the_run(toml: Path, tmp_path: Pat
 def test_sampling_more_has_an_end(toml: Path, tmp_path: Path) -> None:
     """Where rewards stay equal, `until_unequal` samples its further responses and then gives the group up."""
     options = ["--loop.callback=until_unequal", "--loop.callback_options={more=3,most=2}"]
-    options += [f"--reward.verifier={toml.parent}/mine.py:same", "--loop.max_dropped_batches=1"]
+    options += [f"--reward.verifier={toml.parent}/judges.py:same", "--loop.max_dropped_batches=1"]
     run = Run(toml, tmp_path, *options)
     leaves: list[int] = []
     drop = run.loop.buffer.drop
@@ -416,17 +421,15 @@ def test_a_number_is_steered_towards_a_metric(toml: Path, tmp_path: Path) -> Non
     options = ["--loop.temperature_scale=steer", f"--loop.temperature_scale_options={{{given}}}"]
     run = Run(toml, tmp_path, *options, "--trainer.steps=5", "--algorithm.drop_zero_variance=false").run()
     assert [row["schedule/temperature_scale"] for row in run.rows] == pytest.approx([1.0, 0.9, 0.81, 0.75, 0.75])
-    resumed = Run(toml, tmp_path, *options, "--trainer.steps=4", "--algorithm.drop_zero_variance=false", "--name=b")
-    assert resumed.run().rows[-1]["schedule/temperature_scale"] == pytest.approx(0.75)
 
 
 # -- learning ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_it_learns(toml: Path, tmp_path: Path, staleness: int) -> None:
     """The share of digits in random letters, a task that a random model can be taught in seconds."""
-    options = [f"--loop.staleness={staleness}", f"--reward.verifier={toml.parent}/mine.py:likes", "--rollout.n=8"]
+    options = [f"--loop.staleness={staleness}", f"--reward.verifier={toml.parent}/judges.py:likes", "--rollout.n=8"]
     options += ["--loop.overlap=true"]
     run = Run(toml, tmp_path, *options, "--trainer.steps=14", "--trainer.lr=2e-2", "--checkpoint.every=100").run()
     rewards = [row["reward/mean"] for row in run.rows]

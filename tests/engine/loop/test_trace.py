@@ -19,12 +19,12 @@ from ..tiny import write_run
 
 
 def events(path: Path) -> list[dict[str, Any]]:
-    """As readers take it: an array that need not be closed."""
+    """Return the events as readers take them: an array that need not be closed."""
     return json.loads(path.read_text().rstrip().rstrip(",") + "]")
 
 
 def check(path: Path) -> dict[tuple[str, str], int]:
-    """What Perfetto wants of Chrome's events, else it tells of errors and drops some; the events of each name by track.
+    """Check what Perfetto requires of Chrome's events; return the events of each name by track.
 
     Microseconds, as integers that a double holds; on each thread every event lies within another or behind it; a thread
     is not 0, which is nobody's, and has a name.

@@ -69,7 +69,7 @@ def toml(tmp_path_factory) -> Path:
 
 @dataclass
 class Seen:
-    """What one group's callback saw, call by call, and what it answered."""
+    """The calls that one group's callback received, and its answers."""
 
     rewards: list[np.ndarray] = field(default_factory=list)
     tokens: list[list[list[int]]] = field(default_factory=list)

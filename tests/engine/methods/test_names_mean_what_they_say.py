@@ -16,13 +16,24 @@ from rolltree.engine.app.dry_run import plan_lines
 from ..tiny import write_job
 from .real_step import along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
 
+JUDGES = """
+def odd(text, entry):
+    return float(sum(map(ord, text)) % 2)
+
+
+def right(text, entry):
+    return 1.0
+
+
+def by_prompt(text, entry):  # some groups all right, some all wrong, some mixed
+    kind = sum(map(ord, entry["question"])) % 3
+    return [0.0, 1.0, float(len(text) % 2)][kind]
+"""
+
 MINE = """
 import numpy as np
 from rolltree.engine.methods.credit import Credit
 from rolltree.engine.methods.groups import Add
-
-def odd(text, entry):
-    return float(sum(map(ord, text)) % 2)
 
 def by_token(trees):
     return Credit("token", [np.sin(tree.token_id + 0.5 * tree.position) for tree in trees])
@@ -33,25 +44,19 @@ def even(tree):
 def wrong(tree):
     return np.ones(tree.num_tokens + 1)
 
-def right(text, entry):
-    return 1.0
-
 def gold(tree):
     return Add(["Answer: 3"], [1.0])
 
-def by_prompt(text, entry):  # some groups all right, some all wrong, some mixed
-    kind = sum(map(ord, entry["question"])) % 3
-    return [0.0, 1.0, float(len(text) % 2)][kind]
 """
 
 
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory) -> Path:
-    return write_job(tmp_path_factory.mktemp("names"), MINE)
+    return write_job(tmp_path_factory.mktemp("names"), MINE, JUDGES)
 
 
 def reward(toml: Path, name: str) -> str:
-    return f"--reward.verifier={toml.parent}/mine.py:{name}"
+    return f"--reward.verifier={toml.parent}/reward.py:{name}"
 
 
 class TestGroupsOfEqualRewards:

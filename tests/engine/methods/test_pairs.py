@@ -41,16 +41,18 @@ from rolltree.kernels.policy_loss import ALIASES, PRESETS
 from ..tiny import write_job
 from .real_step import take_steps
 
+JUDGES = """
+def judged(text, entry):
+    kind, value = int(entry["answer"]) % 4, sum(map(ord, text))
+    right = [0.0, 1.0, float(value % 2), float(value % 3 == 0)][kind]
+    return {"reward": right, "a": value % 7 / 7, "b": value % 5 / 5, "flaw": value % 2, "graded": value % 11 / 10}
+"""
+
 MINE = """
 import numpy as np
 from rolltree.engine.data.segment import LeafStatus, Origin
 from rolltree.engine.methods.credit import Credit
 from rolltree.engine.programs import Fork, Given, Reward, Rewind, RolloutProgram
-
-def judged(text, entry):
-    kind, value = int(entry["answer"]) % 4, sum(map(ord, text))
-    right = [0.0, 1.0, float(value % 2), float(value % 3 == 0)][kind]
-    return {"reward": right, "a": value % 7 / 7, "b": value % 5 / 5, "flaw": value % 2, "graded": value % 11 / 10}
 
 def by_token(trees):
     return Credit("token", [np.sin(tree.token_id + 0.5 * tree.position) for tree in trees])
@@ -104,11 +106,11 @@ class Recorded(NamedTuple):
 
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory) -> Path:
-    path = write_job(tmp_path_factory.mktemp("pairs"), MINE)
+    path = write_job(tmp_path_factory.mktemp("pairs"), MINE, JUDGES)
     problems = path.parent / "problems.jsonl"
     gone = ("tasks", 'objective = "dapo"', "advantage", "program", "n = ")
     text = "\n".join(line for line in path.read_text().splitlines() if not line.startswith(gone))
-    text = text.replace("[data]", f'[data]\npath = "{problems}"').replace("reward.py:judge", "mine.py:judged")
+    text = text.replace("[data]", f'[data]\npath = "{problems}"').replace("reward.py:judge", "reward.py:judged")
     path.write_text(text)
     rows = [
         {"prompt": f"{a} + 3 =", "answer": str(a), "task": "ab"[a % 2], "prior": 0.3 + 0.1 * a, "solution": "3"}

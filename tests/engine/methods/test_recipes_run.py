@@ -478,7 +478,7 @@ def test_every_other_recipe_changes_the_policy(step_of, name):
 
 @pytest.mark.methods
 def test_lora_rl_changes_the_adapter_alone(step_of):
-    """Its gradient is compared with the formula in tests/engine/loop/test_lora_run.py."""
+    """The adapter's gradient is compared with the formula in tests/engine/loop/test_lora_run.py."""
     steps = step_of("lora_rl")
     before, after = steps.updates[0].weights, dict(steps.orchestrator.learner.model.named_parameters())
     assert any(".lora_" in name for name in before)

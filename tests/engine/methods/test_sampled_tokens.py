@@ -16,12 +16,18 @@ from rolltree.engine.loop.controller import Controller
 from ..tiny import write_job
 from .real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
 
-MINE = """
-from rolltree.engine.programs import Given, Rewind, RolloutProgram
-
-
+JUDGES = """
 def odd(text, entry):
     return float(sum(map(ord, text)) % 2)
+
+
+def by_prompt(text, entry):  # some groups all right, some all wrong, some mixed
+    kind = int(entry["question"]) % 3
+    return [0.0, 1.0, float(len(text) % 2)][kind]
+"""
+
+MINE = """
+from rolltree.engine.programs import Given, Rewind, RolloutProgram
 
 
 class Warm(RolloutProgram):  # each response again from the prompt and from its middle, at other temperatures
@@ -53,9 +59,6 @@ class Sums:
         ])
 
 
-def by_prompt(text, entry):  # some groups all right, some all wrong, some mixed
-    kind = int(entry["question"]) % 3
-    return [0.0, 1.0, float(len(text) % 2)][kind]
 """
 
 
@@ -64,11 +67,11 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("sampled")
     rows = [{"prompt": f"{a} + 1 =", "answer": str(a + 1), "id": a} for a in range(6)]
     (directory / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return write_job(directory, MINE)
+    return write_job(directory, MINE, JUDGES)
 
 
 def reward(toml: Path, name: str) -> str:
-    return f"--reward.verifier={toml.parent}/mine.py:{name}"
+    return f"--reward.verifier={toml.parent}/reward.py:{name}"
 
 
 def norm(rewards: np.ndarray) -> np.ndarray:
@@ -136,7 +139,7 @@ def test_groups_are_trained_at_the_temperature_of_their_sampling(toml, tmp_path,
 
 @pytest.mark.parametrize("room", [256, 80])
 def test_branches_of_one_prompt_have_temperatures_of_their_own(toml, tmp_path, room) -> None:
-    """Also where they begin after the same token, and with trees in pieces."""
+    """Some branches begin after the same token; trees are also packed in pieces."""
     steps = take_steps(
         toml, tmp_path, reward(toml, "odd"), f"--rollout.program={toml.parent}/mine.py:Warm", "--trainer.lr=0.01",
         "--algorithm.objective=ppo", "--trainer.updates_per_step=2", "--rollout.temperature=0.8",

@@ -16,15 +16,17 @@ from rolltree.engine.data.statistics import STATISTIC
 from ..tiny import write_job
 from .real_step import Steps, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
 
+JUDGES = """
+def odd(text, entry):
+    return float(sum(map(ord, text)) % 3 == 0)
+"""
+
 MINE = """
 import numpy as np
 from rolltree.engine.data.columns import Column, declare
 from rolltree.engine.methods.credit import Credit
 
 declare(Column("wanted_id", np.int32, "token", "id to score", -1, merge="first", to_device=True))
-
-def odd(text, entry):
-    return float(sum(map(ord, text)) % 3 == 0)
 
 class ByIds:
     reads = ("policy_logprob", "policy_entropy", "policy_logprob/wanted_id")
@@ -71,8 +73,8 @@ PATHS = ("--rollout.program=treepo", "--rollout.program_options={segment_tokens=
 
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory) -> Path:
-    path = write_job(tmp_path_factory.mktemp("statistics"), MINE)
-    text = path.read_text().replace("reward.py:judge", "mine.py:odd").replace('advantage = "tree_path_mean"', "")
+    path = write_job(tmp_path_factory.mktemp("statistics"), MINE, JUDGES)
+    text = path.read_text().replace("reward.py:judge", "reward.py:odd").replace('advantage = "tree_path_mean"', "")
     path.write_text(text.replace('objective = "dapo"', ""))
     return path
 

@@ -20,12 +20,14 @@ from rolltree.engine.rewards.spans import put_spans
 from ..tiny import write_job
 from .real_step import check_gradient, leaves_of, plain_logprobs, take_steps
 
+JUDGES = """
+def odd(text, entry):
+    return float(sum(map(ord, text)) % 2)
+"""
+
 MINE = """
 from rolltree.engine.data.segment import LeafStatus, Origin
 from rolltree.engine.programs import Finish, Fork, Given, Reward, Rewind, RolloutProgram
-
-def odd(text, entry):
-    return float(sum(map(ord, text)) % 2)
 
 def worth(tokens):
     return float(sum(map(int, tokens)) % 7) / 7
@@ -74,8 +76,8 @@ UNSET = ("rollout.program", "rollout.program_options", "algorithm.advantage")
 
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory) -> Path:
-    path = write_job(tmp_path_factory.mktemp("turns"), MINE)
-    path.write_text(path.read_text().replace("reward.py:judge", "mine.py:odd"))
+    path = write_job(tmp_path_factory.mktemp("turns"), MINE, JUDGES)
+    path.write_text(path.read_text().replace("reward.py:judge", "reward.py:odd"))
     return path
 
 

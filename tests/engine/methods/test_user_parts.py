@@ -24,6 +24,17 @@ from rolltree.engine.methods.schedules import at_step, cosine
 
 from ..tiny import write_run
 
+JUDGES = """
+def judge(text, entry):
+    return {"reward": float(len(text) % 3 == 0), "format": float(len(text) % 2), "length": len(text)}
+
+
+def steps(text, entry):
+    middle = len(text) // 2
+    spans = [(0, middle, 0.5), (middle, len(text), -1.0)] if middle else []
+    return {"reward": 0.0, "spans": spans}
+"""
+
 PARTS = '''
 import numpy as np
 from rolltree.engine.programs import RolloutProgram
@@ -62,16 +73,6 @@ class Counting:
         self.number, self.seen = state["number"], state["seen"]
 
 
-def judge(text, entry):
-    return {"reward": float(len(text) % 3 == 0), "format": float(len(text) % 2), "length": len(text)}
-
-
-def steps(text, entry):
-    middle = len(text) // 2
-    spans = [(0, middle, 0.5), (middle, len(text), -1.0)] if middle else []
-    return {"reward": 0.0, "spans": spans}
-
-
 def doubled(tree, *, by: float):
     return by * tree.rewards["reward"]
 
@@ -93,7 +94,7 @@ prompt_key = "question"
 max_prompt_tokens = 64
 
 [reward]
-verifier = "parts.py:judge"
+verifier = "judges.py:judge"
 workers = 1
 
 [[reward.shaping]]
@@ -112,6 +113,7 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("parts")
     path = write_run(directory)
     (directory / "parts.py").write_text(PARTS)
+    (directory / "judges.py").write_text(JUDGES)
     text = path.read_text()
     data, reward, algorithm = (text.index(f"[{name}]") for name in ("data", "rollout", "algorithm"))
     text = text[:data] + TABLES + text[reward:algorithm].split("[reward]")[0] + text[algorithm:]
@@ -171,9 +173,8 @@ def test_a_run_of_own_parts_and_its_resumption(toml: Path, tmp_path: Path) -> No
 
 
 def test_rewards_of_spans_reach_the_loss_and_the_report(toml: Path, tmp_path: Path) -> None:
-    mine = toml.with_name("parts.py")
     done = run(
-        toml, tmp_path, "--trainer.steps=1", f"--reward.verifier={mine}:steps", "--reward.shaping=[]",
+        toml, tmp_path, "--trainer.steps=1", f"--reward.verifier={toml.parent}/judges.py:steps", "--reward.shaping=[]",
         "--algorithm.advantage=process", "--algorithm.drop_zero_variance=false",
     )  # fmt: skip
     groups: dict[str, list[dict[str, Any]]] = {}

@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3_5Config,
@@ -64,6 +66,17 @@ def _square_picture(rows: int, mask: bool) -> Callable[[np.random.Generator], Pi
         return Picture.of(inputs, rows)
 
     return draw_one
+
+
+def _patched_picture(draw: np.random.Generator) -> Picture:
+    """A picture of 1 to 2 by 2 to 3 squares of four patches each, after which padding follows."""
+    high, wide = 2 * int(draw.integers(1, 3)), 2 * int(draw.integers(2, 4))
+    count, most = high * wide, 24
+    pixels = np.zeros((1, most, 3 * GRID_TOWER["patch_size"] ** 2), np.float32)
+    pixels[0, :count] = draw.random(size=(count, pixels.shape[2]))
+    places = np.full((1, most, 2), -1)
+    places[0, :count] = np.indices((high, wide))[::-1].reshape(2, -1).T
+    return Picture.of({"pixel_values": pixels, "image_position_ids": places}, count // 4)
 
 
 @dataclass(frozen=True)
@@ -131,6 +144,40 @@ KINDS = {
         ),
         _square_picture(4, mask=False),
         "token_type_ids",
+    ),
+    "gemma4": Kind(
+        Gemma4ForConditionalGeneration,
+        Gemma4Config(
+            text_config={
+                **TEXT,
+                "pad_token_id": 99,
+                "num_hidden_layers": 5,
+                "num_kv_shared_layers": 2,
+                "sliding_window": 7,
+                "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
+                "global_head_dim": 32,
+                "hidden_size_per_layer_input": 8,
+                "vocab_size_per_layer_input": VOCABULARY,
+                "use_bidirectional_attention": "vision",
+            },
+            vision_config={
+                **{k: v for k, v in SQUARE_TOWER.items() if k != "image_size"},
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "patch_size": GRID_TOWER["patch_size"],
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 16,
+            },
+            video_token_id=123,
+            boi_token_id=121,
+            eoi_token_id=122,
+            boa_token_id=124,
+            eoa_token_index=125,
+            audio_token_id=126,
+            **IDS,
+        ),
+        _patched_picture,
+        "mm_token_type_ids",
     ),
     "smolvlm": Kind(
         SmolVLMForConditionalGeneration,

@@ -181,8 +181,8 @@ def test_what_is_ignored_is_found_out(monkeypatch: Any, name: str, part: str, va
         monkeypatch.setattr("rolltree.engine.model.head.SCALES", {})
     else:
         packed = attention._packed
-        place = {"s_aux": 8, "sliding_window": 6, "attention_chunk_size": 9}[part]
-        monkeypatch.setattr(attention, "_packed", lambda *a: packed(*a[:place], value, *a[place + 1 :]))
+        option = {"s_aux": "sink", "sliding_window": "window", "attention_chunk_size": "chunk"}[part]
+        monkeypatch.setattr(attention, "_packed", lambda *a: packed(*a[:-1], a[-1]._replace(**{option: value})))
     with pytest.raises(ValueError, match="gives other log-probs on packed trees"):
         batch_logprob(ours, batch)
     skip_check(ours)

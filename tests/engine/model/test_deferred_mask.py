@@ -116,7 +116,7 @@ def in_plain(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
 
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generate_answers_as_with_plain_attention(model: Any, cache: str | None) -> None:
-    """Also of a prompt of one token, whose mask has the form of a tree's."""
+    """One prompt has one token, and so a mask of the form of a tree's."""
     plain = in_plain(model)
     ids = torch.randint(1, 97, (B, S), generator=torch.Generator().manual_seed(0))
     for prompt, mask in ((ids, PADDED.long()), (ids[:1, :1], None)):

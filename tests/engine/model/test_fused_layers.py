@@ -84,7 +84,7 @@ def worst(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each op was called."""
+    """Return the number of calls of each op."""
     count: Counter[str] = Counter()
 
     def counted(name: str, op: Any) -> Any:
@@ -101,7 +101,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_and_gradients_in_float32(name: str, calls: Counter[str]) -> None:
-    """As near to float64 as Transformers; that differs from it by some roundings of each layer, 1e-6 of the whole."""
+    """Outputs are as near to float64 as Transformers'; these differ by some roundings of each layer, 1e-6 in all."""
     plain, exact = logits_and_gradients(made(name)), logits_and_gradients(made(name).double())
     assert not calls
     fused = logits_and_gradients(fuse_layers(made(name)))
@@ -134,7 +134,7 @@ def test_bfloat16_is_no_further_from_float64(name: str, of_halves: None, calls: 
 
 
 def dtypes(model: Any) -> list[tuple[str, torch.dtype]]:
-    """Of what the modules of ``model`` make from now on, in their order."""
+    """Return the dtypes that the modules of ``model`` make from now on, in their order."""
     seen: list[tuple[str, torch.dtype]] = []
     for name, module in model.named_modules():
         if not name.endswith("act_fn"):  # which a fused unit calls only if somebody listens
@@ -269,7 +269,7 @@ def test_what_is_not_known_is_left_alone(calls: Counter[str]) -> None:
 
 
 def test_hooks_are_called() -> None:
-    """Those of an activation too, which a fused unit does not call."""
+    """Hooks of an activation are called too, which a fused unit does not call itself."""
     model = fuse_layers(made("llama"))
     layer, heard = model.model.layers[1], []
     for module in (layer.mlp.act_fn, layer.mlp.gate_proj, layer.mlp, layer.input_layernorm, layer.self_attn):

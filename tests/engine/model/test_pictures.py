@@ -52,6 +52,8 @@ class Known(NamedTuple):
 def known(request: pytest.FixtureRequest) -> Known:
     name = request.param
     ours, theirs = make_models(name)
+    if name == "gemma4":  # whose plain gradients in fp32 are 1e-5 from those in fp64
+        ours, theirs = ours.double(), theirs.double()
     trees = trees_of(name)
     logprobs, loss = plain_loss(theirs, name, trees)
     loss.backward()
@@ -105,7 +107,7 @@ def assert_equal_gradients(name: str, ours: dict[str, Tensor], theirs: dict[str,
 @pytest.mark.parametrize("how", ["at once", "checkpointing", "in pieces"])
 def test_logprobs_loss_and_all_gradients(known: Known, how: str) -> None:
     ours = known.ours
-    if how == "in pieces" and known.name == "gemma3":
+    if how == "in pieces" and known.name in ("gemma3", "gemma4"):
         with pytest.raises(ValueError, match="attend in both directions"):
             batch_logprob(ours, pack(known.trees[:1], max_tokens=8, in_pieces=True)[0])
         return
@@ -191,7 +193,7 @@ def test_positions_are_those_of_transformers(known: Known) -> None:
 def test_a_picture_changes_its_own_tree_alone(known: Known) -> None:
     draw = np.random.default_rng(3)
     shape = known.trees[0].pictures[0]
-    while (other := KINDS[known.name].picture(draw)).grid != shape.grid:
+    while ((other := KINDS[known.name].picture(draw)).grid, other.rows) != (shape.grid, shape.rows):
         pass
     ids = known.trees[0].token_id.copy()
     ids[(ids >= FIRST_ID)] = other.ids
@@ -224,7 +226,7 @@ def test_the_tower_runs_once_for_a_batch_and_once_a_picture(known: Known, monkey
     known.ours.zero_grad()
     assert calls == [len(shared.inputs["pixel_values"])]
     pieces = pack([known.trees[1]], max_tokens=8, in_pieces=True)
-    if known.name != "gemma3":
+    if known.name not in ("gemma3", "gemma4"):
         calls.clear()
         backward(known.ours, pieces[0], [Term(pieces[0].fields(REINFORCE), REINFORCE, 1.0)])
         known.ours.zero_grad()

@@ -90,7 +90,7 @@ def test_checkpoints_and_adapters_keep_the_tree(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*QUICK, "kimi_linear"])
 def test_whole_models_by_the_triton_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter, called as a GPU's tensors would be; the rest of the model runs as always."""
+    """They run in Triton's interpreter, called as a GPU's tensors would be; the rest of the model runs as always."""
     for name in ("_FORWARD", "_BACKWARD", "_CONVOLUTION", "_CONVOLUTION_BACKWARD"):
         table = getattr(op, name)
         monkeypatch.setattr(op, name, dict.fromkeys(table, table["triton"]))
@@ -175,7 +175,7 @@ def test_results_do_not_depend_on_neighbours_or_the_order_of_siblings() -> None:
 @pytest.mark.parametrize("family", QUICK)
 @pytest.mark.parametrize("most", [7, 40])
 def test_pieces_hand_their_states_on(family: str, most: int) -> None:
-    """In float64, as sums of many small pieces cancel: it shows more than float32 could."""
+    """The test uses float64, which shows more than float32: sums of many small pieces cancel."""
     model, (tree,) = make(family).double(), random_trees(4, 1, 60)
     (whole,) = pack([tree], max_tokens=1 << 20)
     (weight,) = weights([torch.empty(len(whole.target))])
@@ -249,7 +249,7 @@ class Uncast(TorchFunctionMode):
     ids=["no casts", "scan and A_log cast", "norms cast"],
 )
 def test_what_nemotron_lacks_in_float64_is_casts_of_transformers(but: str, least: float, most: float) -> None:
-    """Its scan, `A_log`, norms and softmax are cast to float32; without that trees equal sequences to rounding."""
+    """The scan, `A_log`, norms and softmax are cast to float32; without casts trees equal sequences to rounding."""
     model, trees = make("nemotron_h").double(), random_trees(0, 1, 40)
     by = weights([torch.empty(int(n)) for tree in trees for n in tree.response_length])
     found = []

@@ -23,7 +23,7 @@ def test_models_that_fit(name: str) -> None:
 
 
 def test_a_model_that_mixes_neighbours_does_not_fit() -> None:
-    """As a convolution over packed tokens would, here by hooks on the embeddings."""
+    """Hooks on the embeddings mix neighbours as a convolution over packed tokens would."""
     model, _ = make_models("qwen3")
     hook = lambda module, args, out: out + 0.5 * out.roll(1, dims=1)  # noqa: E731
     model.get_input_embeddings().register_forward_hook(hook)

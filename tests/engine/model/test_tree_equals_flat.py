@@ -254,7 +254,7 @@ def test_experts_are_balanced_as_in_the_flat_batch():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_flat_batches_are_plain_transformers(name):
-    """Without sharing: padded sequences, the same loss and gradients as the tree."""
+    """Padded sequences without sharing have the same loss and gradients as the tree."""
     ours, _ = make_models(name)
     trees = [random_tree(seed, 3, 12) for seed in range(3)]
     objective = Objective.preset("gspo", aggregation="seq_mean_token_mean")
@@ -304,7 +304,7 @@ def test_compiled_layers_take_trees_of_any_size_without_recompiling():
     objective = Objective.preset("grpo")
     for layer in ours.model.layers:
         layer.compile(backend="aot_eager", dynamic=True, fullgraph=True)
-    for seed in range(5):
+    for seed in range(3):
         (batch,) = pack([random_tree(seed, 3, 8 + 3 * seed)], max_tokens=100_000)
         with torch._dynamo.config.patch(error_on_recompile=seed > 0):
             for model in (ours, plain):

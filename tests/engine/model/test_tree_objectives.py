@@ -16,6 +16,7 @@ import torch
 from rolltree.engine import TokenTree, TreeBatch, backward, batch_logprob, batch_loss, pack
 from rolltree.kernels import Objective, PolicyFields, Term, policy_loss
 
+from ...thinned import every, thinned
 from .test_tree_equals_flat import TEMPERATURE, close, flat_logprobs, make_models, random_tree
 
 AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
@@ -50,7 +51,7 @@ def conversations(seed: int, rollouts: int = 4, turns: int = 3) -> TokenTree:
 
 
 class Errors(NamedTuple):
-    """Of the tree against the flat batch: norms of differences over norms, metrics as they are."""
+    """Errors of the tree against the flat batch: norms of differences over norms, metrics as they are."""
 
     logprob: float
     loss: float
@@ -203,9 +204,9 @@ CUT += [("qwen3", 61, level) for level in ("token", "sequence")]
 CUT += [("gemma2-window-softcap", 33, level) for level in ("dual clip", "segment", "sequence, masked")]
 
 
-@pytest.mark.parametrize(("name", "max_tokens", "level"), CUT)
+@pytest.mark.parametrize(("name", "max_tokens", "level"), thinned(CUT, every(2)))
 def test_pieces_of_a_tree_add_up(name: str, max_tokens: int, level: str) -> None:
-    """Also with paths longer than the budget, activation checkpointing, and trees of several depths."""
+    """Some paths are longer than the budget; with activation checkpointing, and trees of several depths."""
     model, _ = make_models(name)
     objective = LEVELS[level]
     trees = [random_tree(11, 5, 40), conversations(2), random_tree(12, 1, 2)]
@@ -252,7 +253,7 @@ EDGES = {
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges(edge: str, level: str) -> None:
-    """Against the flat batch where there is anything to learn, else a zero that backward takes."""
+    """The loss is the flat batch's where there is something to learn, else a zero that backward takes."""
     prompt, responses = EDGES[edge]
     logprobs = [[-2.0] * len(r) for r in responses]
     advantages = [1.0, -0.5, 0.25][: len(responses)]

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from rolltree.engine.programs.chat import find_format, tool_schema
 from rolltree.engine.programs.conversation import Conversation
 
+from ...thinned import every, thinned
 from .. import chat_templates as templates
 
 ASKED = [{"role": "user", "content": "Six times seven?"}]
@@ -75,7 +76,7 @@ def answers(role: str, texts: Sequence[str]) -> list[dict[str, Any]]:
     return [{"role": role, **named, "content": text} for text in texts]
 
 
-@pytest.mark.parametrize(("name", "role"), CASES)
+@pytest.mark.parametrize(("name", "role"), thinned(CASES, every(3)))
 def test_growth_is_what_the_template_writes_of_the_whole(name: str, role: str) -> None:
     """Three turns, each answered; the ids are those that Transformers gives the whole text."""
     tokenizer, tools = templates.tokenizer(name), TOOLS if role == "tool" else None
@@ -208,7 +209,7 @@ def test_tools_that_move_with_the_user_are_refused_and_tools_answers_are_not() -
 @pytest.mark.skipif(not templates.names(), reason="TRL is not installed: pip install rolltree[trl]")
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "qwen3_6", "glm4moe", "nemotron_3_nano"])
 def test_thinking_that_the_template_drops_later_stays_as_it_was_sampled(name: str) -> None:
-    """Also in prompts with earlier turns; what is appended after it is what the template writes."""
+    """Prompts have earlier turns too; after such a response follows what the template writes."""
     tokenizer = templates.tokenizer(name)
     talk = Conversation(tokenizer, None, tokenizer.convert_tokens_to_ids(list(templates.ends(name))))
     thought = "<think>\nwhy\n</think>\n\n"

@@ -43,7 +43,7 @@ def metaspace(scheme: str) -> Tokenizer:
 
 
 def llama2() -> Tokenizer:
-    """As Llama 2's tokenizer.json: a normaliser puts a space before each text between control tokens."""
+    """Return a tokenizer like Llama 2's: a normaliser puts a space before each text between control tokens."""
     inner = metaspace("first")
     inner.pre_tokenizer = None
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
@@ -51,7 +51,7 @@ def llama2() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """Its control tokens are pieces of the model, which finds them in any text."""
+    """Return a unigram tokenizer whose control tokens are pieces of the model, which finds them in any text."""
     inner = Tokenizer(models.Unigram())
     inner.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
     inner.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="first")
@@ -85,7 +85,7 @@ def word_piece() -> Tokenizer:
 
 
 def byte_level() -> Tokenizer:
-    """As Llama 3's: whole words of the vocabulary need no merges, and its control tokens are words of it."""
+    """Return a tokenizer like Llama 3's: whole words need no merges, and control tokens are words of the vocabulary."""
     inner = Tokenizer(models.BPE(ignore_merges=True))
     inner.decoder = decoders.ByteLevel()
     inner.pre_tokenizer = pre_tokenizers.Sequence(
@@ -130,7 +130,7 @@ def make(kind: str, template: str, *, strip: bool = False) -> PreTrainedTokenize
 
 
 def whole(tokenizer: PreTrainedTokenizerFast, new: list[dict[str, str]]) -> list[int]:
-    """What Transformers makes of all of it, after the end of the assistant's turn."""
+    """Return Transformers' ids of the whole text after the end of the assistant's turn."""
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "TURN"}, *new]
     text = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]

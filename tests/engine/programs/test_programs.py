@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,7 @@ from rolltree.engine.programs import (
 from rolltree.engine.programs.treepo import _repeats
 from rolltree.engine.rollout import EngineConfig, NativeEngine, SamplingParams
 
+from ...thinned import thinned
 from ..rollout.test_native_engine import MODELS, PROMPTS, assert_all_free, letters, model, responses
 
 
@@ -146,11 +148,8 @@ def test_every_program_has_a_case() -> None:
 
 
 OTHERS = [family for family in MODELS if family != "qwen3"]
-OF_EVERY_FAMILY = [  # in `make test` of two
-    pytest.param(name, family, marks=[] if family in ("qwen3", OTHERS[i % len(OTHERS)]) else [pytest.mark.slow])
-    for i, name in enumerate(CASES)
-    for family in MODELS
-]
+QUICK = {(name, "qwen3") for name in CASES} | set(zip(list(CASES)[::3], itertools.cycle(OTHERS)))
+OF_EVERY_FAMILY = thinned(itertools.product(CASES, MODELS), lambda _, case: case in QUICK)
 
 
 @pytest.mark.parametrize(("name", "family"), OF_EVERY_FAMILY)

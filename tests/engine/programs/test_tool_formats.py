@@ -246,7 +246,7 @@ def test_no_text_breaks_a_parser() -> None:
     marks += [mark for form in FORMATS.values() for mark in form.marks]
     pieces = st.sampled_from([*marks, "</think>", "}", '"'])
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(st.lists(pieces | st.text(max_size=4), max_size=5), st.sampled_from(sorted(FORMATS)))
     def attack(some: list[str], form: str) -> None:
         text = "".join(some)

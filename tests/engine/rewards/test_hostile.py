@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +11,8 @@ import pytest
 
 from rolltree.engine.rewards import RewardItem, RewardPool, RewardResult
 from rolltree.engine.settings import RewardConfig
+
+from ...forks import forked
 
 HOSTILE = """
 import ctypes, os, signal, subprocess, sys, threading, time
@@ -138,17 +138,13 @@ def test_nothing_below_a_verifier_outlives_its_time_out_or_the_run(mine: Path, h
 
 @pytest.mark.parametrize("killed", ["run", "worker"])
 def test_nothing_below_a_verifier_outlives_its_process(mine: Path, killed: str) -> None:
-    program = f"""
-import sys
-from rolltree.engine.rewards import RewardItem, RewardPool
-from rolltree.engine.settings import RewardConfig
-pool = RewardPool(RewardConfig(verifier={f"{mine / 'mine.py'}:judge"!r}, workers=1, timeout_s=50)).__enter__()
-print(pool._workers[0].process.pid, flush=True)
-pool.score([RewardItem("daemon hang", {{"pids": {str(mine / "pids")!r}}})])
-"""
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        keeper = int(run.stdout.readline())
+    def judge() -> None:
+        pool = RewardPool(RewardConfig(verifier=f"{mine / 'mine.py'}:judge", workers=1, timeout_s=50)).__enter__()
+        print(pool._workers[0].process.pid)
+        pool.score([RewardItem("daemon hang", {"pids": str(mine / "pids")})])
+
+    with forked(judge) as (run, printed):
+        keeper = int(printed.readline())
         deadline = time.monotonic() + 10
         while not (mine / "pids").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -158,7 +154,7 @@ pool.score([RewardItem("daemon hang", {{"pids": {str(mine / "pids")!r}}})])
         assert len(found) >= 3
         assert all(map(alive, found))
         os.kill(run.pid if killed == "run" else workers[0], signal.SIGKILL)
-        run.wait()  # with its worker gone the verdict is 'died', and the run ends
+        run.join()  # with its worker gone the verdict is 'died', and the run ends
     assert gone(found)
 
 

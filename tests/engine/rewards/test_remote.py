@@ -209,7 +209,7 @@ def test_a_reward_model_is_given_prompt_and_response(moody: tuple[Moody, str]) -
 
 
 def test_the_projects_own_server_judges() -> None:
-    """By its text, which a random model never ends in a score, and by the probabilities of two words."""
+    """The server judges by its text, which a random model never ends in a score, and by probabilities of two words."""
     engine, words = NativeEngine(model(), tokenizer(), EngineConfig(kv_tokens=4096)), tokenizer()
     message = [{"role": "user", "content": "four?"}]
     prompt = words.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from multiprocessing import connection
 from pathlib import Path
@@ -15,6 +13,8 @@ import pytest
 from rolltree.engine.errors import UserError
 from rolltree.engine.rewards import RewardItem, RewardPool, RewardResult, extract_answer
 from rolltree.engine.settings import RewardConfig, TaskConfig
+
+from ...forks import forked
 
 USER_CODE = """
 import os, sys, time
@@ -126,8 +126,8 @@ def test_failures_concern_only_their_item(user_code: Path) -> None:
 def test_one_slow_item_does_not_fail_its_neighbours(user_code: Path) -> None:
     """The time limit is an item's, not its batch's."""
     user_code.write_text("import time\ndef f(text, entry):\n    time.sleep(0.1)\n    return 1\n")
-    with RewardPool(config(f"{user_code}:f", timeout_s=1.0, workers=1)) as pool:
-        assert all(r.value == 1 for r in pool.score(items(*"abcdefgh" * 8)))  # batches of 16: 1.6 s each
+    with RewardPool(config(f"{user_code}:f", timeout_s=0.6, workers=1)) as pool:
+        assert all(r.value == 1 for r in pool.score(items(*"abcdefgh" * 4)))  # batches of 8: 0.8 s each
 
 
 def test_answers_given_before_a_death_count(user_code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_a_verifier_that_cannot_be_loaded_is_the_users_mistake(
 
 def test_close_leaves_no_process(user_code: Path) -> None:
     with RewardPool(config(f"{user_code}:pid")) as pool:
-        pids = {int(r.value or 0) for r in pool.score(items(*"abcdefgh" * 8))}
+        pids = {int(r.value or 0) for r in pool.score(items(*"abcdefgh" * 4))}
     assert pids
     assert not any(_alive(pid) for pid in pids)
     with pytest.raises(ValueError, match="closed"):
@@ -220,21 +220,17 @@ def test_close_leaves_no_process(user_code: Path) -> None:
 
 def test_workers_end_when_the_parent_is_killed(user_code: Path) -> None:
     """Both the one inside a hanging verifier and the idle one."""
-    program = f"""
-from rolltree.engine.settings import RewardConfig
-from rolltree.engine.rewards import RewardItem, RewardPool
-pool = RewardPool(RewardConfig(verifier={str(user_code) + ":moody"!r}, workers=2, timeout_s=30)).__enter__()
-print(*[w.process.pid for w in pool._workers], flush=True)
-pool.score([RewardItem('hang', {{}})])
-"""
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    pids = [int(word) for word in parent.stdout.readline().split()]
-    assert len(pids) == 2
-    time.sleep(0.3)
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    parent.stdout.close()
+
+    def judge() -> None:
+        pool = RewardPool(RewardConfig(verifier=f"{user_code}:moody", workers=2, timeout_s=30)).__enter__()
+        print(*[w.process.pid for w in pool._workers])
+        pool.score([RewardItem("hang", {})])
+
+    with forked(judge) as (parent, printed):
+        pids = [int(word) for word in printed.readline().split()]
+        assert len(pids) == 2
+        time.sleep(0.3)
+        os.kill(parent.pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
     while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -242,7 +238,7 @@ pool.score([RewardItem('hang', {{}})])
 
 
 def _alive(pid: int) -> bool:
-    """Whether the process runs; one that ended and was not waited for does not."""
+    """Return True if the process runs; one that ended and was not waited for does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

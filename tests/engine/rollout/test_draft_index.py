@@ -41,7 +41,7 @@ def propose(
 
 
 class Searched:
-    """What the index must find: every place of every text, the latest written first."""
+    """All results that the index must find: every place of every text, the latest written first."""
 
     def __init__(self, written: list[tuple[int, list[int], int]], vocabulary: int) -> None:
         self.written = written  # text, what stands before, token; in order of writing
@@ -95,7 +95,7 @@ class Searched:
         return drafted
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     events=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12), st.integers(1, 40)), min_size=1, max_size=12),
     alphabet=st.integers(4, 9),
@@ -146,7 +146,7 @@ def test_drafts_are_those_of_a_search_through_all_texts(
 
 
 def test_long_texts_that_are_copied_are_drafted_to_their_end() -> None:
-    """Over many blocks, from the same scope and from another one, to the limit and to the end of the segment."""
+    """The copies go over many blocks, from the same scope and another one, to the limit and to the segment's end."""
     rng = np.random.default_rng(0)
     earlier = rng.integers(0, 5000, 300).tolist()
     for scope in (7, 8):
@@ -163,7 +163,7 @@ def test_long_texts_that_are_copied_are_drafted_to_their_end() -> None:
 
 
 def test_what_branches_sampled_is_appended_from_their_records() -> None:
-    """Of those that stand as expected; others are named and not written: another branch in the slot, tokens that came
+    """Records that stand as expected are written; others are named: another branch in the slot, tokens that came
     in between, a fork to come."""
     rng = np.random.default_rng(0)
     index, one_by_one = DraftIndex(1 << 12), DraftIndex(1 << 12)

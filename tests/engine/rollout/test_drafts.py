@@ -107,7 +107,7 @@ def assert_same(requests: Sequence[Request], expected: Sequence[Request], atol: 
 
 
 class Asks(RolloutProgram):
-    """After every 3 tokens a tool's answer is appended, twice."""
+    """A program that appends a tool's answer after every 3 tokens, twice."""
 
     segment_tokens = 3
 
@@ -206,7 +206,7 @@ misread: list[list[int]] = []
 
 
 def grammar(ids: np.ndarray) -> list[int]:
-    """Even and odd tokens in turns; it cannot read anything else, and fails behind a 90."""
+    """A grammar of even and odd tokens in turns; it cannot read other tokens, and fails after a 90."""
     if any(token % 2 != i % 2 or not 20 <= token < 100 for i, token in enumerate(ids.tolist())):
         misread.append(ids.tolist())
         raise ValueError("this is no sentence")
@@ -288,7 +288,7 @@ def test_a_step_that_fails_leaves_no_drafted_key(monkeypatch: pytest.MonkeyPatch
 
 
 def test_padded_steps_take_drafts() -> None:
-    """As CUDA graphs do; rows are then queries."""
+    """Steps are padded as for CUDA graphs; rows are then queries."""
     params, watched = SamplingParams(n=3, max_new_tokens=20), Watched()
     native = drafting(engine(), watched)
     expected = finished(native, native.submit(PROMPTS, params))
@@ -381,7 +381,7 @@ def test_no_drafts_by_default_and_numbers_that_make_no_sense() -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_texts_are_indexed_also_if_no_step_drafts(program: str) -> None:
-    """As many tokens as if every step drafts, through forks, rewinds and observations."""
+    """The index gets as many tokens as if every step drafts, through forks, rewinds and observations."""
     kept = []
     params = SamplingParams(n=4, max_new_tokens=40, temperature=0.05)
     for rows in (1, 4096):
@@ -418,7 +418,7 @@ def test_prompts_remembered_texts_and_responses_are_drafted_from() -> None:
 
 
 def test_earlier_epochs_are_drafted_from_and_change_nothing() -> None:
-    """From earlier texts: the same responses, and more tokens accepted the longer the prompts are known."""
+    """Responses stay the same; the longer the prompts are known, the more tokens are accepted."""
     params = SamplingParams(n=4, max_new_tokens=40, temperature=0.1, ignore_eos=True)
     native, accepted = drafting_engine(4096), []
     plain, drafts = engine(), native.loop.scheduler.drafts
@@ -442,7 +442,7 @@ def test_earlier_epochs_are_drafted_from_and_change_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_the_parts_of_drafts_that_are_kept(seed: int) -> None:
-    """Against plain loops: cut before they are computed, and after sampling."""
+    """Drafts cut before they are computed and after sampling equal those of plain loops."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 6, int(rng.integers(0, 6)))
     branches, total, room = len(counts), int(counts.sum()), int(rng.integers(0, 20))

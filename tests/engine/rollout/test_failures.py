@@ -1,4 +1,4 @@
-"""What goes wrong with one request ends that one alone, and a step that fails leaves the engine usable."""
+"""An error of one request ends that one alone, and a step that fails leaves the engine usable."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_biases_changed_behind_the_check_fail_their_request_alone() -> None:
 
 @pytest.mark.parametrize("host", [0, 4096])
 def test_a_step_that_fails_ends_what_it_computed_and_nothing_else(host: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three requests two are in the step that fails; keys it claimed to have computed are not used again."""
+    """Two of three requests are in the step that fails; keys it claimed to have computed are not used again."""
     native = engine(max_prefill_tokens=8, host_kv_tokens=host, debug=True)
     first = native.submit([PROMPTS[2]], PARAMS, seeds=[0])
     while not native.loop.rows.running.any():

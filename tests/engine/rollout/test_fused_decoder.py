@@ -43,7 +43,7 @@ MODELS = {
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of steps: whether the decoder ran fused."""
+    """Return for each step True if the decoder ran fused."""
     ran: list[bool] = []
     run = FusedDecoder.run
 
@@ -119,7 +119,7 @@ def test_the_same_bits_where_the_products_are_the_layers_own(name: str, calls: l
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_row_is_the_same_in_any_batch(name: str) -> None:
-    """Where rows are few: nothing of a response, nor of a prompt in pieces, depends on what else is in the step."""
+    """If rows are few, no bit of a response or of a prompt in pieces depends on what else is in the step."""
     model = made(name)
     alone = sample(model, max_batch_rows=1, max_prefill_tokens=5)
     assert sample(model, max_batch_rows=4) == alone

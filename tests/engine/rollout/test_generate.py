@@ -9,9 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from packaging import version
 from transformers import GenerationConfig
-from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from rolltree.engine.integrations.generate import generate
 from rolltree.engine.rollout import NativeEngine, SamplingParams
@@ -101,12 +99,18 @@ SAMPLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("own", "options"), SAMPLED)
+@pytest.mark.parametrize(
+    ("own", "options"),
+    [
+        pytest.param(*case, marks=() if number in (0, 2, 4, 5, 7) else pytest.mark.slow)
+        for number, case in enumerate(SAMPLED)
+    ],
+)
 def test_the_first_token_is_drawn_from_the_distribution_of_transformers(
     own: dict[str, Any], options: dict[str, Any]
 ) -> None:
     net = own_model(pad_token_id=0, **own)
-    draws = 2000
+    draws = 1000
     torch.manual_seed(0)
     ids = torch.tensor([PROMPTS[3]]).repeat(draws, 1)
     theirs = net.generate(ids, max_new_tokens=1, **options)[:, -1]
@@ -161,9 +165,6 @@ def adapters(tmp_path: Path) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.skipif(
-    version.parse(peft.__version__) < version.parse(MIN_PEFT_VERSION), reason="Transformers asks for a newer PEFT"
-)
 def test_adapters_share_a_batch_and_keep_their_keys_apart(adapters: dict[str, Path]) -> None:
     net = copy.deepcopy(model("qwen3"))
     native = NativeEngine(net, config=engine().config)

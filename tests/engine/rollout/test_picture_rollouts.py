@@ -18,10 +18,12 @@ from rolltree.engine import batch_logprob, pack
 from rolltree.engine.data.media import FIRST_ID, Picture, PromptMedia
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.loop.archive import Archive
+from rolltree.engine.model.pictures import placeholders
 from rolltree.engine.programs import RolloutProgram, TreePO
 from rolltree.engine.rollout import DraftConfig, EngineConfig, NativeEngine, SamplingParams
+from rolltree.engine.rollout.native import scheduler
 from rolltree.engine.rollout.native.drafts import Drafts
-from rolltree.engine.rollout.native.pictures import Towers
+from rolltree.engine.rollout.native.pictures import Shown, Towers
 from rolltree.engine.rollout.sampler import Flight, Job, LocalSampler
 
 from ..model.picture_models import IMAGE, KINDS, make_models, plain_inputs, plain_logprobs, prompt_with, words
@@ -29,12 +31,12 @@ from .test_graphs import Uncaptured
 from .test_native_engine import assert_all_free, responses
 from .test_native_engine import model as text_model
 
-FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5", "smolvlm")
+FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3", "gemma4", "smolvlm")
 BOUND = 1e-5
-ROUNDED = {"qwen3_5": 1e-4}
-"""Bounds of families that round more: the delta rule of Qwen3.5, as in tests/engine/model/test_pictures.py."""
+ROUNDED = {"qwen3_5": 1e-4, "gemma4": 3e-5}
+"""Bounds of families that round more, as in tests/engine/model/test_pictures.py: the delta rule of Qwen3.5, Gemma 4."""
 WRONG = 1e-3  # least difference that an error makes
-NEVER = (IMAGE, 123)
+NEVER = (IMAGE, 123, 126)  # pictures, videos, sounds
 PARAMS = SamplingParams(n=3, max_new_tokens=13, ignore_eos=True)
 TREEPO = TreePO(segment_tokens=4, max_depth=5, branch=2, init=2)
 TIGHT = {"kv_tokens": 96, "max_prefill_tokens": 5}
@@ -94,7 +96,8 @@ def test_greedy_equals_transformers_generate(name: str) -> None:
     params = SamplingParams(n=2, temperature=0, max_new_tokens=12, ignore_eos=True)
     whole, chunked = (sample(engine(name, max_prefill_tokens=chunk), name, params) for chunk in (2048, 3))
     theirs.generation_config.eos_token_id = None
-    never = [IMAGE] if name == "smolvlm" else list(NEVER)
+    never = [t for t in NEVER if t in placeholders(theirs)]
+    assert len(never) == {"smolvlm": 1, "gemma3": 1, "gemma4": 3}.get(name, 2)
     answers = set()
     for ids, pictures, tree, other in zip(*prompts(name), whole, chunked, strict=True):
         inputs = plain_inputs(name, ids, pictures)
@@ -107,7 +110,7 @@ def test_greedy_equals_transformers_generate(name: str) -> None:
     assert len(answers) == 5  # each prompt has its own
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [pytest.param(f, marks=pytest.mark.slow) if f == "gemma3" else f for f in FAMILIES])
 def test_log_probs_are_those_of_the_trainer_and_of_plain_transformers(name: str) -> None:
     """Forks, prefill cut in the middle of pictures, preemption; each picture is encoded once."""
     ours, theirs = models(name)
@@ -238,6 +241,19 @@ def test_padded_steps_have_the_same_positions() -> None:
     assert off(models("qwen3_vl")[1], "qwen3_vl", trees) < BOUND
 
 
+def test_a_step_of_one_picture_row_replays_no_graph() -> None:
+    """A known prompt that ends with a picture: its last row alone is computed and sampled."""
+    (picture,) = prompts("qwen3_vl")[1][0]
+    native = engine()
+    runner = native.loop.runner
+    runner.graphs = Uncaptured(native.cache, runner.decode_logits, torch.device("cpu"), runner._never)
+    for _ in range(2):
+        trees = native.generate([[5, 6, *picture.ids]], replace(PARAMS, n=1), pictures=[(picture,)])
+        assert off(models("qwen3_vl")[1], "qwen3_vl", trees) < BOUND
+    assert native.stats["prefill_tokens"] == 1
+    assert runner.graphs.steps > 0
+
+
 # -- placeholders and drafts -----------------------------------------------------------------------------------------
 
 
@@ -262,7 +278,7 @@ def test_placeholders_are_never_sampled_and_log_probs_stay_the_models(temperatur
     requests = native.submit(prompts("qwen3_vl")[0][:1], params, seeds=[0], pictures=prompts("qwen3_vl")[1][:1])
     while not requests[0].done:
         native.step()
-    assert not any(set(c.token_ids.tolist()) & set(NEVER) for c in requests[0].completions())
+    assert not any(set(c.token_ids.tolist()) & set(placeholders(ours)) for c in requests[0].completions())
     assert share > 0.01  # they would be
     tree = requests[0].tree
     assert tree is not None
@@ -317,6 +333,71 @@ def test_drafts_are_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.stats["accepted_tokens"] > 0
 
 
+# -- attention in both directions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("gemma4", marks=pytest.mark.slow)])
+def test_two_way_pictures_survive_chunks_preemption_and_the_host(name: str) -> None:
+    """A chunk is smaller than a picture; pages run short; keys of a picture come back from the host."""
+    draw = np.random.default_rng(0)
+    ids, pictures = prompts(name)
+    for sizes in ({"max_prefill_tokens": 2, "page_size": 16}, TIGHT, {"host_kv_tokens": 4096, "kv_tokens": 96}):
+        native = engine(name, **sizes)
+        requests = native.submit(ids, PARAMS, TREEPO, seeds=SEEDS, pictures=pictures)
+        most = max(native.config.max_prefill_tokens, *(shown.rows for (shown, *_) in pictures[:2]))
+        while not all(request.done for request in requests):
+            before = native.stats["prefill_tokens"]
+            native.step()
+            assert native.stats["prefill_tokens"] - before <= most  # a picture alone may exceed the budget
+            some = [r for r in requests if not r.done and draw.random() < 0.3] if "page_size" in sizes else []
+            native.abort(some)
+            native.submit(some)
+        trees = [request.tree for request in requests if request.tree is not None]
+        assert [responses(tree) for tree in trees] == expected(name, TREEPO), sizes
+        assert off(models(name)[1], name, trees) < ROUNDED.get(name, BOUND)
+        assert (native.stats["preemptions"] > 0) == ("kv_tokens" in sizes)
+        assert (native.stats["restored_tokens"] > 0) == ("host_kv_tokens" in sizes)
+        assert_all_free(native)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("gemma3", "one way"),
+        ("gemma3", "a cut"),
+        ("gemma4", "other layers"),
+        pytest.param("gemma4", "one way", marks=pytest.mark.slow),
+        pytest.param("gemma4", "a cut", marks=pytest.mark.slow),
+        pytest.param("gemma3", "other layers", marks=pytest.mark.slow),
+    ],
+)
+def test_wrong_attention_of_pictures_shows_in_the_log_probs(
+    name: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = engine(name, max_prefill_tokens=5)
+    if wrong == "one way":
+        monkeypatch.setattr(Shown, "with_runs", lambda self, *args: self)
+    elif wrong == "a cut":
+        monkeypatch.setattr(scheduler, "whole_part", lambda fill, first, budget, whole: min(fill.count, budget))
+    else:
+        native.loop.runner.both_ways = "sliding" if name == "gemma3" else "all"
+    assert off(models(name)[1], name, sample(native, name)) > 10 * WRONG
+
+
+@pytest.mark.slow
+def test_a_model_of_gemma_4_without_two_way_pictures() -> None:
+    kind = KINDS["gemma4"]
+    config = copy.deepcopy(kind.config)
+    config.text_config.use_bidirectional_attention = None
+    ours, theirs = (kind.cls(copy.deepcopy(config)).eval() for _ in range(2))
+    for mine, plain in zip(models("gemma4"), (ours, theirs), strict=True):
+        plain.load_state_dict(mine.state_dict())
+    theirs.set_attn_implementation("sdpa")
+    trees = sample(engine(net=ours, max_prefill_tokens=3), "gemma4")
+    assert off(theirs, "gemma4", trees) < ROUNDED["gemma4"]
+    assert off(models("gemma4")[1], "gemma4", trees) > 10 * WRONG
+
+
 # -- what these tests would show -------------------------------------------------------------------------------------
 
 
@@ -367,7 +448,7 @@ def test_a_picture_swapped_between_two_prompts_changes_log_probs() -> None:
 def test_two_pictures_of_equal_ids_are_refused_as_the_second_would_get_keys_of_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As with plain placeholders for ids."""
+    """The negative: placeholder ids are used as they are."""
     ids, pictures = prompts("qwen3_vl")
     monkeypatch.setattr(Picture, "first_id", FIRST_ID + 7)
     equal = [[*ids[0][:5], *range(FIRST_ID + 7, FIRST_ID + 7 + p[0].rows), *ids[0][-3:]] for p in pictures[:2]]
@@ -407,12 +488,12 @@ def test_what_cannot_be_computed_is_refused() -> None:
     draw = np.random.default_rng(0)
     squares = [KINDS["gemma3"].picture(draw)]
     refused("pictures that were made for another model", prompt_with(squares, draw), squares)
-    gemma = engine("gemma3")
+    two = [KINDS["gemma3"].picture(draw) for _ in range(2)]
     refused(
-        "pictures of Gemma3ForConditionalGeneration attend in both directions",
-        prompt_with(squares, draw),
-        squares,
-        gemma,
+        "Two pictures follow one another with no token between, and Gemma3ForConditionalGeneration",
+        [5, *two[0].ids, *two[1].ids, 6],
+        two,
+        engine("gemma3"),
     )
     native = engine("gemma3")  # without pictures it samples
     assert off(models("gemma3")[1], "gemma3", native.generate([words(draw, 9)], PARAMS)) < BOUND

@@ -103,7 +103,7 @@ def test_a_hundred_neighbours_change_nothing() -> None:
 
 
 def test_no_bit_depends_on_neighbours_in_steps_of_few_rows() -> None:
-    """But for what they share: where a prompt is cut decides in which pieces its keys are summed."""
+    """Only where a prompt is cut decides in which pieces its shared keys are summed."""
     rng = np.random.default_rng(1)
     crowd = [rng.integers(10, 211, int(n)).tolist() for n in rng.integers(1, 40, 60)]
     crowd = [prompt for prompt in crowd if prompt[0] != PROMPTS[3][0]][:50]

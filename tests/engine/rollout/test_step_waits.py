@@ -54,7 +54,7 @@ def on_meta(*, graphs: bool) -> NativeEngine:
 
 
 def generate(native: NativeEngine, params: SamplingParams) -> tuple[list[str], int]:
-    """What the host waits for, and the steps; every fetched number is 0, which is a token."""
+    """Return the calls in which the host waits, and the steps; every fetched number is 0, which is a token."""
     before = native.loop.counts["steps"]
     seen = waits(lambda: native.generate(PROMPTS, params, "flat"), value=0.0)
     return seen, native.loop.counts["steps"] - before

@@ -4,8 +4,6 @@ import json
 import random
 import resource
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -24,6 +22,8 @@ from rolltree.engine.train.checkpoint import (
     restore_generators,
     write_tensors,
 )
+
+from ...forks import forked
 
 TENSORS = {
     "weight.a": torch.tensor([[0.1, -0.0, torch.inf], [torch.nan, 1e-42, 3.0]]),
@@ -145,30 +145,24 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, big):
     assert load(previous).state == STATE | {"learner": LEARNED}
 
 
-WRITER = """
-import sys, torch
-from pathlib import Path
-from rolltree.engine.train.checkpoint import Saved, save, write_tensors
-from rolltree.engine.settings import TrainConfig
-config = TrainConfig.model_validate({"name": "r", "model": {"path": "m"}, "data": {"tasks": [{"name": "chain_sum"}]}})
-for step in range(1, 100000):
-    tensors = {"w": torch.full((200_000,), float(step))}
-    learner = lambda path: Saved(write_tensors(path, tensors), {})
-    save(Path(sys.argv[1]), step, learner=learner, tensors=tensors, state={"step": step}, trained={}, keep=2)
-    print(step, flush=True)
-"""
+def write(directory):
+    for step in range(1, 100000):
+        tensors = {"w": torch.full((200_000,), float(step))}
+        learner = lambda path, tensors=tensors: Saved(write_tensors(path, tensors), {})  # noqa: E731
+        checkpoint.save(directory, step, learner=learner, tensors=tensors, state={"step": step}, trained={}, keep=2)
+        print(step)
 
 
 def test_killed_while_writing_or_removing(tmp_path):
     """Whatever kill -9 leaves, the newest checkpoint is whole, and at most one save behind what was announced."""
     pause = random.Random(5)
-    with subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+    with forked(write, tmp_path) as (process, printed):
         for _ in range(5):
-            process.stdout.readline()
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(pause.uniform(0.05, 0.2))
+            printed.readline()
+        process.join(pause.uniform(0.05, 0.2))
+        assert process.is_alive()
         process.kill()
-        announced = int(process.stdout.read().split()[-1])
+        announced = int(printed.read().split()[-1])
     loaded = load(latest(tmp_path))
     assert loaded.step in (announced, announced + 1)
     assert loaded.state == {"step": loaded.step, "learner": {}}

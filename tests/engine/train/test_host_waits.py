@@ -38,7 +38,7 @@ def meta_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_step(terms: list[LossTerm], max_tokens: int = 10_000, on_policy: bool = False) -> list[str]:
-    """What the host waits for in an update on batches of the host."""
+    """Return the calls in which the host waits in an update on batches of the host."""
     trainer = Trainer(make_model().to("meta"), TrainerConfig(lr=1e-3))
     trees = make_trees()
     for tree in trees:
@@ -63,7 +63,7 @@ def of_step(terms: list[LossTerm], max_tokens: int = 10_000, on_policy: bool = F
     ("terms", "max_tokens"),
     [
         ([POLICY], 10_000), ([POLICY], 30), ([SEQUENCES], 10_000), ([POLICY, PAIRS], 10_000), ([POLICY], 10),
-        ([SEQUENCES], 10), ([POLICY, PAIRS], 10),
+        pytest.param([SEQUENCES], 10, marks=pytest.mark.slow), ([POLICY, PAIRS], 10),
     ],
     ids=["tokens", "three batches", "sequences", "pairs", "pieces", "sequences in pieces", "pairs in pieces"],
 )  # fmt: skip

@@ -32,7 +32,7 @@ def demonstration() -> TokenTree:
 
 
 def logprobs(model, tree):
-    """Of every response's tokens, by plain transformers on flat sequences."""
+    """Return the log-probs of every response's tokens, by plain Transformers on flat sequences."""
     out = []
     for s in tree.flatten():
         logits = model(torch.tensor([s.prompt + s.response])).logits[0, len(s.prompt) - 1 : -1]

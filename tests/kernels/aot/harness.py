@@ -111,7 +111,7 @@ class AotResult:
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> AotResult:
-        """From a row of ``--json``."""
+        """Make one from a row of ``--json``."""
         return cls(**{**row, "loops": tuple(LoopFigures(**loop) for loop in row["loops"])})
 
     def line(self) -> str:
@@ -214,7 +214,7 @@ def compile_all(ops: list[str], archs: list[int], sample: bool = False) -> list[
 
 
 def table_file(of: str = "", arch: int = 90) -> Path:
-    """Where the figures of this version of Triton are."""
+    """Return the file with the figures of this version of Triton."""
     import triton
 
     return RESULTS / f"static-sm_{arch}" / f"{of}triton-{triton.__version__}.jsonl"
@@ -321,7 +321,7 @@ def page_100() -> str:
 
 
 def worse(now: AotResult, before: AotResult) -> list[str]:
-    """In which figures of its main loops a kernel lost; without loops, in its whole length."""
+    """Return the figures of the main loops in which a kernel got worse; without loops, those of its whole length."""
     lost = []
     if not before.loops and now.instructions > before.instructions:
         lost.append(f"{now.instructions} instructions, before {before.instructions}")

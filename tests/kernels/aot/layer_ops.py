@@ -1,4 +1,4 @@
-"""What a layer does between its products: rows of a model's width and of a head, in both directions."""
+"""The ops between a layer's products: rows of a model's width and of a head, in both directions."""
 
 from __future__ import annotations
 

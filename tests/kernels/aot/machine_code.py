@@ -109,13 +109,13 @@ class Loop:
 
     @property
     def waits(self) -> list[int]:
-        """How many groups of copies may still be under way, for each wait (cp.async.wait_group)."""
+        """Return the number of groups of copies that may still be under way, for each wait (cp.async.wait_group)."""
         found = (re.fullmatch(r"SB\d+, (0x[0-9a-f]+)", i.operands) for i in self._of("DEPBAR"))
         return [int(m[1], 16) for m in found if m]
 
     @property
     def tensor_waits(self) -> list[int]:
-        """How many groups of wgmma may still be under way, for each wait (wgmma.wait_group)."""
+        """Return the number of groups of wgmma that may still be under way, for each wait (wgmma.wait_group)."""
         found = (re.fullmatch(r"gsb\d+, (0x[0-9a-f]+)", i.operands) for i in self._of("WARPGROUP"))
         return [int(m[1], 16) for m in found if m]
 
@@ -147,7 +147,7 @@ class Loop:
         return sum(1 for _ in self._of("BAR"))
 
     def multiply_adds(self, warps: int) -> int:
-        """What the tensor instructions of all warps of a CTA compute in one round."""
+        """Return the multiply-adds of the tensor instructions of all warps of a CTA in one round."""
         total = 0
         for shape, times in self.tensor.items():
             if m := _HGMMA.fullmatch(shape):
@@ -176,7 +176,7 @@ class Loop:
         return clocks
 
     def faults(self, warps: int, multiply_adds: int | None, elements: int = 0) -> list[str]:
-        """What keeps it from the speed its tile allows; none for every main loop of a main kernel.
+        """Return what keeps the kernel from the speed its tile allows; empty for a main loop that is right.
 
         ``elements``: of vectors that one round copies, with a single element for a row or key of the tile. Triton
         copies them one a thread, or (3.6) to each thread those that it reads, which of the columns of a product are 2
@@ -229,11 +229,11 @@ class Kernel:
 
     @property
     def spills(self) -> bool:
-        """Whether registers are spilled inside a loop, or anywhere in a kernel without one."""
+        """Return True if registers are spilled inside a loop, or anywhere in a kernel without one."""
         return any(loop.local for loop in self.loops) if self.loops else self.stack > 0
 
     def ways(self) -> Iterator[tuple[Instruction, ...]]:
-        """What a warp executes on every way through the kernel: both sides of each branch and exit, each loop once."""
+        """Return the instructions on every way through the kernel: both sides of branches and exits, each loop once."""
         waiting = [(0, tuple[Instruction, ...]())]
         while waiting:
             at, done = waiting.pop()
@@ -292,7 +292,7 @@ def read(cubin: bytes) -> list[Kernel]:
 
 
 def parse(code: str, usage: str) -> list[Kernel]:
-    """What nvdisasm and cuobjdump print of a cubin, kernel by kernel."""
+    """Read what nvdisasm and cuobjdump print of a cubin, kernel by kernel."""
     resources = {m[1]: m[2] for m in re.finditer(r"Function (\S+):\s*\n\s*(.*)", usage)}
     if not resources:
         raise ValueError("the cubin has no kernel that cuobjdump can read; is it of a newer CUDA than the tools?")
@@ -322,7 +322,7 @@ def _functions(code: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _target(instruction: Instruction, labels: Mapping[str, int], default: int) -> int | None:
-    """Where a branch leads, None if it is none, or one for warps that have parted."""
+    """Return the target of a branch; None for another instruction, or a branch of warps that have parted."""
     branches = instruction.name == "BRA" and ".DIV" not in instruction.opcode
     found = re.search(r"`\((\.L_x_\d+)\)", instruction.operands) if branches else None
     return labels.get(found[1], default) if found else None

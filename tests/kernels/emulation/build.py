@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ FLAGS = ["-std=c++20", "-O1", "-fPIC", "-w", "-DTORCH_TARGET_VERSION=0x020a00000
 
 
 def translate(source: str) -> str:
-    """What CUDA adds to the grammar of C++: launches and shared memory."""
+    """Rewrite what CUDA adds to the grammar of C++: launches and shared memory."""
     source = re.sub(r"([\w]+(?:<[\w, ]+>)?)<<<(.*?)>>>\(", r"emulator::Launch(\2)(\1, ", source, flags=re.DOTALL)
     source = re.sub(r"extern __shared__ \S+ unsigned char (\w+)\[\];", r"auto* \1 = emulator::shared_memory();", source)
     source = source.replace("__shared__", "static")  # a block at a time
@@ -27,18 +26,15 @@ def build(directory: Path) -> Path:
     include = Path(torch.__file__).parent / "include"
     includes = [f"-I{HERE}", f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"]
 
-    def compile_one(source: Path) -> Path:
-        translated = directory / f"{source.stem}.cpp"
-        translated.write_text(translate(source.read_text()))
-        target = translated.with_suffix(".o")
-        subprocess.run(["g++", *FLAGS, *includes, "-c", str(translated), "-o", str(target)], check=True)
-        return target
-
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cu"))))
-    library = directory / "emulated.so"
+    headers, bodies = [], []
+    for source in sorted(SOURCES.glob("*.cu")):  # in one file, as torch's headers take as long as all of them
+        lines = translate(source.read_text()).splitlines()
+        headers += [line for line in lines if line.startswith("#include")]
+        body = "\n".join(line for line in lines if not line.startswith("#include"))
+        bodies.append(f"namespace {source.stem} {{\n{body}\n}}")
+    translated, library = directory / "emulated.cpp", directory / "emulated.so"
+    translated.write_text("\n".join([*headers, *bodies]))
     home = Path(torch.__file__).parent / "lib"
-    subprocess.run(
-        ["g++", "-shared", *map(str, objects), "-o", str(library), f"-L{home}", "-ltorch_cpu", "-ltorch"], check=True
-    )
+    command = ["g++", *FLAGS, *includes, "-shared", str(translated), "-o", str(library)]
+    subprocess.run([*command, f"-L{home}", "-ltorch_cpu", "-ltorch"], check=True)
     return library

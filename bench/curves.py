@@ -1,0 +1,219 @@
+"""``rolltree bench curves CONFIG``: whole runs of recipes, held-out accuracy over sampled tokens and over seconds.
+
+The configuration is one of `rolltree train` without a method; each recipe is added to it, with sizes that fit the job
+(`RECIPES`). Runs follow one another in this process, one for every recipe and seed, after one step of the first that is
+not counted; all begin with the same weights and answer the same held-out problems. An interrupted campaign continues
+with the runs that have not ended.
+
+Tokens are those that the policy sampled for training, with those of groups that were dropped; one that several
+responses share counts once. Seconds are of the processor, summed over the threads of this process, so that other work
+of the machine matters little; the processes that judge, the evaluations and what precedes the first step are not
+counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rolltree.engine.app.build import build
+from rolltree.engine.app.build_sampling import prepare_model
+from rolltree.engine.app.config import load_config
+from rolltree.engine.errors import RunError, UserError
+from rolltree.engine.loop.evaluation import Evaluation
+from rolltree.engine.loop.orchestrator import Orchestrator
+from rolltree.engine.model.loading import choose_device
+from rolltree.engine.rewards import Rewards
+from rolltree.engine.settings import TrainConfig
+
+from .job import Point
+from .journal import Journal
+from .schema import Context, Row, append_line
+from .timing import quantiles
+
+BASE = "grpo"
+"""The recipe with which the others are compared."""
+BRANCHING = "{ segment_tokens = 8, max_depth = 6, branch = 2, init = 4 }"
+RECIPES: dict[str, dict[str, str]] = {
+    BASE: {},
+    "dapo": {},
+    "dr_grpo": {},
+    "rloo": {},
+    "reinforce_pp": {},
+    "ppo": {"roles.critic.lr": "1e-4"},
+    "gspo": {},
+    "cispo": {},
+    "treepo": {"rollout.program_options": BRANCHING, "rollout.n": "8", "trainer.steps": "26"},
+    "pods": {"trainer.prompts_per_step": "8"},
+    "high_entropy": {},
+    "raft": {},
+    "w_reinforce": {},
+}
+"""Recipes, and keys that differ from the recipe's own and from the campaign's: segments for responses of 48 tokens, as
+in `arithmetic_cpu.toml`, and more steps, as these share tokens; a critic's rate as in `ppo_critic_cpu.toml`; and half
+of the prompts where each has twice as many responses."""
+ACTS = re.compile(
+    r"actor/(pg_clipfrac|ppo_kl|entropy|grad_norm|kl_loss|skipped_updates)|response_length/(mean|clip_ratio)|critic/.*"
+    r"|tree/token_ratio|group/dropped_.*|filter/.*|reward/(mean|group_std)"
+)
+"""Metrics that show what a recipe does in a run; their medians over the steps are recorded."""
+CURVES = "recipes.curves.jsonl"
+
+
+class Reading(NamedTuple):
+    """What is read at an evaluation."""
+
+    step: int
+    seconds: float
+    tokens: int
+    accuracy: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what has not run yet; return 0, 1 if a run failed, 2 if the command line is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="rolltree bench curves",
+        description="Whole runs of recipes: held-out accuracy over sampled tokens and over seconds.",
+        epilog="any key of the configuration can be given too, as in --trainer.steps 10",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="TOML file of `rolltree train` that names no method")
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), metavar="NAME", help="default: %(default)s")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="default: %(default)s")
+    parser.add_argument("--within", type=float, metavar="S", help="begin no run after so many seconds")
+    parser.add_argument("--out", type=Path, default=Path("runs/curves"), metavar="DIR", help="default %(default)s")
+    args, overrides = parser.parse_known_args(argv)
+    begin = time.perf_counter()
+    journal = Journal("recipes", args.out)
+    try:
+        plan = [
+            (recipe, load_config(args.config, [*_keys(recipe, seed), *overrides]))
+            for seed in args.seeds
+            for recipe in args.recipes
+        ]
+        left = [(recipe, config) for recipe, config in plan if not journal.known(case_of(config), recipe)]
+        if left and left[0][1].evaluation.problems == 0:
+            raise UserError(f"'{args.config}' holds no problems out; set evaluation.problems.")
+        if left:
+            prepare_model(left[0][1])
+            _warm_up(left[0][1])
+    except UserError as error:
+        print(f"rolltree bench: {error}", file=sys.stderr)
+        return 2
+    for number, (recipe, config) in enumerate(left):
+        if args.within is not None and time.perf_counter() - begin > args.within:
+            print(f"Not run yet: {len(left) - number}. The same command continues with them.")
+            break
+        _one(config, recipe, journal)
+    if journal.problems:
+        print(f"{len(journal.problems)} failed:", *journal.problems, sep="\n  ")
+    return 1 if journal.problems else 0
+
+
+def _keys(recipe: str, seed: int) -> Iterator[str]:
+    for key, value in {"recipe": recipe, "seed": str(seed), **RECIPES.get(recipe, {})}.items():
+        yield from (f"--{key}", value)
+
+
+def case_of(config: TrainConfig) -> str:
+    """Return the name of the campaign and the seed, which all recipes share."""
+    return f"{config.name}, seed {config.seed}"
+
+
+def _warm_up(config: TrainConfig) -> None:
+    """Take one step, so that what happens once in a process is in no run's seconds."""
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = config.trainer.model_copy(update={"steps": 1})
+        train(config.model_copy(update={"output_dir": directory, "trainer": trainer}))
+
+
+def _one(config: TrainConfig, recipe: str, journal: Journal) -> None:
+    """Run one recipe with one seed and write its points and rows into the files of ``journal``."""
+    case, out, context = case_of(config), journal.directory, Context.of(choose_device(config.model.device))
+    assert out is not None
+    directory = out / f"{recipe}-{config.seed}"
+    shutil.rmtree(directory, ignore_errors=True)
+    journal.begin(case, recipe)
+    try:
+        readings, steps = train(config.model_copy(update={"output_dir": str(directory)}))
+    except (RunError, UserError) as error:
+        print(journal.record(case, recipe, "failed", str(error)), flush=True)
+        return
+    for step, seconds, tokens, accuracy in readings:
+        point = Point(case, recipe, step, seconds, tokens, accuracy, config.evaluation.problems, **asdict(context))
+        append_line(asdict(point), out / CURVES)
+    journal.finish(case, _acts(case, recipe, steps, context), recipe)
+    shutil.rmtree(directory)
+    accuracies = " ".join(f"{100 * reading.accuracy:.1f}" for reading in readings)
+    last = readings[-1]
+    print(f"{recipe}, seed {config.seed}: {accuracies} % in {last.seconds:.1f} s, {last.tokens} tokens", flush=True)
+
+
+def _acts(case: str, recipe: str, steps: Sequence[Mapping[str, float]], context: Context) -> Iterator[Row]:
+    """Yield the median over ``steps``, with the 20th and 80th percentile, of each metric that `ACTS` names; a step
+    without it counts as 0."""
+    for name in sorted({name for step in steps for name in step if ACTS.fullmatch(name)}):
+        p20, value, p80 = quantiles([step.get(name) or 0.0 for step in steps])
+        yield Row("recipes", case, recipe, "step", name, value, p20, p80, None, **asdict(context))
+
+
+def train(config: TrainConfig) -> tuple[list[Reading], list[dict[str, float]]]:
+    """Train, and return what was read at each evaluation and the metrics of each step.
+
+    Raises:
+        RunError: the run failed.
+        UserError: the configuration cannot be run.
+    """
+    every = config.checkpoint.model_copy(update={"every": config.trainer.steps, "best": None})
+    clock: Any = _Clock()
+    run = Orchestrator(build(config.model_copy(update={"checkpoint": every, "trackers": ()}), console=clock))
+    sampler: Any = run.sampler
+    evaluation = _Aside(run.evaluation.parts, run.sampler, run.tokenizer, clock)
+    clock.engine, evaluation.clock, run.evaluation = sampler.engine, clock, evaluation
+    run.run()
+    lines = (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return clock.readings, [json.loads(line) for line in lines[1:]]
+
+
+class _Clock:
+    """The progress of a run: the seconds and tokens that belong to its training."""
+
+    def __init__(self) -> None:
+        self.engine: Any = None
+        self.readings: list[Reading] = []
+        self.began = self.stood = 0.0
+        self.aside = 0  # tokens of evaluations
+
+    def phase(self, text: str) -> None:
+        if self.engine is not None and self.sampled() == self.aside:  # nothing is sampled for the training yet
+            self.began, self.stood = time.process_time(), 0.0
+
+    def sampled(self) -> int:
+        return int(self.engine.stats["sampled_tokens"])
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+class _Aside(Evaluation):
+    """Evaluates as the run would, while the clock stands."""
+
+    clock: _Clock
+
+    def run(self, step: int, rewards: Rewards) -> dict[str, float]:
+        clock, begin, before = self.clock, time.process_time(), self.clock.sampled()
+        metrics = super().run(step, rewards)
+        seconds = begin - clock.began - clock.stood if step else 0.0
+        clock.readings.append(Reading(step, seconds, before - clock.aside, metrics["eval/accuracy"]))
+        clock.aside += clock.sampled() - before
+        clock.stood += time.process_time() - begin
+        return metrics

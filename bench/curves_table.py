@@ -1,0 +1,183 @@
+"""Tables and figures of `rolltree bench curves`: recipes at equal sampled tokens and at equal seconds.
+
+Between two evaluations accuracy is taken to be linear. The tokens and the seconds at which recipes are compared are the
+most that every run of the campaign has reached, and a quarter of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Literal
+
+from .curves import BASE
+from .job import Point
+from .schema import Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Axis = Literal["tokens", "seconds"]
+AXES: tuple[Axis, ...] = ("tokens", "seconds")
+PARTS = (0.25, 1.0)
+"""Shares of the most tokens and seconds at which recipes are compared."""
+LABELS = {"tokens": "thousand tokens sampled", "seconds": "seconds of one core"}
+SCALES = {"tokens": 1e-3, "seconds": 1.0}
+SEED = re.compile(r", seed \d+$")
+SHOWN = (
+    "actor/pg_clipfrac",
+    "actor/ppo_kl",
+    "actor/entropy",
+    "actor/grad_norm",
+    "filter/zero_variance_groups",
+    "tree/token_ratio",
+    "response_length/mean",
+)
+"""Metrics of the table of what recipes do."""
+BLUE, GREY = "#3b82f6", "#6b7280"
+Run = tuple[str, str]  # case, which has the seed, and recipe
+
+
+def campaigns(points: Sequence[Point]) -> dict[str, dict[Run, list[Point]]]:
+    """Return the runs of each campaign, by its name, with their points in the order of steps."""
+    found: dict[str, dict[Run, list[Point]]] = {}
+    for point in sorted(points, key=lambda point: point.step):
+        runs = found.setdefault(SEED.sub("", point.case), {})
+        runs.setdefault((point.case, point.provider), []).append(point)
+    return found
+
+
+def reached(runs: dict[Run, list[Point]], axis: Axis) -> float:
+    """Return the most tokens or seconds that every run has reached."""
+    return min(getattr(points[-1], axis) for points in runs.values())
+
+
+def accuracy_at(points: Sequence[Point], axis: Axis, x: float) -> float:
+    """Return the accuracy of a run after ``x`` tokens or seconds.
+
+    Raises:
+        ValueError: the run ended before.
+    """
+    before = points[0]
+    for point in points:
+        low, high = getattr(before, axis), getattr(point, axis)
+        if high >= x:
+            share = (x - low) / (high - low) if high > low else 1.0
+            return before.accuracy + share * (point.accuracy - before.accuracy)
+        before = point
+    raise ValueError(f"{points[-1].provider} ended after {getattr(points[-1], axis):g} {axis}, before {x:g}.")
+
+
+def at(runs: dict[Run, list[Point]], axis: Axis, x: float) -> dict[str, dict[str, float]]:
+    """Return each recipe's accuracy after ``x`` tokens or seconds, by case."""
+    found: dict[str, dict[str, float]] = {}
+    for (case, recipe), points in runs.items():
+        found.setdefault(recipe, {})[case] = accuracy_at(points, axis, x)
+    return found
+
+
+def markdown(points: Sequence[Point]) -> str:
+    """Return a table of each campaign: a line for each recipe, the best at the fewest tokens first."""
+    return "\n".join(_table(name, runs) for name, runs in campaigns(points).items())
+
+
+def _table(name: str, runs: dict[Run, list[Point]]) -> str:
+    limits = {axis: reached(runs, axis) for axis in AXES}
+    heads = [name, "seeds"]
+    for axis in AXES:
+        for part in PARTS:
+            x = limits[axis] * part
+            heads += [f"{x / 1e3:.3g} k tokens" if axis == "tokens" else f"{x:.3g} s", f"against {BASE}"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    found = [at(runs, axis, limits[axis] * part) for axis in AXES for part in PARTS]
+    for recipe in sorted(found[0], key=lambda recipe: -mean(found[0][recipe].values())):
+        cells = [recipe, str(len(found[0][recipe]))]
+        for accuracy in found:
+            cells += [_spread([100 * v for v in accuracy[recipe].values()]), _difference(accuracy, recipe)]
+        lines.append(f"| {' | '.join(cells)} |")
+    first = [points[0].accuracy for points in runs.values()]
+    problems = next(iter(runs.values()))[0].problems
+    sentence = (
+        f"Per cent of {problems} held-out problems, {100 * mean(first):.1f} before training: the mean over "
+        "seeds, and the lowest and highest in brackets; differences are of runs with the same seed."
+    )
+    some = [point for points in runs.values() for point in points]
+    on = (
+        " and ".join(sorted({value for point in some if (value := of(point))}))
+        for of in (lambda p: p.device, lambda p: f"torch {p.versions['torch']}", lambda p: p.commit)
+    )
+    return "\n".join([*lines, "", sentence, "Measured on {}, {}, commit {}.".format(*on)]) + "\n"
+
+
+def _spread(values: Sequence[float], sign: str = "") -> str:
+    text = f"{mean(values):{sign}.1f}"
+    return text if len(values) == 1 else f"{text} ({min(values):{sign}.1f} to {max(values):{sign}.1f})"
+
+
+def _difference(found: dict[str, dict[str, float]], recipe: str) -> str:
+    """Return the difference to `BASE` in points, over the seeds that both have; empty for `BASE`."""
+    if recipe == BASE:
+        return ""
+    both = [case for case in found[recipe] if case in found.get(BASE, {})]
+    return _spread([100 * (found[recipe][case] - found[BASE][case]) for case in both], "+") if both else ""
+
+
+def actions(rows: Sequence[Row], metrics: Sequence[str] = SHOWN) -> str:
+    """Return a table of each campaign, with a line for each recipe: the mean over its runs of their recorded medians of
+    ``metrics``; none where no run has one."""
+    tables = []
+    for name in dict.fromkeys(SEED.sub("", row.case) for row in rows):
+        lines = [f"| {name} | {' | '.join(f'`{metric}`' for metric in metrics)} |", "|---" * (len(metrics) + 1) + "|"]
+        some = [row for row in rows if SEED.sub("", row.case) == name]
+        for recipe in dict.fromkeys(row.provider for row in some):
+            cells = [recipe]
+            for metric in metrics:
+                values = [row.value for row in some if (row.provider, row.metric) == (recipe, metric)]
+                cells.append(f"{mean(values):.3g}" if values else "")
+            lines.append(f"| {' | '.join(cells)} |")
+        tables.append("\n".join(lines) + "\n")
+    return "\n".join(tables)
+
+
+def draw(points: Sequence[Point], out: Path) -> list[Path]:
+    """Draw each campaign over tokens and over seconds into the folder ``out``; return the files."""
+    written = []
+    for name, runs in campaigns(points).items():
+        for axis in AXES:
+            written.append(out / f"{name}_{axis}.svg")
+            figure(runs, axis).savefig(written[-1], format="svg", metadata={"Date": None})
+    return written
+
+
+def figure(runs: dict[Run, list[Point]], axis: Axis) -> Figure:
+    """Return a panel for each recipe: its runs in colour over those of `BASE`."""
+    from matplotlib.figure import Figure
+
+    others = [recipe for recipe in dict.fromkeys(recipe for _, recipe in runs) if recipe != BASE]
+    columns = min(4, len(others))
+    rows = -(-len(others) // columns)
+    made = Figure(figsize=(2.6 * columns, 2.1 * rows + 0.3), layout="constrained")
+    panels = made.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
+    limit = reached(runs, axis)
+    for panel, recipe in zip(panels, others, strict=False):
+        for which, colour in ((BASE, GREY), (recipe, BLUE)):
+            for x, y in _lines(runs, which, axis, limit):
+                panel.plot(x, y, color=colour, linewidth=1)
+        panel.set_title(recipe, fontsize=9)
+        panel.tick_params(labelsize=7)
+    made.supxlabel(f"{LABELS[axis]} ({BASE}: grey)", fontsize=9)
+    made.supylabel("% of held-out problems", fontsize=9)
+    return made
+
+
+def _lines(
+    runs: dict[Run, list[Point]], recipe: str, axis: Axis, limit: float
+) -> Iterator[tuple[list[float], list[float]]]:
+    """Yield the curve of each run of ``recipe`` up to ``limit``."""
+    for (_, name), points in runs.items():
+        if name == recipe:
+            some = [(getattr(p, axis), p.accuracy) for p in points if getattr(p, axis) < limit]
+            some.append((limit, accuracy_at(points, axis, limit)))
+            yield [SCALES[axis] * x for x, _ in some], [100 * y for _, y in some]

@@ -1,0 +1,135 @@
+"""`rolltree bench curves`: whole runs of recipes, what is counted in them, and their comparison at equal cost."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rolltree.bench import curves, curves_table
+from rolltree.bench.cli import main
+from rolltree.bench.job import Point
+from rolltree.bench.schema import read
+from rolltree.engine.errors import RunError
+from rolltree.engine.loop.evaluation import Evaluation
+from rolltree.engine.loop.learner import Learner
+
+from ..engine.tiny import write_run
+
+POINT = Point("sums, seed 0", "grpo", 0, 0.0, 0, 0.25, 512, "a cpu", {"torch": "2"}, "abc", "now")
+
+
+def points(provider: str, seed: int, *readings: tuple[float, int, float]) -> list[Point]:
+    return [
+        replace(POINT, case=f"sums, seed {seed}", provider=provider, step=k, seconds=s, tokens=t, accuracy=a)
+        for k, (s, t, a) in enumerate([(0.0, 0, 0.25), *readings])
+    ]
+
+
+GRPO = points("grpo", 0, (2.0, 100, 0.35), (4.0, 200, 0.55))
+GRPO_1 = points("grpo", 1, (2.0, 110, 0.45), (5.0, 210, 0.65))
+RAFT = points("raft", 0, (1.0, 150, 0.5), (3.0, 300, 0.9))
+RAFT_1 = points("raft", 1, (1.5, 140, 0.3), (3.2, 280, 0.4))
+
+
+def test_recipes_are_compared_at_the_most_tokens_and_seconds_that_all_runs_reached() -> None:
+    """At 200 tokens and 3.0 seconds, and a quarter of them; each figure by NumPy's interpolation."""
+    page = curves_table.markdown([*RAFT_1, *GRPO, *RAFT, *GRPO_1])
+    lines = page.splitlines()
+    heads = [f"{x} | against grpo" for x in ("0.05 k tokens", "0.2 k tokens", "0.75 s", "3 s")]
+    assert lines[0] == f"| sums | seeds | {' | '.join(heads)} |"
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| grpo", "| raft"]  # 32 and 30 % at 50 tokens
+
+    def by_numpy(runs: list[list[Point]], axis: str, x: float) -> list[float]:
+        return [100 * float(np.interp(x, [getattr(p, axis) for p in run], [p.accuracy for p in run])) for run in runs]
+
+    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[3:]] for line in lines[2:4]}
+    assert [line.split("|")[2].strip() for line in lines[2:4]] == ["2", "2"]
+    costs = (("tokens", 50.0), ("tokens", 200.0), ("seconds", 0.75), ("seconds", 3.0))
+    for name, runs in (("raft", [RAFT, RAFT_1]), ("grpo", [GRPO, GRPO_1])):
+        wanted = [by_numpy(runs, axis, x) for axis, x in costs]
+        assert cells[name][:8:2] == [f"{np.mean(v):.1f} ({min(v):.1f} to {max(v):.1f})" for v in wanted]
+    assert cells["grpo"][1:8:2] == [""] * 4
+    gaps = np.subtract(by_numpy([RAFT, RAFT_1], "seconds", 3), by_numpy([GRPO, GRPO_1], "seconds", 3))
+    assert cells["raft"][7] == f"{gaps.mean():+.1f} ({gaps.min():+.1f} to {gaps.max():+.1f})"
+    assert "25.0 before training" in page
+    with pytest.raises(ValueError, match=r"grpo ended after 4 seconds, before 4\.5"):
+        curves_table.accuracy_at(GRPO, "seconds", 4.5)
+
+
+def test_a_campaign_counts_training_alone_and_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two recipes, one seed, two steps. By the processor's clock an update takes 7 s, an evaluation 1000 s."""
+    pytest.importorskip("reasoning_gym", reason="the task's problems: pip install rolltree[tasks]")
+    toml, out, kept = write_run(tmp_path), tmp_path / "out", {}
+    neutral = toml.read_text().replace('objective = "dapo"\nadvantage = "tree_path_mean"', "")
+    toml.write_text(neutral.replace('program = "treepo"\nprogram_options = { segment_tokens = 3, init = 2 }', ""))
+    train, evaluate, update, spent = curves.train, Evaluation.run, Learner.update, [0.0]
+
+    def keeping(config: Any) -> Any:
+        found = train(config)
+        lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
+        kept[Path(config.output_dir).name] = [json.loads(line) for line in lines]
+        return found
+
+    def spending(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        def spend(*args: Any) -> Any:
+            spent[0] += seconds
+            return call(*args)
+
+        return spend
+
+    monkeypatch.setattr(curves, "train", keeping)
+    monkeypatch.setattr(curves, "_warm_up", lambda config: None)
+    monkeypatch.setattr(curves, "time", SimpleNamespace(process_time=lambda: spent[0], perf_counter=time.perf_counter))
+    monkeypatch.setattr(Evaluation, "run", spending(1000, evaluate))
+    monkeypatch.setattr(Learner, "update", spending(7, update))
+    command = ["curves", str(toml), "--seeds", "3", "--trainer.steps", "2", "--evaluation.every", "1"]
+    command += ["--out", str(out)]
+    assert main([*command, "--recipes", "grpo", "--within", "-1"]) == 0
+    assert "Not run yet: 1." in capsys.readouterr().out
+    assert main([*command, "--recipes", "grpo"]) == 0
+    assert main([*command, "--recipes", "grpo", "raft"]) == 0
+    assert list(kept) == ["grpo-3", "raft-3"], "each ran once"
+    found = [Point(**json.loads(line)) for line in (out / curves.CURVES).read_text().splitlines()]
+    assert [(p.provider, p.step, p.seconds, p.case) for p in found] == [
+        (name, step, 7 * step, "tiny, seed 3") for name in ("grpo", "raft") for step in range(3)
+    ]
+    for recipe, points in (("grpo", found[:3]), ("raft", found[3:])):
+        metrics = kept[f"{recipe}-3"]
+        assert [p.tokens for p in points] == np.cumsum(
+            [row.get("rollout/sampled_tokens", 0) for row in metrics]
+        ).tolist()
+        assert [p.accuracy for p in points] == [row["eval/accuracy"] for row in metrics]
+    rows = {(row.provider, row.metric): row.value for row in read(out / "recipes.jsonl")}
+    assert rows["grpo", "actor/kl_loss"] == pytest.approx(
+        np.median([row["actor/kl_loss"] for row in kept["grpo-3"][1:]])
+    )
+    assert ("raft", "actor/kl_loss") not in rows
+    text = curves_table.actions(read(out / "recipes.jsonl"), ["actor/kl_loss"])
+    assert text.splitlines()[2:] == [f"| grpo | {rows['grpo', 'actor/kl_loss']:.3g} |", "| raft |  |"]
+
+
+def test_a_recipe_that_cannot_run_is_recorded_and_the_others_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(config: Any) -> Any:
+        if config.recipe == "grpo":
+            raise RunError("It broke.")
+        return [curves.Reading(0, 0.0, 0, 0.25), curves.Reading(2, 3.0, 50, 0.5)], [{"reward/mean": 0.5}]
+
+    toml = write_run(tmp_path)
+    monkeypatch.setattr(curves, "train", fail)
+    monkeypatch.setattr(curves, "_warm_up", lambda config: None)
+    monkeypatch.setattr(curves.shutil, "rmtree", lambda *_, **__: None)
+    assert main(["curves", str(toml), "--seeds", "0", "--recipes", "grpo", "raft", "--out", str(tmp_path)]) == 1
+    assert "recipes / tiny, seed 0 / grpo: failed: It broke." in capsys.readouterr().out
+    assert [row.provider for row in read(tmp_path / "recipes.jsonl")] == ["raft"]
