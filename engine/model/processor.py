@@ -40,8 +40,8 @@ class PictureProcessor:
         except Exception as error:  # a damaged directory can make transformers raise anything
             raise UserError(f"The config of '{path}' cannot be read: {' '.join(str(error).split())[:200]}") from error
         family = FAMILIES.get(config.model_type)
-        if family is None or family.tiles or config.model_type == "gemma4":  # whose first run has not passed yet
-            named = ", ".join(name for name, family in FAMILIES.items() if not family.tiles and name != "gemma4")
+        if family is None or family.tiles:
+            named = ", ".join(name for name, family in FAMILIES.items() if not family.tiles)
             raise UserError(
                 f"Problems with pictures need a model of the types {named}, and '{path}' is of the type "
                 f"{config.model_type}; take another model."

@@ -107,7 +107,7 @@ def test_resumed_equals_uninterrupted_with_open_groups_and_a_trained_tower(home:
     assert changed(home, both[0]) == {"text", "visual"}
 
 
-@pytest.mark.parametrize("name", ["gemma3"])
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("gemma4", marks=pytest.mark.slow)])
 def test_pictures_that_attend_both_ways(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of Gemma agrees with its sampler; with one-way pictures in the engine it would not."""
     args = ["train", str(write_run(tmp_path, name)), "--trainer.steps", "1", "--evaluation.problems", "0"]

@@ -166,7 +166,7 @@ KINDS = {
                 "head_dim": 8,
                 "patch_size": GRID_TOWER["patch_size"],
                 "pooling_kernel_size": 2,
-                "position_embedding_size": 16,
+                "position_embedding_size": 64,
             },
             video_token_id=123,
             boi_token_id=121,
