@@ -256,6 +256,8 @@ def _tree(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> Tre
         if found is not None:
             return found
         if (found := _current.get()) is not None and getattr(module, "is_causal", True):
+            if _is_prepared(mask):
+                mask.tree = found  # type: ignore[union-attr]  # a part that the model cut out; recomputing needs it
             return found
     subtree_end, kv_store = kwargs.get("subtree_end"), kwargs.get("kv_store")
     if subtree_end is not None or kv_store is not None:

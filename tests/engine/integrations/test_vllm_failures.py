@@ -60,17 +60,20 @@ class Engine:
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    names = ("vllm", "vllm.inputs", "vllm.sampling_params")
-    fake, inputs, params = (ModuleType(name) for name in names)
+    names = ("vllm", "vllm.inputs", "vllm.sampling_params", "vllm.inputs.engine", "vllm.multimodal.inputs")
+    fake, inputs, params, engine, pictures = modules = [ModuleType(name) for name in names]
+    engine.MultiModalInput, engine.mm_input = dict, dict  # type: ignore[attr-defined]
+    for name in ("MultiModalFieldConfig", "MultiModalKwargsItems", "PlaceholderRange"):
+        setattr(pictures, name, object)
     fake.LLM, fake.SamplingParams = object, SimpleNamespace  # type: ignore[attr-defined]
     inputs.TokensPrompt = dict  # type: ignore[attr-defined]
     params.RequestOutputKind = SimpleNamespace(DELTA=0)  # type: ignore[attr-defined]
-    for name, module in zip(names, (fake, inputs, params), strict=True):
+    for name, module in zip(names, modules, strict=True):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "rolltree.engine.rollout.vllm.loop", raising=False)
     from rolltree.engine.rollout.vllm.loop import VllmLoop
 
-    model = SimpleNamespace(get_vocab_size=lambda: VOCABULARY)
+    model = SimpleNamespace(get_vocab_size=lambda: VOCABULARY, hf_config=SimpleNamespace(model_type="llama"))
     yield VllmLoop(SimpleNamespace(model_config=model, llm_engine=Engine()), set(), raw_logprobs=False)  # type: ignore[arg-type]
     monkeypatch.delitem(sys.modules, "rolltree.engine.rollout.vllm.loop")
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -140,7 +141,8 @@ class Stage(InThreads):
         """Let all calls that were asked be made."""
         for worker in self._started:
             if not worker._killed:
-                worker._calls._thread.submit(int).result(20)
+                with contextlib.suppress(CancelledError):  # it is killed meanwhile
+                    worker._calls._thread.submit(int).result(20)
 
     def wait(self, futures: Collection[Future[Any]], seconds: float | None) -> set[Future[Any]]:
         self.drain()
