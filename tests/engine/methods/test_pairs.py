@@ -302,8 +302,8 @@ def test_no_two_objectives_behave_alike(toml, recorded):
 
 
 NOT_RECORDED = {"remax", "by_role", "step_verdicts"}
-"""Parts that need a greedy response, or two policies, which the recorded groups do not have; they have tests of their own
-in test_advantages.py and test_roles.py."""
+"""Parts that need a greedy response, or two policies, which the recorded groups do not have; test_advantages.py and
+test_roles.py test them."""
 
 # -- credit ------------------------------------------------------------------------------------------------------------
 
