@@ -30,8 +30,10 @@ class Family(NamedTuple):
     """``get_image_features`` takes pictures as the tiles of one sample, ``[1, pictures, ...]``."""
     types: str | None = None
     """Name of the model's argument that marks the rows of pictures by 1."""
+    mark: str = "{picture}"
+    """The text that chat templates write for a picture."""
     framed: str | None = None
-    """The text that the model's own processor writes for a picture: its placeholder between two tokens."""
+    """The text that the model's own processor puts in place of the mark: the placeholder between other tokens."""
 
 
 _GRID = Family(grid=True, types="mm_token_type_ids")
@@ -39,9 +41,9 @@ FAMILIES = {
     "qwen2_5_vl": _GRID,
     "qwen3_vl": _GRID,
     "qwen3_5": _GRID,
-    "gemma3": Family(both_ways="all", types="token_type_ids", framed="\n\n{begin}{picture}{end}\n\n"),
+    "gemma3": Family(both_ways="all", types="token_type_ids", mark="{begin}", framed="\n\n{begin}{picture}{end}\n\n"),
     "gemma4": Family(both_ways="sliding", types="mm_token_type_ids", framed="{begin}{picture}{end}"),
-    "smolvlm": Family(tiles=True),
+    "smolvlm": Family(tiles=True, framed="<fake_token_around_image><global-img>{picture}<fake_token_around_image>"),
 }
 """The families whose pictures can be computed, by ``model_type``."""
 

@@ -40,10 +40,9 @@ class PictureProcessor:
         except Exception as error:  # a damaged directory can make transformers raise anything
             raise UserError(f"The config of '{path}' cannot be read: {' '.join(str(error).split())[:200]}") from error
         family = FAMILIES.get(config.model_type)
-        if family is None or family.tiles:
-            named = ", ".join(name for name, family in FAMILIES.items() if not family.tiles)
+        if family is None:
             raise UserError(
-                f"Problems with pictures need a model of the types {named}, and '{path}' is of the type "
+                f"Problems with pictures need a model of the types {', '.join(FAMILIES)}, and '{path}' is of the type "
                 f"{config.model_type}; take another model."
             )
         from transformers import AutoImageProcessor  # here, as only pictures need Pillow
@@ -58,11 +57,12 @@ class PictureProcessor:
         self.placeholder = int(config.image_token_id)
         """The token id that stands for a picture in a prompt."""
         self._family, self._config = family, config
-        if getattr(self._processor, "do_pan_and_scan", False):
-            raise UserError(
-                f"The image processor of '{path}' cuts pictures into parts (do_pan_and_scan), which is not supported; "
-                "set do_pan_and_scan to false in its preprocessor_config.json."
-            )
+        for option in ("do_pan_and_scan", "do_image_splitting"):
+            if getattr(self._processor, option, False):
+                raise UserError(
+                    f"The image processor of '{path}' cuts pictures into parts ({option}), which is not supported; set "
+                    f"{option} to false in its preprocessor_config.json."
+                )
         self._made: WeakValueDictionary[str, Picture] = WeakValueDictionary()  # those in use, by the digest of content
 
     def picture(self, content: bytes) -> Picture:
@@ -78,13 +78,18 @@ class PictureProcessor:
         except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
             raise ValueError(f"Pillow cannot read a picture ({' '.join(str(error).split())[:100]})") from error
         found = self._processor(images=[image], return_tensors="pt")
-        names = ("pixel_values", "image_grid_thw", "image_position_ids")
+        names = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids")
         inputs = {name: np.asarray(found[name]) for name in names if name in found}
         if self._family.grid:
             merged = int(self._config.vision_config.spatial_merge_size)
             frames, high, wide = (int(n) for n in inputs["image_grid_thw"][0])
             grid = frames, high // merged, wide // merged
             made = Picture.of(inputs, grid[0] * grid[1] * grid[2], grid)
+        elif self._family.tiles:
+            inputs = {name: values[0] for name, values in inputs.items()}  # the tiles of the only sample
+            side = int(self._config.vision_config.patch_size) * int(self._config.scale_factor)
+            high, wide = inputs["pixel_values"].shape[-2:]
+            made = Picture.of(inputs, len(inputs["pixel_values"]) * (high // side) * (wide // side))
         elif "num_soft_tokens_per_image" in found:
             made = Picture.of(inputs, int(found["num_soft_tokens_per_image"][0]))
         else:
@@ -94,16 +99,14 @@ class PictureProcessor:
     def framed(self, text: str, tokenizer: PreTrainedTokenizerBase) -> str:
         """Return the text of a prompt with one placeholder a picture, and the tokens around it that the model expects.
 
-        A chat template of Gemma 3 or 4 writes one token a picture, which Transformers' processor replaces by these.
+        The chat template of such a model writes one token a picture, which Transformers' processor replaces by these.
         """
         if self._family.framed is None:
             return text
-        config = self._config
-        begin, picture, end = tokenizer.convert_ids_to_tokens(
-            [config.boi_token_id, config.image_token_id, config.eoi_token_id]
-        )
-        mark = picture if config.model_type == "gemma4" else begin
-        return text.replace(mark, self._family.framed.format(begin=begin, picture=picture, end=end))
+        ids = {name: getattr(self._config, f"{name}_token_id", None) for name in ("boi", "image", "eoi")}
+        begin, picture, end = (None if id_ is None else tokenizer.convert_ids_to_tokens(id_) for id_ in ids.values())
+        tokens = {"begin": begin, "picture": picture, "end": end}
+        return text.replace(self._family.mark.format(**tokens), self._family.framed.format(**tokens))
 
 
 @functools.lru_cache(maxsize=4)

@@ -16,12 +16,15 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from ..model.picture_models import GRID_TOWER, SQUARE_TOWER, make_models
 
 SPECIAL = {0: "<|pad|>", 1: "<|begin|>", 2: "<|end|>", 120: "<|image_pad|>", 121: "<|vision_start|>"} | {
     122: "<|vision_end|>",
     123: "<|video_pad|>",
+    124: "<fake_token_around_image>",
+    125: "<global-img>",
 }
 SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
 CHAT = (
@@ -29,7 +32,7 @@ CHAT = (
     "{% if p.type == 'image' %}" + SHOWN + "{% else %} {{ p.text }}{% endif %}{% endfor %}{% endif %} "
     "{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
 )
-MARKS = {"gemma3": "<|vision_start|>", "gemma4": "<|image_pad|>"}
+MARKS = {"gemma3": "<|vision_start|>", "gemma4": "<|image_pad|>", "smolvlm": "<|image_pad|>"}
 """What the chat templates of models write for a picture that their processors replace by `SHOWN`."""
 REWARD = """
 import io
@@ -114,6 +117,9 @@ def write_model(directory: Path, name: str = "qwen3_vl") -> Any:
         processor = Gemma3ImageProcessorPil(size={"height": edge, "width": edge}, do_pan_and_scan=False)
     elif name == "gemma4":
         processor = Gemma4ImageProcessorPil(patch_size=side, max_soft_tokens=70, pooling_kernel_size=2)
+    elif name == "smolvlm":
+        edge = {"longest_edge": SQUARE_TOWER["image_size"]}
+        processor = SmolVLMImageProcessorPil(max_image_size=edge, do_image_splitting=False, do_resize=False)
     processor.save_pretrained(directory)
     return theirs
 

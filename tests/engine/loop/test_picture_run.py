@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoTokenizer
+from transformers.models.smolvlm.processing_smolvlm import _prompt_single_image
 
 from rolltree.engine import TokenTree
 from rolltree.engine.app.cli import main
@@ -29,6 +30,7 @@ from rolltree.engine.loop.preflight import check_pictures
 from rolltree.engine.loop.prompts import held_out, make_prompts, pictures_of
 from rolltree.engine.loop.rollout_files import texts_of, write_step
 from rolltree.engine.loop.sources import PromptSource
+from rolltree.engine.model import processor
 from rolltree.engine.rollout.native.pictures import Shown
 from rolltree.engine.settings import DataConfig
 from rolltree.engine.tasks import problem_of, read_problems
@@ -131,6 +133,25 @@ def test_pictures_that_attend_both_ways(name: str, tmp_path: Path, monkeypatch: 
     assert main([*args, "--name", "wrong", "--trainer.self_check", "false"]) == 0
     lines = (tmp_path / "runs" / "wrong" / "metrics.jsonl").read_text().splitlines()
     assert max(json.loads(line).get("training/rollout_probs_diff_mean", 0.0) for line in lines) > 1e-4
+
+
+def test_a_run_of_smolvlm_has_the_prompts_of_transformers_processor(tmp_path: Path) -> None:
+    args = ["train", str(write_run(tmp_path, "smolvlm")), "--trainer.steps", "1", "--evaluation.problems", "0"]
+    assert main([*args, "--evaluation.every", "0"]) == 0
+    (row,) = (row for row in metrics(tmp_path) if "training/rollout_probs_diff_mean" in row)
+    assert row["training/rollout_probs_diff_mean"] < 1e-6
+    tokens = _prompt_single_image(4, "<fake_token_around_image>", " <|image_pad|> ", "<global-img>")
+    expected = AutoTokenizer.from_pretrained(tmp_path / "model")(tokens)["input_ids"]
+    assert expected == [124, 125, 120, 120, 120, 120, 124]
+    for row in pq.read_table(tmp_path / "runs/tiny/rollouts/step_000001.parquet").to_pylist():
+        ids = [120 if token >= FIRST_ID else token for token in row["prompt_ids"]]
+        assert any(ids[n : n + 7] == expected for n in range(len(ids)))
+    config = tmp_path / "model" / "preprocessor_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"do_image_splitting": True}))
+    with pytest.raises(
+        UserError, match=r"cuts pictures into parts \(do_image_splitting\), which is not supported; set"
+    ):
+        processor.PictureProcessor(str(tmp_path / "model"))
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
@@ -324,8 +345,6 @@ def test_a_file_that_changes_is_noticed(tokenizer: Any, tmp_path: Path) -> None:
 
 
 def test_models_and_tools_that_are_missing(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rolltree.engine.model import processor
-
     without = tmp_path / "without"
     shutil.copytree(home / "model", without)
     (without / "preprocessor_config.json").unlink()
