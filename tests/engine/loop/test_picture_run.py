@@ -354,7 +354,7 @@ def test_models_and_tools_that_are_missing(home: Path, tmp_path: Path, monkeypat
     (without / "config.json").write_text(
         json.dumps({"model_type": "qwen3", "hidden_size": config["text_config"]["hidden_size"]})
     )
-    with pytest.raises(UserError, match=r"need a model of the types qwen2_5_vl, .*gemma4, and .* type qwen3;"):
+    with pytest.raises(UserError, match=r"need a model of the types qwen2_5_vl, .*smolvlm, and .* type qwen3;"):
         processor.PictureProcessor(str(without))
     monkeypatch.setattr(processor.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"Pillow, which is not installed; install rolltree\[pictures\]"):
