@@ -56,9 +56,12 @@ KINDS = (
     Kind("groups of the replay store", ("replay.keep",), KEEPS, ("tree",)),
     Kind("rollout programs", ("rollout.program",), PROGRAMS, ()),
 )  # fmt: skip
-SAME_IN_RUNS = {"decoupled_ppo": "rollout_is"}
-"""Objectives that a run cannot tell apart: with `algorithm.old_logprob` = "recompute", which the first needs, both
-compare with the policy before the step and weigh by the sampler's."""
+SAME_IN_RUNS = {
+    ("decoupled_ppo", "rollout_is"): 'with algorithm.old_logprob = "recompute", which it needs',
+    ("on_policy_pg", "reinforce"): "in gradients, as every ratio is that of the policy to itself",
+}
+"""Objectives that a run cannot tell apart, and why: with recomputed log-probs the first two compare with the policy
+before the step and weigh by the sampler's."""
 OBJECTIVE_KEYS = ("algorithm.objective", "algorithm.terms.objective")
 
 
@@ -126,9 +129,9 @@ def _about_objective(name: str) -> Iterator[str]:
     yield f"objective {name} (algorithm.objective)"
     preset = PRESETS[name]
     yield from _wrapped("settings", _objective(name))
-    for one, other in SAME_IN_RUNS.items():
+    for (one, other), why in SAME_IN_RUNS.items():
         if name in (one, other):
-            yield from _wrapped("equal", f'{one} is {other} with algorithm.old_logprob = "recompute", which it needs')
+            yield from _wrapped("equal", f"{one} is {other} {why}")
     formulas: list[Callable[..., Any]] = []
     if preset.surrogate in RULES:
         formulas.append(RULES[preset.surrogate].function)
