@@ -70,7 +70,7 @@ CURVES = "recipes.curves.jsonl"
 
 
 class Reading(NamedTuple):
-    """What is read at an evaluation."""
+    """The figures of a run at an evaluation."""
 
     step: int
     seconds: float

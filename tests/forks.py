@@ -16,7 +16,7 @@ TORCH = """
 import numpy, torch
 import torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor.parallel, torch.nn.attention.flex_attention
 """
-"""What importing Transformers imports of torch, which is more than half of it."""
+"""The parts of torch that Transformers imports, which take more than half of its import."""
 
 PARENT = """
 import json, os, sys, tempfile, traceback

@@ -84,7 +84,7 @@ def test_every_kernel_has_a_row() -> None:
 
 
 def test_small_copies_cost_nothing() -> None:
-    """Of the wholly visible tiles only dK/dV of 256 columns has some.
+    """Only dK/dV of 256 columns has some among the wholly visible tiles.
 
     The clocks that issue them (8 warps, 4 schedulers) are few compared with those of the round.
     """

@@ -33,7 +33,7 @@ CHAT = (
     "{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
 )
 MARKS = {"gemma3": "<|vision_start|>", "gemma4": "<|image_pad|>", "smolvlm": "<|image_pad|>"}
-"""What the chat templates of models write for a picture that their processors replace by `SHOWN`."""
+"""The text that chat templates write for a picture and processors replace by `SHOWN`, by model."""
 REWARD = """
 import io
 from PIL import Image

@@ -49,7 +49,7 @@ def trees(toml: Path) -> list[list[Any]]:
 
 
 class Alone(dict[str, Result]):
-    """What one process learns in each case, once that is asked for."""
+    """The results of one process in each case, computed when they are first asked for."""
 
     def __init__(self, toml: Path, trees: list[list[Any]]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def one(toml: Path, trees: list[list[Any]]) -> Alone:
 
 
 QUICK = [name for name in CASES if name not in RESUMED]
-"""Those resumed are compared where one process goes on from what two have saved, so that only `slow` repeats them."""
+"""Cases that are not resumed; one process goes on from what two have saved in the others, and `slow` repeats them."""
 
 
 @pytest.fixture(scope="module")

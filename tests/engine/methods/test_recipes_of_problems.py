@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,20 +12,8 @@ from .problem_runs import (
     by_step,
     ids,
     row_of,
-    steps_of_recipes,
-    write_problems,
 )
 from .real_step import Steps, plain_logprobs, plain_model
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
-    return write_problems(tmp_path_factory.mktemp("problems"))
-
-
-@pytest.fixture(scope="module")
-def step_of(toml, tmp_path_factory) -> Callable[[str], Steps]:
-    return steps_of_recipes(toml, tmp_path_factory)
 
 
 def history(steps: Steps, before: int) -> dict[str, list[float]]:

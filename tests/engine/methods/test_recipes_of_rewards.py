@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,21 +17,8 @@ from .problem_runs import (
     norm,
     row_of,
     sd,
-    steps_of_recipes,
-    write_problems,
 )
 from .real_step import Steps, leaves_of, plain_logprobs, plain_model
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
-    return write_problems(tmp_path_factory.mktemp("problems"))
-
-
-@pytest.fixture(scope="module")
-def step_of(toml, tmp_path_factory) -> Callable[[str], Steps]:
-    return steps_of_recipes(toml, tmp_path_factory)
-
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
 

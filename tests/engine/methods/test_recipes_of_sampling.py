@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,21 +20,8 @@ from .problem_runs import (
     marked,
     norm,
     row_of,
-    steps_of_recipes,
-    write_problems,
 )
-from .real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
-    return write_problems(tmp_path_factory.mktemp("problems"))
-
-
-@pytest.fixture(scope="module")
-def step_of(toml, tmp_path_factory) -> Callable[[str], Steps]:
-    return steps_of_recipes(toml, tmp_path_factory)
-
+from .real_step import along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
 
 # -- demonstrations ----------------------------------------------------------------------------------------------------
 
