@@ -135,6 +135,7 @@ def make_fleet(config: TrainConfig, workers: Workers, hosted: HostedRewards | No
         hang_s=placement.hang_s,
         start_s=placement.start_s,
         restarts=placement.restarts,
+        sends_changes=config.rollout.send_changes,
         judge=None if hosted is None else partial(hosted.ask, "score"),
     )
 

@@ -30,7 +30,8 @@ from ..data.tree import TokenTree
 from ..errors import RunError
 from ..rewards import RewardItem, RewardResult
 from ..rollout.digest import Held
-from ..rollout.host import Facts, Host, Result, pack_weights
+from ..rollout.host import Facts, Host, Result
+from ..rollout.packed import pack_changes, pack_weights
 from ..rollout.sampler import Array, Flight, Job, Kept, WeightSource
 from . import engines
 from .engines import Engine, LeastLoaded, News
@@ -51,6 +52,7 @@ class Fleet:
         hang_s: seconds without a step, or without an answer, after which an engine is replaced.
         start_s: seconds that an engine may take to start, and to load weights: vLLM compiles its model.
         restarts: most engines that may be lost between two loads of weights.
+        sends_changes: send engines that have the last weights what has changed in them.
         judge: answers the questions of rollout programs; None if these have a verifier in their engine's process.
     """
 
@@ -63,12 +65,14 @@ class Fleet:
         hang_s: float,
         start_s: float,
         restarts: int,
+        sends_changes: bool = False,
         judge: Callable[[Sequence[RewardItem]], Future[list[RewardResult]]] | None = None,
     ) -> None:
         self.workers, self._make, self._args = workers, make, args
         self._hang_s, self._start_s, self._restarts, self._judge = hang_s, start_s, restarts, judge
+        self._sends_changes = sends_changes
         self._version = 0
-        self._weights: tuple[list[Reference], bool] | None = None  # the newest buckets, and `keep_keys`
+        self._weights: tuple[list[Reference], bool] | None = None  # the newest whole buckets, and `keep_keys`
         self._numbers = 0
         self._lost = 0  # engines since the last weights
         self._before: Counter[str] = Counter()  # tally of workers that are no more
@@ -217,12 +221,21 @@ class Fleet:
         """
         if weights is None:
             raise ValueError("Engines in other processes need weights; none were given.")
-        buckets = [self.workers.put(bucket) for bucket in pack_weights(weights.tensors())]
         goes_back = version < self._version  # to a checkpoint, in place
+        old = self._weights[0] if self._weights is not None and self._sends_changes and not goes_back else []
+        buckets, changes, since = list[Reference](), list[Reference](), self._version
+        for number, bucket in enumerate(pack_weights(weights.tensors())):
+            buckets.append(self.workers.put(bucket))
+            sent = pack_changes(old[number].get(), bucket) if old else bucket
+            changes.append(self.workers.put(sent) if old else buckets[-1])
+            self._before["weight_bytes"] += sum(packed.nbytes for packed in bucket.values())
+            self._before["sent_weight_bytes"] += sum(packed.nbytes for packed in sent.values())
         self._version, self._lost = version, 0
         self._weights = buckets, keep_keys and not goes_back
         for engine in self._engines:
-            if engine.serving:
+            if engine.serving and old:
+                engine.ask(self.workers.clock(), "load", changes, version, keep_keys, since)
+            elif engine.serving:
                 engine.asked[self._ask_load(engine)] = self.workers.clock()
             elif engine.arrival is not None:
                 engine.arrival, engine.asked_at = self._ask_load(engine), self.workers.clock()
@@ -230,6 +243,7 @@ class Fleet:
             self._round(LOOK_S)
 
     def _ask_load(self, engine: Engine) -> Future[int]:
+        """Let an engine fetch the newest weights, whole."""
         assert self._weights is not None
         buckets, keep_keys = self._weights
         return engine.call("load", buckets, self._version, keep_keys)

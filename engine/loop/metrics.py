@@ -177,18 +177,21 @@ class Idle:
         self._before: Counter[str] = Counter()
 
     def read(self, times: Mapping[str, float], work: Counter[str]) -> dict[str, float]:
-        """Return the seconds by cause since the last call.
+        """Return the seconds by cause since the last call, and the share of the weights that engines were sent.
 
         Args:
             times: result of `Stopwatch.read`.
-            work: microseconds of all decode steps so far, with the `Steering.counts` of these steps.
+            work: microseconds of all decode steps so far, with the `Steering.counts` of these steps; and, with engines
+                in other processes, the bytes of all published weights and those that were sent.
         """
         since = work - self._before
         self._before = work.copy()
         sampled = since["us"] / 1e6
         tools = min(sampled, since["call_wait_us"] / 1e6)
         full = since["steps"] * self._rows
-        return {
+        bytes_ = since["weight_bytes"]
+        sent = {"perf/weights_sent": since["sent_weight_bytes"] / bytes_} if bytes_ else {}
+        return sent | {
             "perf/sampling_s": sampled,
             "perf/overlapped_s": max(0.0, sampled - times["timing_s/gen"]),
             "perf/idle/rewards": times["timing_s/reward"],

@@ -30,7 +30,7 @@ from ..data.tree import TokenTree
 from ..errors import UserError
 from ..model.self_check import sampled_error, usual_tokens
 from ..rollout import SamplingParams
-from ..rollout.host import pack_weights
+from ..rollout.packed import pack_weights
 from ..train.checkpoint import Saved
 from ..train.group import Group
 from ..train.phases import Span

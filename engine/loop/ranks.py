@@ -25,7 +25,7 @@ from ..data.columns import Array, declare
 from ..data.tree import TokenTree
 from ..errors import RunError
 from ..rollout import SamplingParams
-from ..rollout.host import BUCKET_BYTES, unpack_weights
+from ..rollout.packed import BUCKET_BYTES, unpack_weights
 from ..train.checkpoint import Saved
 from ..train.phases import Span
 from .metrics import Sums
@@ -335,7 +335,8 @@ class Gathered(Mapping[str, Tensor]):
         if name not in self._held:
             self._held = {}  # before the next bucket comes
             found = self._gather(self._bucket_of[name])
-            self._held = {key: tensor for packed in found for key, tensor in unpack_weights(packed)}
+            whole = (pair for packed in found for pair in unpack_weights(packed))
+            self._held = {key: tensor for key, tensor in whole if isinstance(tensor, Tensor)}
         return self._held[name]
 
     def __iter__(self) -> Iterator[str]:

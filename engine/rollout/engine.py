@@ -22,6 +22,7 @@ from ..programs import BranchId, RolloutProgram, make_program
 from .branch import Request
 from .checks import check_params, media_of, signed, token_ids
 from .digest import Held
+from .packed import Changes
 from .sampling_params import INT32, MOST_TOP_LOGPROBS, SEEDS, SamplingParams, check_integer
 from .steering import Steering
 
@@ -262,13 +263,17 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def update_weights(
-        self, weights: Mapping[str, Tensor] | None = None, *, version: int | None = None, keep_kv: bool = False
+        self,
+        weights: Mapping[str, Tensor | Changes] | None = None,
+        *,
+        version: int | None = None,
+        keep_kv: bool = False,
     ) -> None:
         """Use new weights for every token sampled from now on, also in unfinished responses.
 
         Args:
-            weights: tensors by the names of the model's parameters, copied in place; None if the model's own
-                parameters have been changed in place.
+            weights: tensors by the names of the model's parameters, copied in place, or `Changes` of them; None if the
+                model's own parameters have been changed in place.
             version: version of the policy from now on; None adds one.
             keep_kv: keep the keys that the old weights computed. Otherwise the keys of unfinished responses are
                 recomputed.

@@ -16,13 +16,11 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from ..data.segment import Text
@@ -30,14 +28,13 @@ from ..data.tree import TokenTree
 from ..programs import RolloutProgram
 from .digest import Held
 from .engine import RolloutEngine
+from .packed import Bucket, Changes, unpack_weights
 from .questions import Question, Questions
 from .sampler import Array, Flight, Job, Kept, LocalSampler
 
 T = TypeVar("T")
 PAUSE_S = 0.005
 """Seconds between polls of a paused engine."""
-BUCKET_BYTES = 64 << 20
-"""Size of a bucket of weights; a larger tensor has one of its own."""
 log = logging.getLogger("rolltree.host")
 
 
@@ -73,12 +70,6 @@ class Result(NamedTuple):
     tree: TokenTree
     texts: list[str] | None
     tally: Counter[str]
-
-
-class Bucket(Protocol):
-    """A reference to the result of `pack_weights`."""
-
-    def get(self) -> Mapping[str, tuple[Array, str, tuple[int, ...]]]: ...
 
 
 class Host:
@@ -144,14 +135,25 @@ class Host:
         """Return the result of a job of `run`; it can be asked for once."""
         return self._results.pop(number)
 
-    def load(self, buckets: Sequence[Bucket], version: int, keep_keys: bool = False) -> Future[int]:
+    def load(
+        self, buckets: Sequence[Bucket], version: int, keep_keys: bool = False, since: int | None = None
+    ) -> Future[int]:
         """Fetch weights while the engine samples, then use them from the next step on; the future has their version.
 
         Weights are used in the order of the calls.
+
+        Args:
+            since: the version that the buckets hold the changes of; None if they hold whole tensors. The future fails
+                if the engine has another one.
         """
         loaded: Future[int] = Future()
 
-        def use(weights: Mapping[str, Tensor]) -> int:
+        def use(weights: Mapping[str, Tensor | Changes]) -> int:
+            if since is not None and self.engine.policy_version != since:
+                raise RuntimeError(
+                    f"The engine has the weights of version {self.engine.policy_version} and was sent the changes "
+                    f"since version {since}; this is a defect of rolltree, please report it"
+                )
             self.engine.update_weights(weights, version=version, keep_kv=keep_keys)
             return version
 
@@ -356,30 +358,3 @@ def _settle(future: Future[T], function: Callable[[], T]) -> None:
 def sentence(error: BaseException) -> str:
     """Return the type and message of an error on one line, without a full stop."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500].rstrip(".")
-
-
-# -- weights ----------------------------------------------------------------------------------------------------------
-
-
-def pack_weights(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, tuple[Array, str, tuple[int, ...]]]]:
-    """Yield copies of tensors in buckets of about `BUCKET_BYTES`: for each name its bytes [n] uint8, dtype and shape.
-
-    NumPy has no bfloat16, so the bytes travel.
-    """
-    bucket: dict[str, tuple[Array, str, tuple[int, ...]]] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        if bucket and size + len(flat) > BUCKET_BYTES:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = flat.numpy().copy(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        size += len(flat)
-    if bucket:
-        yield bucket
-
-
-def unpack_weights(bucket: Mapping[str, tuple[Array, str, tuple[int, ...]]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of a bucket, copied, because the arrays may be shared by processes."""
-    for name, (data, dtype, shape) in bucket.items():
-        yield name, torch.from_numpy(np.array(data)).view(getattr(torch, dtype)).reshape(shape)

@@ -131,6 +131,11 @@ class TrainConfig(Section):
             raise ValueError('`rollout.vllm_options` are for `rollout.backend` = "vllm"; set it, or leave them out')
         if rollout.python and not rollout.engines:
             raise ValueError("`rollout.python` is for `rollout.engines`; set this, or leave it out")
+        if rollout.send_changes and (not rollout.engines or rollout.backend == "vllm"):
+            raise ValueError(
+                "`rollout.send_changes` is for `rollout.engines` of the native backend: the run's own process shares "
+                "the weights, and vLLM loads whole ones; leave it out"
+            )
         if self.placement != PlacementConfig() and not rollout.engines and not self.reward.hosts:
             raise ValueError(
                 "`placement` is for other processes; set `rollout.engines` or `reward.hosts`, or leave it out"

@@ -22,6 +22,7 @@ from ...model.pictures import both_ways, family_of, not_touching, placeholders
 from ..branch import Request
 from ..digest import Held, digests
 from ..engine import RolloutEngine
+from ..packed import Changes
 from ..sampling_params import INT32, check_integer
 from .drafts import DraftConfig, Drafts
 from .kv_cache import KvCache
@@ -180,7 +181,11 @@ class NativeEngine(RolloutEngine):
         RolloutEngine.policy_version.fset(self, version)  # type: ignore[attr-defined]
 
     def update_weights(
-        self, weights: Mapping[str, Tensor] | None = None, *, version: int | None = None, keep_kv: bool = False
+        self,
+        weights: Mapping[str, Tensor | Changes] | None = None,
+        *,
+        version: int | None = None,
+        keep_kv: bool = False,
     ) -> None:
         with self._lock:
             if weights is not None:
@@ -347,7 +352,7 @@ class NativeEngine(RolloutEngine):
                 self.model.train()
 
 
-def _copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+def _copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor | Changes]) -> None:
     own = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in weights.items():
         if name not in own:
@@ -358,5 +363,8 @@ def _copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None
             )
     with torch.no_grad():
         for name, tensor in weights.items():
-            if own[name] is not tensor:  # a trainer of the same module passes the same tensors
+            if isinstance(tensor, Changes):
+                places, values = (part.to(own[name].device) for part in (tensor.places, tensor.values))
+                own[name].put_(places, values.to(own[name].dtype))
+            elif own[name] is not tensor:  # a trainer of the same module passes the same tensors
                 own[name].copy_(tensor)

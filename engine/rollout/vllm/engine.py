@@ -34,6 +34,7 @@ from ...model.pictures import placeholders_of
 from ..branch import Request
 from ..digest import Held, digests
 from ..engine import RolloutEngine
+from ..packed import Changes
 from ..sampling_params import eos_token_ids
 from .loop import VllmLoop, is_plain
 from .pictures import check_pictures
@@ -160,8 +161,14 @@ class VllmEngine(RolloutEngine):
         return found
 
     def update_weights(
-        self, weights: Mapping[str, Tensor] | None = None, *, version: int | None = None, keep_kv: bool = False
+        self,
+        weights: Mapping[str, Tensor | Changes] | None = None,
+        *,
+        version: int | None = None,
+        keep_kv: bool = False,
     ) -> None:
+        if any(isinstance(value, Changes) for value in (weights or {}).values()):
+            raise ValueError("vLLM loads whole weights, not their changes.")
         with self._lock:
             if weights is not None:
                 self.llm.collective_rpc("start_weight_update")

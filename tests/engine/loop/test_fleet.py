@@ -23,6 +23,7 @@ from rolltree.engine.loop.workers import InThreads, Worker
 from rolltree.engine.rewards import RewardItem, RewardResult
 from rolltree.engine.rollout import SamplingParams
 from rolltree.engine.rollout.host import Facts, Health, Result
+from rolltree.engine.rollout.packed import Changes, unpack_weights
 from rolltree.engine.rollout.questions import Question
 from rolltree.engine.rollout.sampler import Flight, Job, Kept
 
@@ -30,25 +31,26 @@ HANG_S, START_S = 30.0, 300.0
 
 
 class Weights:
-    """The source of weights whose only number is their version."""
+    """The source of weights of which one number changes, to their version."""
 
     def __init__(self, version: int) -> None:
         self.version = version
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {"w": torch.tensor([float(self.version)])}
+        return {"w": torch.tensor([7.0] * 4 + [float(self.version)] + [7.0] * 3)}
 
 
 class Made:
     """An engine that answers a job of seed s with the token s, labelled with its version."""
 
     def __init__(self, stage: Stage) -> None:
-        self.version, self.weights = 0, 0.0
+        self.version, self.weights, self.held = 0, 0.0, torch.zeros(8)
+        self.sizes: list[int] = []  # of the weights that it was sent
         self.hung, self.slow, self.resting = False, False, False
         self.jobs: dict[int, Job] = {}
         self.futures: dict[int, Future[Result]] = {}
         self.results: dict[int, Future[Result]] = {}
-        self.loads: list[tuple[Future[int], int, float]] = []
+        self.loads: list[tuple[Future[int], int, Any, int | None]] = []
         self.runs: list[tuple[dict[int, Job], bool]] = []
         self.answers: dict[int, float | None] = {}
         stage.made.append(self)
@@ -56,10 +58,11 @@ class Made:
     def facts(self) -> Facts:
         return Facts(64, [0], 1)
 
-    def load(self, buckets: list[Any], version: int, keep_keys: bool) -> Future[int]:
-        ((data, _, _),) = buckets[0].get().values()
+    def load(self, buckets: list[Any], version: int, keep_keys: bool, since: int | None = None) -> Future[int]:
+        ((_, sent),) = unpack_weights(buckets[0].get())
         future: Future[int] = Future()
-        self.loads.append((future, version, float(np.array(data).view(np.float32)[0])))
+        self.loads.append((future, version, sent, since))
+        self.sizes.append(len(sent.values if isinstance(sent, Changes) else sent))
         return future
 
     def run(self, jobs: dict[int, Job], held_out: bool) -> None:
@@ -105,8 +108,14 @@ class Made:
     # -- told by the test
 
     def finish_loads(self) -> None:
-        for future, version, weights in self.loads:
-            self.version, self.weights = version, weights
+        for future, version, sent, since in self.loads:
+            assert since in (None, self.version)
+            if isinstance(sent, Changes):
+                self.held[sent.places] = sent.values
+            else:
+                self.held = sent
+            assert self.held.tolist() == [7.0] * 4 + [version] + [7.0] * 3
+            self.version, self.weights = version, float(self.held[4])
             future.set_result(version)
         self.loads.clear()
 
@@ -156,9 +165,14 @@ class Stage(InThreads):
 
 
 @contextmanager
-def fleet(engines: int = 2, restarts: int = 100, make: Any = Made, judge: Any = None) -> Iterator[tuple[Fleet, Stage]]:
+def fleet(
+    engines: int = 2, restarts: int = 100, make: Any = Made, judge: Any = None, sends_changes: bool = False
+) -> Iterator[tuple[Fleet, Stage]]:
     stage = Stage()
-    made = Fleet(stage, engines, make, stage, hang_s=HANG_S, start_s=START_S, restarts=restarts, judge=judge)
+    made = Fleet(
+        stage, engines, make, stage, hang_s=HANG_S, start_s=START_S, restarts=restarts, judge=judge,
+        sends_changes=sends_changes,
+    )  # fmt: skip
     try:
         assert made.longest == 64  # waits for the first
         for _ in range(3):
@@ -202,10 +216,12 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=60)
-@given(st.integers(1, 3), st.lists(ACTIONS, max_size=40))
-def test_every_job_has_one_result_of_weights_that_are_new_enough(engines: int, actions: list[tuple[str, int]]) -> None:
+@given(st.integers(1, 3), st.lists(ACTIONS, max_size=40), st.booleans())
+def test_every_job_has_one_result_of_weights_that_are_new_enough(
+    engines: int, actions: list[tuple[str, int]], sends_changes: bool
+) -> None:
     """Deaths, hangs, loads and ends of jobs in any order; what a lost engine still answers is wrong and ignored."""
-    with fleet(engines) as (made, stage):
+    with fleet(engines, sends_changes=sends_changes) as (made, stage):
         needed: dict[Flight, int] = {}
         done: list[Flight] = []
         version = 0
@@ -330,6 +346,33 @@ def test_a_new_engine_loads_the_newest_weights_before_its_first_job() -> None:
         finish_all(stage)
         made.step(1.0)
         assert flight.done
+
+
+def test_engines_are_sent_what_changed_since_their_weights_and_new_ones_everything() -> None:
+    with fleet(2, sends_changes=True) as (made, stage):
+        made.load(Weights(1), 1, keep_keys=False)
+        made.load(Weights(2), 2, keep_keys=False)  # before the first is used
+        finish_all(stage)
+        assert [one.sizes for one in stage.made] == [[8, 1], [8, 1]]
+        assert made.tally["weight_bytes"] == 2 * 32
+        assert made.tally["sent_weight_bytes"] == 32 + 8
+        stage.workers[0].kill()
+        made.submit([job(1)])  # whose loss is noticed
+        for _ in range(5):
+            made.step(1.0)
+        made.load(Weights(3), 3, keep_keys=False)  # while the new one waits for the second
+        finish_all(stage)
+        made.step(1.0)
+        made.load(Weights(4), 4, keep_keys=False)
+        finish_all(stage)
+        wait = stage.wait
+        with pytest.MonkeyPatch.context() as patch:  # engines that load at once, for which a run that goes back waits
+            patch.setattr(stage, "wait", lambda futures, seconds: (finish_all(stage), wait(futures, seconds))[1])
+            made.load(Weights(3), 3, keep_keys=False)
+        made.load(Weights(4), 4, keep_keys=False)
+        finish_all(stage)
+        assert [one.sizes for one in stage.made[1:]] == [[8, 1, 1, 1, 8, 1], [8, 8, 1, 8, 1]]
+        assert {one.weights for one in stage.made[1:]} == {4.0}
 
 
 def test_an_engine_that_samples_with_older_weights_ends_the_run() -> None:

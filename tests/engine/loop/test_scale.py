@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -89,6 +90,20 @@ def test_one_engine_elsewhere_gives_the_bits_of_one_process(
     assert_same_run(config.run_dir, alone)
 
 
+def test_an_engine_that_is_sent_what_changed_gives_the_bits_of_one_process(
+    toml: Path, threads: InThreads, tmp_path: Path
+) -> None:
+    """A model in bf16, of which a small update changes few bits."""
+    keys = [*SHORT, "--model.dtype=bfloat16", "--trainer.lr=1e-5"]
+    alone, _ = train(toml, [f"--output_dir={tmp_path}/alone", *keys])
+    keys += ["--rollout.engines=1", "--rollout.send_changes=true"]
+    config, _ = train(toml, [f"--output_dir={tmp_path}/sent", *keys])
+    assert_same_run(config.run_dir, alone.run_dir)
+    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()[1:]
+    shares = [json.loads(line)["perf/weights_sent"] for line in lines]
+    assert all(0 < share < 0.7 for share in shares[1:])
+
+
 def test_two_engines_give_the_same_tokens(toml: Path, alone: Path, threads: InThreads, tmp_path: Path) -> None:
     config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, "--rollout.engines=2"])
     assert_close(config.run_dir, alone, WITHIN)
@@ -99,7 +114,7 @@ def test_an_engine_that_keeps_its_first_weights_is_found(
 ) -> None:
     """The negative: it names the new version and samples with old weights."""
 
-    def pretend(self: Host, buckets: Any, version: int, keep_keys: bool = False) -> Any:
+    def pretend(self: Host, buckets: Any, version: int, keep_keys: bool = False, since: int | None = None) -> Any:
         return self.call(lambda: setattr(self.engine, "policy_version", version) or version)
 
     monkeypatch.setattr(Host, "load", pretend)

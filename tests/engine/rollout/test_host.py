@@ -16,7 +16,9 @@ from transformers import Qwen3ForCausalLM
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.programs import Flat, TreePO
 from rolltree.engine.rollout import NativeEngine, SamplingParams
-from rolltree.engine.rollout.host import Host, pack_weights, unpack_weights
+from rolltree.engine.rollout.digest import digests
+from rolltree.engine.rollout.host import Host
+from rolltree.engine.rollout.packed import Changes, pack_changes, pack_weights, unpack_weights
 from rolltree.engine.rollout.sampler import Job, LocalSampler
 
 from ...attack.serving import make_engine, model
@@ -210,7 +212,7 @@ def test_health_tells_of_a_step_that_does_not_end(host: Host, monkeypatch) -> No
 
 
 def test_weights_travel_in_buckets_as_they_are(monkeypatch) -> None:
-    monkeypatch.setattr("rolltree.engine.rollout.host.BUCKET_BYTES", 64)
+    monkeypatch.setattr("rolltree.engine.rollout.packed.BUCKET_BYTES", 64)
     torch.manual_seed(0)
     given = {
         "a": torch.randn(5, 3),
@@ -226,6 +228,54 @@ def test_weights_travel_in_buckets_as_they_are(monkeypatch) -> None:
     for name in "bcd":
         assert found[name].dtype == given[name].dtype
         assert torch.equal(found[name], given[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_changes_of_weights_restore_every_bit(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    old = {
+        "some": torch.randn(50, 4).to(dtype),
+        "most": torch.randn(50, 4).to(dtype),
+        "none": torch.randn(7).to(dtype).t(),
+        "one": torch.tensor(1.0).to(dtype),
+        "shape": torch.randn(3, 2).to(dtype),
+    }
+    old["some"][0] = torch.tensor([0.0, float("nan"), -0.0, float("inf")])
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["some"][0] = torch.tensor([-0.0, 1.0, 0.0, float("nan")])  # equal numbers with other bits count
+    new["most"][:40] += 1
+    new["one"] += 1
+    new["shape"] = new["shape"].reshape(2, 3)
+    new["added"] = torch.randn(2).to(dtype)
+    ((before,), (after,)) = (list(pack_weights(weights)) for weights in (old, new))
+    packed = pack_changes(before, after)
+    assert [name for name, one in packed.items() if one.places is None] == ["most", "one", "shape", "added"]
+    assert packed["some"].places.tolist() == [0, 1, 2, 3]
+    assert packed["some"].nbytes == 4 * (4 + old["some"].element_size())
+    for name, found in unpack_weights(packed):
+        if isinstance(found, Changes):
+            whole = old[name].clone()
+            whole.put_(found.places, found.values)
+            assert whole.shape == found.shape == new[name].shape
+            found = whole
+        assert found.dtype == new[name].dtype
+        assert found.shape == new[name].shape
+        assert digests({name: found}) == digests({name: new[name]})
+
+
+def test_an_engine_applies_changes_to_the_weights_that_they_are_of(host: Host) -> None:
+    old, new = dict(make_engine().model.named_parameters()), dict(changed().named_parameters())
+    name = next(iter(new))
+    mixed = {key: tensor.detach().clone() for key, tensor in old.items()}
+    mixed[name][0] = new[name][0]
+    ((before,), (after,)) = (list(pack_weights(weights)) for weights in (old, mixed))
+    stored = Stored(pack_changes(before, after))
+    stored.here.set()
+    assert host.load([stored], 1, since=0).result(30) == 1
+    assert host.digests().result(30) == digests(mixed)
+    with pytest.raises(RuntimeError, match="version 1 and was sent the changes since version 0"):
+        host.load([stored], 2, since=0).result(30)
+    assert host.digests().result(30) == digests(mixed)
 
 
 def test_held_out_problems_get_plain_answers() -> None:
