@@ -6,6 +6,7 @@ import difflib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from rolltree.kernels.policy_loss import ALIASES, PRESETS, RECONSTRUCTED
@@ -17,12 +18,17 @@ from ..methods.advantages import ADVANTAGES
 from ..methods.budgets import CURRICULA
 from ..methods.groups import GROUP_CALLBACKS, KEEPS
 from ..methods.losses import LOSSES
+from ..methods.other_names import OTHER_NAMES
 from ..methods.papers import OWN_ADVANTAGE, OWN_SELECTION
 from ..methods.schedules import SCHEDULES
 from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS
 from ..parts.resolve import NEEDED, options_of
 from ..programs import PROGRAMS
+from ..rewards.code_verifier import CodeVerifier
+from ..rewards.group_judges import JUDGES
+from ..rewards.make import OWN
+from ..rewards.verifiers import BUILT_IN, task_verifier
 from .recipes import Recipe, flat, read_recipe, recipe_names
 
 
@@ -55,6 +61,12 @@ KINDS = (
     Kind("group callbacks", ("loop.callback",), GROUP_CALLBACKS, ("tree",)),
     Kind("groups of the replay store", ("replay.keep",), KEEPS, ("tree",)),
     Kind("rollout programs", ("rollout.program",), PROGRAMS, ()),
+    Kind(
+        "verifiers",
+        ("reward.verifier", "reward.parts.verifier"),
+        {"task": task_verifier, **BUILT_IN, "code": CodeVerifier, **JUDGES, **OWN},
+        (),
+    ),
 )  # fmt: skip
 SAME_IN_RUNS = {
     ("decoupled_ppo", "rollout_is"): 'with algorithm.old_logprob = "recompute", which it needs',
@@ -62,6 +74,8 @@ SAME_IN_RUNS = {
 }
 """Objectives that a run cannot tell apart, and why: with recomputed log-probs the first two compare with the policy
 before the step and weigh by the sampler's."""
+RUN_GIVES = ("config", "score", "tasks")
+"""Arguments of verifiers that are no options."""
 OBJECTIVE_KEYS = ("algorithm.objective", "algorithm.terms.objective")
 
 
@@ -78,6 +92,9 @@ def method_lines() -> Iterator[str]:
         for name, part in kind.parts.items():
             options = _options(part, kind.inputs)
             yield f"  {name:21} {_paragraph(part)}{f' [{options}]' if options else ''}"
+    yield "other names"
+    for name, served in OTHER_NAMES.items():
+        yield f"  {name:21} {served}"
 
 
 def paper_lines() -> Iterator[str]:
@@ -99,8 +116,10 @@ def about(name: str) -> Iterator[str]:
     if name in PRESETS:
         found.append(_about_objective(name))
     found += [_about_part(kind, name) for kind in KINDS if name in kind.parts]
+    if name in OTHER_NAMES:
+        found.append(iter([name, *_wrapped("here", OTHER_NAMES[name])]))
     if not found:
-        known = [*recipe_names(), *PRESETS, *(part for kind in KINDS for part in kind.parts)]
+        known = [*recipe_names(), *PRESETS, *(part for kind in KINDS for part in kind.parts), *OTHER_NAMES]
         near = list(dict.fromkeys(difflib.get_close_matches(name[:100], known, n=3, cutoff=0.4)))
         hint = f"the nearest are {', '.join(near)}" if len(near) > 1 else f"did you mean '{near[0]}'" if near else ""
         raise UserError(f"There is no method '{name[:100]}'; {hint or '`rolltree methods` lists all'}.")
@@ -155,9 +174,14 @@ def _about_part(kind: Kind, name: str) -> Iterator[str]:
 
 
 def _used(name: str, keys: tuple[str, ...]) -> Iterator[str]:
-    users = [other for other in recipe_names() if name in _named(read_recipe(other), keys)]
+    users = [recipe.name for recipe in _recipes() if name in _named(recipe, keys)]
     if users:
         yield from _wrapped("recipes", ", ".join(users))
+
+
+@cache
+def _recipes() -> list[Recipe]:
+    return [read_recipe(name) for name in recipe_names()]
 
 
 def _named(recipe: Recipe, keys: tuple[str, ...]) -> list[Any]:
@@ -185,8 +209,8 @@ def _objective(name: str) -> str:
 
 
 def _options(part: Callable[..., Any], inputs: tuple[str, ...]) -> str:
-    known = options_of(part, inputs).items()
-    return ", ".join(key if value is NEEDED else f"{key}={value!r}" for key, value in known)
+    known = {key: value for key, value in options_of(part, inputs).items() if key not in RUN_GIVES}
+    return ", ".join(key if value is NEEDED else f"{key}={value!r}" for key, value in known.items())
 
 
 def _paragraph(thing: Callable[..., Any]) -> str:

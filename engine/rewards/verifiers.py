@@ -58,7 +58,7 @@ def load_verifier(
     """
     if name == "task":
         _check_options(name, {}, options)
-        return _task_verifier(tasks), ""
+        return task_verifier(tasks), ""
     if name in BUILT_IN:
         make = BUILT_IN[name]
         _check_options(name, inspect.signature(make).parameters, options)
@@ -160,7 +160,8 @@ BUILT_IN: dict[str, Callable[..., Verifier]] = {
 }
 
 
-def _task_verifier(tasks: list[tuple[str, dict[str, Any]]]) -> Verifier:
+def task_verifier(tasks: list[tuple[str, dict[str, Any]]]) -> Verifier:
+    """Judges a response by the `reasoning_gym` task that generated its problem (`data.tasks`)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, which it imports
         import reasoning_gym
