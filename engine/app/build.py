@@ -28,7 +28,8 @@ from ..model.loading import load_tokenizer
 from ..model.pictures import placeholders
 from ..parts.context import OF_TREES, Context
 from ..parts.resolve import resolve
-from ..rewards import check_references
+from ..rewards import Rewards, check_references
+from ..rewards.interface import FromProgram
 from ..rollout import RolloutEngine
 from ..settings import TrainConfig
 from ..train import checkpoint
@@ -110,7 +111,10 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         problems = held_out(config.data, config.evaluation.problems, tokenizer)
         context = Context(tokenizer)
         source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config), context)
-        rewards = make_run_rewards(config, sampler, tokenizer, context) if hosted is None else hosted
+        if not config.judges:
+            rewards: Rewards = FromProgram()  # of nothing, so that no verifier is started
+        else:
+            rewards = make_run_rewards(config, sampler, tokenizer, context) if hosted is None else hosted
         if ranks is None:
             assert model is not None
             trained: Trained = TrainedModel(model)
@@ -136,13 +140,12 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
             sampling.params.n,
             tokenizer,
             sampler.end_token_ids,
-            source.peek(preflight.TRIED),
+            source.peek(preflight.TRIED) if config.trainer.prompts_per_step else [],
         )
         if ranks is not None:
             ranks.ready()
         started.pop_all()
     known = [*source.known, *problems]
-    demonstrations = config.demonstrations
     return Parts(
         options=run_options(config, kept),
         sampling=sampling,
@@ -157,9 +160,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
             config.data.tasks,
             all_known=config.data.path is not None,
         ),
-        demonstrations=None
-        if demonstrations is None
-        else Demonstrations(demonstrations, config.data, tokenizer, config.seed),
+        demonstrations=Demonstrations(config.demonstrations, config.data, tokenizer, config.seed),
         console=console,
         saved=saved,
         replay=replay,

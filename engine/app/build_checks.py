@@ -87,9 +87,8 @@ def check_learning(config: TrainConfig) -> None:
     estimator = credit(config)  # first, as its file may declare the columns that terms read
     of_credit = estimator, config.algorithm.advantage, config.rollout.n, columns
     shapings(config)
-    given = config.demonstrations
-    demonstration = None if given is None else preflight.made_up_demonstration(given.logprob_key is not None)
-    preflight.check_terms([term for term, _ in loss_terms(config)], *of_credit, demonstration)
+    given = [preflight.made_up_demonstration(table) for table in config.demonstrations]
+    preflight.check_terms([term for term, _ in loss_terms(config)], *of_credit, given)
 
 
 def kept_entries(

@@ -309,6 +309,8 @@ def _with_selection(term: dict[str, Any]) -> dict[str, Any]:
 
 
 def _validate(data: dict[str, Any]) -> TrainConfig:
+    if isinstance(given := data.get("demonstrations"), dict):  # one table of a list
+        data = data | {"demonstrations": [given]}
     # JSON mode is strict about types ("5" is not a number, true is not 1) but accepts arrays as tuples.
     return TrainConfig.model_validate_json(json.dumps(_with_parts_of_papers(data), default=str), strict=True)
 
@@ -407,6 +409,7 @@ FREE_TO_CHANGE = (
     "rollout.max_batch_rows",
     "rollout.kv_tokens",
     "rollout.engines",
+    "rollout.send_changes",
     "placement.cluster",
     "placement.per_rank",
     "placement.per_engine",

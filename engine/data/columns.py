@@ -151,6 +151,7 @@ for _column in (
     Column("entropy", np.float32, "token", "of the distribution it was sampled from", fill=np.nan, merge="first"),
     Column("model", np.int8, "token", "number of the policy that sampled it; 0: that of [model]"),
     Column("role", np.int8, "token", "place of the role that it was sampled in among `meta['roles']`"),
+    Column("demonstration_weight", np.float32, "token", "weight that a demonstration's file gives it", fill=1),
     Column("temperature", np.float32, "token", "temperature it was sampled at", fill=np.nan, to_device=True),
     Column(
         "routes", np.int16, "token", "experts [layers, k] that computed it when sampling, -1: unknown", fill=-1, axes=2

@@ -1,9 +1,12 @@
-"""Given responses that a run trains on together with its rollouts: `[demonstrations]`."""
+"""Given responses that a run trains on, together with its rollouts or alone: `[[demonstrations]]`."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,55 +16,81 @@ from ..data.columns import Array
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
+from ..programs.conversation import conversation
 from ..settings import DataConfig, DemonstrationsConfig
-from ..tasks import Problem, read_problems
-from .prompts import make_prompts, pictures_of
+from ..tasks import Problem, problem_of, read_file
+from .prompts import Prompt, make_prompts, pictures_of
 
 
 class Demonstrations:
-    """Given responses, in an order that follows from ``seed``, some of them for every update.
+    """The tables of given responses, each in an order that follows from ``seed``, some of them for every update.
 
-    Their tokens are injected: they are no part of a policy loss, only of terms that select them.
+    A response is a branch of given tokens, which are no part of a policy loss, only of terms that select them; in a
+    conversation the messages between those of the assistant are no part of any. The tree of a pair has two branches,
+    the better one first. ``meta["demonstrations"]`` is the name of the table.
 
     Raises:
-        UserError: the file cannot be used.
+        UserError: a file cannot be used.
     """
 
     def __init__(
-        self, config: DemonstrationsConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int
+        self,
+        tables: Sequence[DemonstrationsConfig],
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
     ) -> None:
-        self.config, self.seed, self.cursor = config, seed, 0
-        self._order: tuple[int, list[int]] = (-1, [])  # a pass over the file, and its order
-        problems = read_problems(
-            config.path, "demonstrations.path", config.prompt_key, config.response_key, data.image_key
-        )
-        self._trees = [self._tree(problem, data, tokenizer) for problem in problems]
+        self._tables = [
+            _Table(config, [seed] if index == 0 else [seed, index], _Reader(config, data, tokenizer).trees())
+            for index, config in enumerate(tables)
+        ]
 
     def next(self) -> list[TokenTree]:
-        """Return the next ``per_step`` demonstrations; the file is shuffled anew for each pass over it."""
+        """Return the next ``per_step`` demonstrations of each table; a file is shuffled anew for each pass over it."""
+        return [tree for table in self._tables for tree in table.next()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the cursor of each table and a digest of its tokens."""
+        return {table.config.name: table.state_dict() for table in self._tables}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue saved streams.
+
+        Raises:
+            UserError: a file has other rows now.
+        """
+        for table in self._tables:
+            table.load_state_dict(state[table.config.name])
+
+
+@dataclass
+class _Table:
+    """The stream of one table; ``cursor`` counts what it has returned."""
+
+    config: DemonstrationsConfig
+    seeds: list[int]
+    trees: list[TokenTree]
+    cursor: int = 0
+    order: tuple[int, list[int]] = (-1, [])  # a pass over the file, and its order
+
+    def next(self) -> list[TokenTree]:
         chosen = []
         for _ in range(self.config.per_step):
-            turn, index = divmod(self.cursor, len(self._trees))
-            if self._order[0] != turn:
-                self._order = turn, np.random.default_rng([self.seed, turn]).permutation(len(self._trees)).tolist()
-            tree = self._trees[self._order[1][index]]
+            turn, index = divmod(self.cursor, len(self.trees))
+            if self.order[0] != turn:
+                self.order = turn, np.random.default_rng([*self.seeds, turn]).permutation(len(self.trees)).tolist()
+            tree = self.trees[self.order[1][index]]
             chosen.append(replace(tree, columns=dict(tree.columns), meta=dict(tree.meta)))
             self.cursor += 1
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor and a digest of the tokens."""
         found = hashlib.blake2b(digest_size=16)
-        for tree in self._trees:
+        for tree in self.trees:
             found.update(tree.token_id.tobytes() + b"/")
         return {"cursor": self.cursor, "digest": found.hexdigest()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue a saved stream.
-
-        Raises:
-            UserError: the file has other rows now.
-        """
         if state["digest"] != self.state_dict()["digest"]:
             raise UserError(
                 f"The checkpoint was made with other rows than '{self.config.path}' (demonstrations.path) has now; "
@@ -69,31 +98,130 @@ class Demonstrations:
             )
         self.cursor = state["cursor"]
 
-    def _tree(self, problem: Problem, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> TokenTree:
-        (prompt,) = make_prompts([problem], data, tokenizer)
-        answer = str(problem.entry["answer"])
-        ids = [*tokenizer(answer, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id)]
-        known = {} if self.config.logprob_key is None else {"behaviour_logprob": self._logprobs(problem, len(ids))}
-        return TokenTree.from_nodes(
-            [-1, 0],
-            [Segment.prompt(prompt.token_ids), Segment.make(ids, origin=Origin.INJECTED, **known)],
-            [1],
-            [LeafStatus.STOP],
-            pictures=pictures_of(prompt, tokenizer),
-        )
 
-    def _logprobs(self, problem: Problem, count: int) -> Array:  # [count]
-        key = self.config.logprob_key
-        assert key is not None
+class _Reader:
+    """Makes the trees of a table."""
+
+    def __init__(self, config: DemonstrationsConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config, self.data, self.tokenizer = config, data, tokenizer
+        self.end = int(tokenizer.eos_token_id)
+
+    def trees(self) -> list[TokenTree]:
+        config, file = self.config, Path(self.config.path)
+        rows, keys = read_file(config.path, "demonstrations.path"), (config.prompt_key, config.response_key)
+        if config.messages_key is not None:
+            rows = [self._cut(row, f"Row {n} of '{file}'") for n, row in enumerate(rows)]
+        of_file = f"'{file}'", file.stem
+        problems = [
+            problem_of(row, *of_file, n, *keys, self.data.image_key, folder=file.parent) for n, row in enumerate(rows)
+        ]
+        return [self._tree(problem, problem.entry["answer"]) for problem in problems]
+
+    def _cut(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+        """Return a row with the prompt and the response of its whole conversation."""
+        messages = row.get(str(self.config.messages_key))
+        talk = messages if isinstance(messages, list) else []
+        roles = [m.get("role") if isinstance(m, dict) else None for m in talk]
+        if "assistant" not in roles[1:]:
+            raise UserError(
+                f"{where} needs a list of messages in column '{self.config.messages_key}' (demonstrations."
+                "messages_key), one of the assistant among them, and others before it."
+            )
+        first = roles.index("assistant")
+        return row | {self.config.prompt_key: talk[:first], self.config.response_key: talk[first:]}
+
+    def _tree(self, problem: Problem, answer: Any) -> TokenTree:
+        (prompt,) = make_prompts([problem], self.data, self.tokenizer)
+        answers = [answer]
+        if self.config.rejected_key is not None:
+            answers.append(problem.entry.get(self.config.rejected_key))
+        segments, parents, ends = [Segment.prompt(prompt.token_ids)], [-1], []
+        for one in answers:
+            above = 0
+            for segment in self._response(problem, prompt, one):
+                segments.append(segment)
+                parents.append(above)
+                above = len(segments) - 1
+            ends.append(above)
+        pictures = pictures_of(prompt, self.tokenizer)
+        tree = TokenTree.from_nodes(parents, segments, ends, [LeafStatus.STOP] * len(ends), pictures=pictures)
+        rows = tree.response_rows(0)
+        given = rows[tree.origin[rows] == Origin.INJECTED]
+        for key, column, name in (
+            (self.config.logprob_key, "behaviour_logprob", "logprob_key"),
+            (self.config.weight_key, "demonstration_weight", "weight_key"),
+        ):
+            if key is not None:
+                values = np.full(tree.num_tokens, np.nan if column == "behaviour_logprob" else 1.0, np.float32)
+                values[given] = self._numbers(problem, key, name, len(given))
+                tree.set(column, values)
+        tree.meta["demonstrations"] = self.config.name
+        return tree
+
+    def _response(self, problem: Problem, prompt: Prompt, answer: Any) -> list[Segment]:
+        """Return the segments of a response: those of the assistant are given, those between are observations."""
+        if isinstance(answer, str | int | float):
+            return [self._given(str(answer))]
+        messages = self._checked(problem, answer)
+        if not prompt.messages:
+            raise UserError(
+                f"The demonstration '{problem.id}' is a conversation, which the chat template writes; set data.chat."
+            )
+        found, said = [self._given(messages[0]["content"])], [*prompt.messages, messages[0]]
+        talk = conversation(self.tokenizer, [], [self.end])
+        places = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        try:
+            written = talk.begin(prompt.messages)
+            for last, turn in pairwise(places):
+                ids, written = talk.grow(said, written, messages[last + 1 : turn], self.end)
+                found += [Segment.make(ids, origin=Origin.OBSERVATION), self._given(messages[turn]["content"])]
+                said += messages[last + 1 : turn + 1]
+        except ValueError as error:
+            raise UserError(f"The demonstration '{problem.id}' cannot be written: {str(error).rstrip('.')}.") from error
+        return found
+
+    def _given(self, text: str) -> Segment:
+        ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.end]
+        return Segment.make(ids, origin=Origin.INJECTED)
+
+    def _checked(self, problem: Problem, answer: Any) -> list[dict[str, Any]]:
+        """Return the messages of a response.
+
+        Raises:
+            UserError: they are no conversation that begins and ends with a text of the assistant, between whose
+                messages are others.
+        """
+        messages = answer if isinstance(answer, list) else []
+        plain = all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages)
+        roles = [m.get("role") for m in messages] if plain else []
+        twice = ("assistant", "assistant") in pairwise(roles)
+        if not roles or roles[0] != "assistant" or roles[-1] != "assistant" or twice:
+            raise UserError(
+                f"The demonstration '{problem.id}' needs a response (demonstrations.response_key) that is a text, or a "
+                "list of messages with texts as contents that begins and ends with one of the assistant and has others "
+                "between two of them."
+            )
+        if any(m.get("tool_calls") for m in messages):
+            raise UserError(
+                f"The demonstration '{problem.id}' has a message with `tool_calls`; write the call into its text as "
+                "the model is to write it."
+            )
+        return [{"role": m["role"], "content": m["content"]} for m in messages]
+
+    def _numbers(self, problem: Problem, key: str, name: str, count: int) -> Array:  # [count], or one for all
+        weights = name == "weight_key"
         given = problem.entry.get(key)
         try:
             found = np.asarray(given, np.float64)
         except (TypeError, ValueError):
             found = np.zeros(0)
-        if found.shape != (count,) or not (np.isfinite(found).all() and (found <= 0).all()):
+        fits = found.shape == (count,) or (weights and found.shape == ())
+        in_range = (found >= 0 if weights else found <= 0).all()
+        if not (fits and np.isfinite(found).all() and in_range):
+            what = "weights (finite, at least 0; or one weight)" if weights else "log-probs (finite, at most 0)"
             raise UserError(
-                f"The demonstration '{problem.id}' needs {count} log-probs (finite, at most 0) in the column '{key}' "
-                f"(demonstrations.logprob_key), one for each token of its response and for the end token; it has "
+                f"The demonstration '{problem.id}' needs {count} {what} in the column '{key}' (demonstrations.{name}), "
+                f"one for each token of its response and for the end token; it has "
                 f"{found.size if found.ndim == 1 else 'other values'}."
             )
         return found

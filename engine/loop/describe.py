@@ -18,7 +18,9 @@ def describe_replay(trees: Sequence[TokenTree], updates: int, sums: Sums) -> Non
 
 
 def describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> None:
-    """Record lengths, reward spread and the tokens that sharing saved."""
+    """Record lengths, reward spread and the tokens that sharing saved; nothing of a step without rollouts."""
+    if not trees:
+        return
     length = np.concatenate([tree.response_length for tree in trees])
     sums.add_values("response_length/mean", length)
     sums.maximum("response_length/max", float(length.max()))

@@ -211,7 +211,7 @@ class Orchestrator:
         self._describe_lag(batch, sums)
         describe(trees, params.max_new_tokens, sums)
         self.console.phase("updating")
-        given = self.demonstrations.next() if self.demonstrations is not None else []
+        given = self.demonstrations.next()
         store, kept, replayed = self.parts.store, [], list[TokenTree]()
         if store is not None:
             kept, replayed = store.snapshot(batch), store.draw(step)
@@ -221,7 +221,8 @@ class Orchestrator:
         if store is not None:
             store.add(kept, trees, step)
         with self.watch.part("dump_rollout_generations"):
-            write_step(self.options.directory, step, batch)
+            if batch:
+                write_step(self.options.directory, step, batch)
         weights = self.learner.weights() if changed else None
         self.controller.end_step(batch, weights, self.learner.updates, self._others())
         self.controller.observe(batch, partial(self.learner.credit, step=step))
@@ -316,7 +317,7 @@ class Orchestrator:
         self._best = self._better(row)
         state: dict[str, Any] = {
             "best": self._best,
-            "demonstrations": None if self.demonstrations is None else self.demonstrations.state_dict(),
+            "demonstrations": self.demonstrations.state_dict(),
             "prompts": stream,
             "parts": states,
             "buffer": self.buffer.state_dict(),
@@ -364,8 +365,7 @@ class Orchestrator:
         self._row = state["metrics"] if saved.step else {}
         self.parts.context.at(saved.step + 1, self._row)
         self.learner.load(saved.learner, state["learner"])
-        if self.demonstrations is not None:
-            self.demonstrations.load_state_dict(state["demonstrations"])
+        self.demonstrations.load_state_dict(state["demonstrations"])
         self._best = None if state["best"] is None else (state["best"][0], state["best"][1])
         self._saved_step = saved.step
         own = Archive(_named(saved.tensors, OWN))

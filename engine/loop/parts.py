@@ -283,7 +283,7 @@ class Parts:
     evaluation: EvaluationParts
     rewards: Rewards
     check_rewards: Callable[[], str]
-    demonstrations: Demonstrations | None
+    demonstrations: Demonstrations
     console: Progress
     saved: Checkpoint | None = None
     replay: Path | None = None

@@ -29,6 +29,7 @@ from ..model.pictures import family_of
 from ..parts.calling import ask, call
 from ..parts.context import NotReadyError
 from ..programs import GroupState, RolloutProgram
+from ..settings import DemonstrationsConfig
 from ..train import checkpoint
 from ..train.terms import LossTerm
 from .prompts import Prompt
@@ -167,9 +168,9 @@ def check_terms(
     name: str,
     n: int,
     columns: Sequence[str],
-    given: TokenTree | None,
+    given: Sequence[TokenTree],
 ) -> None:
-    """Compute credit, every loss term and its gradient on two made-up groups, and on a made-up demonstration.
+    """Compute credit, every loss term and its gradient on two made-up groups, and on made-up demonstrations.
 
     Args:
         terms: the terms to test.
@@ -177,7 +178,7 @@ def check_terms(
         name: its configured name.
         n: number of responses of a group; at most 64 are made up.
         columns: token columns that roles and the policy score.
-        given: a demonstration; None: the run has none.
+        given: a demonstration of each table.
 
     Raises:
         UserError: the estimator fails or does not return finite numbers of the right shape, a selection fails, or an
@@ -193,8 +194,7 @@ def check_terms(
             f"algorithm.advantage = '{name}' sets no column value_target on {len(without)} of 2 trees, so that "
             '[roles.critic] has nothing to learn; use "gae", set the column, or leave the critic out.'
         )
-    others = [] if given is None else [given]
-    ready = []
+    others, ready = list(given), []
     for term in [term.now() for term in terms]:
         with suppress(NotReadyError):
             term.prepare(trees + others)
@@ -244,11 +244,17 @@ class _EveryReward(dict[str, Array]):
         return self["reward"]
 
 
-def made_up_demonstration(recorded: bool) -> TokenTree:
-    """Make a demonstration of two tokens, with log-probs if they are ``recorded``."""
-    known = {"behaviour_logprob": -1.0} if recorded else {}
-    response = Segment.make([1, 2], origin=Origin.INJECTED, **known)
-    return TokenTree.from_nodes([-1, 0], [Segment.prompt([0]), response], [1], [LeafStatus.STOP])
+def made_up_demonstration(table: DemonstrationsConfig) -> TokenTree:
+    """Make a demonstration of two tokens, with log-probs if the table has them; or a pair."""
+    known = {"behaviour_logprob": -1.0} if table.logprob_key is not None else {}
+    texts = [[1, 2]] if table.rejected_key is None else [[1, 2], [3]]
+    responses = [Segment.make(ids, origin=Origin.INJECTED, **known) for ids in texts]
+    leaves = list(range(1, 1 + len(texts)))
+    tree = TokenTree.from_nodes(
+        [-1, *(0 for _ in leaves)], [Segment.prompt([0]), *responses], leaves, [LeafStatus.STOP] * len(leaves)
+    )
+    tree.meta["demonstrations"] = table.name
+    return tree
 
 
 def _made_up(leaves: int, columns: Sequence[str], shift: int) -> TokenTree:

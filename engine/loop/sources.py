@@ -65,9 +65,9 @@ class PromptSource:
         self._waiting: list[dict[int, Problem]] = [{} for _ in config.tasks]  # those before it that were not chosen
         if config.source is not None:
             self._stream = UserProblems(config, context)
-        elif config.path is None:
+        elif config.tasks:
             self._stream = GymProblems(config.tasks, [TRAIN, seed])
-        else:
+        elif config.path is not None:
             problems = read_rows(config, config.path, "data.path")
             # all rows are checked now, so that one that is too long does not end a run after hours
             prompts = make_prompts(problems, config, tokenizer)

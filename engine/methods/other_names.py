@@ -13,7 +13,6 @@ OTHER_NAMES: dict[str, str] = {
     "dense_returns": "`algorithm.advantage = process`",
     "domain_ratio_batch": "`data.tasks.weight` is a task's share of the prompts; `loop.window` may shift it",
     "down_select": "`algorithm.select = most_varied`, `algorithm.select = consistent`, `recipe pods`",
-    "dpo": "`algorithm.terms.pairs = best_and_worst`, `recipe online_dpo`",
     "dump_ucb": "`data.curriculum = ucb`, `recipe dump`",
     "entropy_adaptive": "`algorithm.weight = towards`",
     "entropy_bonus": "`algorithm.objective_options` with `entropy_coef`",

@@ -22,6 +22,22 @@ def injected(tree: TokenTree) -> Array:  # [T]
     return tree.origin == Origin.INJECTED
 
 
+def demonstrated(tree: TokenTree, *, of: str | None = None) -> Array:  # [T]
+    """Select the tokens of demonstrations, those of the table ``of`` or of all tables, each with the weight that its
+    file gives it (`demonstrations.weight_key`); of a pair, the better response."""
+    if not _is_demonstration(tree, of):
+        return np.zeros(tree.num_tokens)
+    found = np.zeros(tree.num_tokens)
+    rows = tree.response_rows(0)  # of a pair, the better one
+    found[rows] = tree.demonstration_weight[rows]
+    return found * injected(tree)
+
+
+def _is_demonstration(tree: TokenTree, of: str | None) -> bool:
+    name = tree.meta.get("demonstrations")
+    return name is not None and of in (None, name)
+
+
 def sampled_and_given(tree: TokenTree) -> Array:  # [T]
     """Select the tokens in the loss and those that were given: with `demonstrate`, the solution is trained on as a
     member of the group (ViSurf). Ratios need ``algorithm.old_logprob = "recompute"``."""
@@ -125,6 +141,7 @@ def _rewards(tree: TokenTree) -> Array:  # [L] float64
 SELECTIONS: dict[str, Callable[..., Array]] = {
     "sampled": sampled,
     "injected": injected,
+    "demonstrated": demonstrated,
     "sampled_and_given": sampled_and_given,
     "sampled_and_uncertain": sampled_and_uncertain,
     "unaided": unaided,
@@ -179,8 +196,15 @@ def siblings(tree: TokenTree, *, gap: float = 0.0) -> list[tuple[int, int]]:
     return found
 
 
+def chosen_and_rejected(tree: TokenTree, *, of: str | None = None) -> list[tuple[int, int]]:
+    """Pair the two responses of a demonstration with a worse one (`demonstrations.rejected_key`), in the table ``of`` or
+    in all tables: a preference loss on a file of pairs, as in offline DPO."""
+    return [(0, 1)] if _is_demonstration(tree, of) and tree.num_leaves == 2 else []
+
+
 PAIRINGS: dict[str, Callable[..., Sequence[tuple[int, int]]]] = {
     "best_and_worst": best_and_worst,
     "every_unequal": every_unequal,
     "siblings": siblings,
+    "chosen_and_rejected": chosen_and_rejected,
 }

@@ -90,17 +90,37 @@ class RolesConfig(Section):
 
 
 class DemonstrationsConfig(Section):
+    name: str = "given"
+    """Name of the table, by which the selection `demonstrated` and the pairs `chosen_and_rejected` choose it."""
     path: str
     """Parquet or jsonl file of prompts and responses."""
     prompt_key: str = "prompt"
-    """Column with the problem, which is put into `data.template`."""
+    """Column with the problem, which is put into `data.template`; or a list of messages, with `data.chat`."""
     response_key: str = "response"
-    """Column with the response."""
+    """Column with the response: a text, or a list of messages that begins and ends with the assistant's, of which these
+    are trained on."""
+    rejected_key: str | None = None
+    """Column with a worse response, which a term compares with the first (`pairs = "chosen_and_rejected"`)."""
+    messages_key: str | None = None
+    """Column with a whole conversation, instead of a prompt and a response: it is trained on from the assistant's first
+    message on."""
+    weight_key: str | None = None
+    """Column with the weight of the response, or a list with one of each of its tokens and end tokens, 0 for those to
+    leave out; the selection `demonstrated` counts them. Default: 1."""
     logprob_key: str | None = None
     """Column with the log-probs of the response's tokens, the end token's last, under the policy that wrote it: a list
     of numbers, needed by objectives that weigh demonstrations by it, such as `pear`."""
     per_step: PositiveInt = 8
-    """Demonstrations of each step; a loss term trains on them with `select = "injected"`."""
+    """Demonstrations of each step; a loss term trains on them with `select = "demonstrated"`."""
+
+    @model_validator(mode="after")
+    def _columns_agree(self) -> Self:
+        if self.rejected_key is not None and (self.weight_key or self.logprob_key or self.messages_key):
+            raise ValueError(
+                f"`rejected_key` of the demonstrations '{self.name}' makes pairs, which have neither weights nor "
+                "log-probs and begin with a prompt; leave `weight_key`, `logprob_key` and `messages_key` out"
+            )
+        return self
 
 
 class ReplayConfig(Section):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from .algorithm import AlgorithmConfig, DemonstrationsConfig, ReplayConfig, RolesConfig
+from .algorithm import AlgorithmConfig, DemonstrationsConfig, ReplayConfig, RolesConfig, TermConfig
 from .policies import METRICS, PolicyConfig, PolicyName
 from .rewards import VERIFIERS, RewardConfig
 from .sampling import DataConfig, ModelConfig, RolloutConfig
@@ -43,8 +43,9 @@ class TrainConfig(Section):
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     roles: RolesConfig = RolesConfig()
-    demonstrations: DemonstrationsConfig | None = None
-    """Given responses, trained on together with the rollouts."""
+    demonstrations: tuple[DemonstrationsConfig, ...] = ()
+    """Given responses, trained on together with the rollouts, or alone with `trainer.prompts_per_step` = 0: a table, or
+    several."""
     replay: ReplayConfig | None = None
     """Groups of earlier steps, trained on again together with new ones."""
 
@@ -82,6 +83,58 @@ class TrainConfig(Section):
         if len(name.encode("utf-8", "replace")) > LONGEST_NAME or not name.isprintable():
             raise ValueError(f"it names a directory, so it must be printable and {LONGEST_NAME} bytes long at most")
         return name
+
+    @property
+    def judges(self) -> bool:
+        """True if the run has responses to judge: rollouts, or answers to held-out problems."""
+        return self.trainer.prompts_per_step > 0 or self.evaluation.problems > 0
+
+    @model_validator(mode="after")
+    def _demonstrations_are_told_apart(self) -> Self:
+        names = [table.name for table in self.demonstrations]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two tables of `demonstrations` are called '{twice[0]}'; give each a `name` of its own")
+        for term in (self.algorithm, *self.algorithm.terms):
+            options = {"demonstrated": term.select_options} if term.select == "demonstrated" else {}
+            if isinstance(term, TermConfig) and term.pairs == "chosen_and_rejected":
+                options = {"chosen_and_rejected": term.pairs_options}
+            for part, given in options.items():
+                if given.get("of", names[0] if names else None) not in names:
+                    raise ValueError(
+                        f"`{part}` chooses demonstrations '{given.get('of', '')}', and the tables of `demonstrations` "
+                        f"are called {', '.join(names) or 'nothing, as there are none'}"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _demonstrations_alone(self) -> Self:
+        """Check a run without rollouts."""
+        if self.trainer.prompts_per_step > 0:
+            if self.data.is_empty:
+                raise ValueError("give one of `data.tasks`, `data.path` and `data.source`, and none of them is given")
+            return self
+        if not self.demonstrations:
+            raise ValueError(
+                "`trainer.prompts_per_step` = 0 samples nothing, and there are no `demonstrations` to train on; give "
+                "one of them"
+            )
+        if self.data.is_empty and self.evaluation.problems and self.data.eval_path is None:
+            raise ValueError(
+                "`data` has no problems to hold out; name some in `data.eval_path`, or set `evaluation.problems` to 0"
+            )
+        refused = {
+            "loop.staleness above 0": self.loop.staleness > 0,
+            "loop.callback": self.loop.callback is not None,
+            "replay": self.replay is not None,
+            "data.curriculum": self.data.curriculum is not None,
+            "models": bool(self.models),
+        }
+        for key, given in refused.items():
+            if given:
+                raise ValueError(
+                    f"`trainer.prompts_per_step` = 0 samples nothing, so {key} has no effect; leave it out, or sample"
+                )
+        return self
 
     @model_validator(mode="after")
     def _one_process_trains_all_policies(self) -> Self:
@@ -169,7 +222,7 @@ class TrainConfig(Section):
             raise ValueError('`rollout.compile` is for `rollout.backend` = "native"; use `rollout.vllm_options`')
         longest = self.data.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)
         sequence = f"the longest sequence (`data.max_prompt_tokens` + `max_new_tokens` = {longest} tokens)"
-        if not self.data.tasks and "task" in self.reward.verifiers:
+        if self.judges and not self.data.tasks and "task" in self.reward.verifiers:
             key = "a verifier of `reward.parts`" if self.reward.parts else "`reward.verifier`"
             raise ValueError(
                 f'{key} is "task", which needs `data.tasks`; '
@@ -195,7 +248,8 @@ class TrainConfig(Section):
                 f"`model.lora.extrapolate` learns from every * (horizon + 1) = {needed} updates at least, and the run "
                 f"makes {updates}; raise `trainer.steps`, or lower one of them"
             )
-        if trainer.updates_per_step > trainer.prompts_per_step:
+        given = sum(table.per_step for table in self.demonstrations)
+        if trainer.updates_per_step > max(trainer.prompts_per_step, given):
             raise ValueError(
                 f"`trainer.updates_per_step` = {trainer.updates_per_step} needs at least as many prompts, and "
                 f"`trainer.prompts_per_step` is {trainer.prompts_per_step}"

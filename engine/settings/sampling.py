@@ -128,11 +128,16 @@ class DataConfig(Section):
             raise ValueError("it must contain {prompt}, the place where the problem goes")
         return template
 
+    @property
+    def is_empty(self) -> bool:
+        """True if there are no problems to sample responses to."""
+        return not self.tasks and self.path is None and self.source is None
+
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         given = [bool(self.tasks), self.path is not None, self.source is not None]
-        if sum(given) != 1:
-            found = "none of them is" if not any(given) else "both are" if sum(given) == 2 else "all are"
+        if sum(given) > 1:
+            found = "both are" if sum(given) == 2 else "all are"
             raise ValueError(f"give one of `data.tasks`, `data.path` and `data.source`, and {found} given")
         if self.eval_path is not None and self.tasks:
             raise ValueError(

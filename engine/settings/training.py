@@ -16,8 +16,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class TrainerSection(Section):
     steps: PositiveInt = 100
     """Steps of the run; each samples a batch of rollouts and updates the policy on it."""
-    prompts_per_step: PositiveInt = 32
-    """Prompts (trees) in the batch of a step."""
+    prompts_per_step: NonNegativeInt = 32
+    """Prompts (trees) in the batch of a step; 0: nothing is sampled, the run trains on `demonstrations` alone."""
     updates_per_step: PositiveInt = 1
     """Optimiser steps of each step, which divide its batch evenly; above 1 `algorithm.old_logprob` applies."""
     lr: PositiveFloat = TrainerConfig.lr

@@ -6,9 +6,9 @@
 entries go to `engine/rewards`. Read ``problem``, then ``files``.
 """
 
-from .files import problem_of, read_problems
+from .files import problem_of, read_file, read_problems
 from .games import Games
 from .gym import GymProblems
 from .problem import Problem
 
-__all__ = ["Games", "GymProblems", "Problem", "problem_of", "read_problems"]
+__all__ = ["Games", "GymProblems", "Problem", "problem_of", "read_file", "read_problems"]

@@ -25,6 +25,13 @@ def read_problems(path: str, key: str, prompt_key: str, answer_key: str, image_k
     Raises:
         UserError: the file is missing, unreadable, empty, of another kind, or lacks a column.
     """
+    keys, file = (prompt_key, answer_key, image_key), Path(path)
+    rows = read_file(path, key)
+    return [problem_of(row, f"'{path}'", file.stem, n, *keys, folder=file.parent) for n, row in enumerate(rows)]
+
+
+def read_file(path: str, key: str) -> list[dict[str, Any]]:
+    """Return all rows of ``path``; arguments and errors as for `read_problems`."""
     file = Path(path)
     if not file.is_file():
         raise UserError(f"There is no prompts file '{path}' ({key}); give a .parquet or .jsonl file.")
@@ -36,8 +43,7 @@ def read_problems(path: str, key: str, prompt_key: str, answer_key: str, image_k
         raise UserError(f"The prompts file '{path}' ({key}) is neither .parquet nor .jsonl; convert it to one of them.")
     if not rows:
         raise UserError(f"The prompts file '{path}' ({key}) has no rows.")
-    keys = prompt_key, answer_key, image_key
-    return [problem_of(row, f"'{path}'", file.stem, n, *keys, folder=file.parent) for n, row in enumerate(rows)]
+    return rows
 
 
 def problem_of(

@@ -200,7 +200,7 @@ class PairTerm:
         return bool(len(tree.meta[f"pairs/{self.name}"]))
 
     def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
-        return float(sum(len(tree.meta[f"pairs/{self.name}"]) for tree in trees))
+        return float(sum(len(tree.meta[f"pairs/{self.name}"]) for tree in [*trees, *given]))
 
     def on(self, batch: TreeBatch, normalizer: float, on_policy: bool, weight: float) -> LogprobTerm:
         found, leaves = [np.zeros((0, 2), np.int64)], 0
