@@ -197,8 +197,8 @@ def siblings(tree: TokenTree, *, gap: float = 0.0) -> list[tuple[int, int]]:
 
 
 def chosen_and_rejected(tree: TokenTree, *, of: str | None = None) -> list[tuple[int, int]]:
-    """Pair the two responses of a demonstration with a worse one (`demonstrations.rejected_key`), in the table ``of`` or
-    in all tables: a preference loss on a file of pairs, as in offline DPO."""
+    """Pair the two responses of a demonstration with a worse one (`demonstrations.rejected_key`), in the table ``of``
+    (default: in all): a preference loss on a file of pairs, as in offline DPO."""
     return [(0, 1)] if _is_demonstration(tree, of) and tree.num_leaves == 2 else []
 
 
