@@ -27,7 +27,8 @@ def check_old_logprobs(config: TrainConfig) -> None:
         UserError: sampling excludes tokens, and the loss uses the sampler's log-probs.
     """
     rollout = config.rollout
-    why = f"`trainer.updates_per_step` = {config.trainer.updates_per_step}"
+    key = "updates_per_step" if config.trainer.updates_per_step > 1 else "epochs"
+    why = f"`trainer.{key}` = {getattr(config.trainer, key)}"
     if corrects(config):
         why = f"`loop.staleness` = {config.loop.staleness} with loop.correction = '{config.loop.correction}'"
     elif config.replay is not None:
@@ -36,7 +37,7 @@ def check_old_logprobs(config: TrainConfig) -> None:
         why = f"`rollout.program` = '{rollout.program}', which may return tokens of older policies,"
     elif config.loop.train_context == "plain":
         why = "`loop.train_context` = 'plain'"
-    elif config.trainer.updates_per_step == 1:
+    elif config.trainer.updates == 1:
         return
     if rollout.top_p < 1 or rollout.top_k or rollout.min_p:
         raise UserError(

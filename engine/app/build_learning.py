@@ -91,6 +91,7 @@ def learning_parts(
         critic=critic(config, group, spread),
         temperature=config.rollout.temperature,
         updates_per_step=trainer.updates_per_step,
+        epochs=trainer.epochs,
         max_tokens=trainer.max_tokens,
         drop_zero_variance=config.algorithm.drop_zero_variance,
         self_check=trainer.self_check,
@@ -145,7 +146,7 @@ def rescores(config: TrainConfig) -> bool:
     The correction of the lag needs this only with several updates a step: the first starts from that same policy.
     """
     asked = config.algorithm.old_logprob == "recompute"
-    return asked or (corrects(config) and config.trainer.updates_per_step > 1)
+    return asked or (corrects(config) and config.trainer.updates > 1)
 
 
 def credit(config: TrainConfig, context: Context | None = None) -> CreditFunction:
@@ -231,7 +232,7 @@ def inert(config: TrainConfig) -> list[str]:
     Ratios are 1 where one update a step follows from the policy that sampled, and where the correction of the lag
     replaces the old policy by the current one.
     """
-    if config.trainer.updates_per_step > 1 or mixes_policies(config) or config.loop.train_context == "plain":
+    if config.trainer.updates > 1 or mixes_policies(config) or config.loop.train_context == "plain":
         return []
     lag = config.loop.staleness > 0
     if lag and (config.loop.correction == "none" or config.algorithm.old_logprob == "recompute"):
@@ -252,7 +253,7 @@ def inert(config: TrainConfig) -> list[str]:
         remedy = 'or loop.correction to "none", to compare with the sampler' if lag else "to let them act"
         found.append(
             f"Loss term '{term.name}': {why}, so every ratio is 1 and its {' and '.join(parts)} never act; set "
-            f"trainer.updates_per_step to 2 or more {remedy}."
+            f"trainer.updates_per_step or trainer.epochs to 2 or more {remedy}."
         )
     return found
 

@@ -102,9 +102,10 @@ class Learner(Learned):
         updated = False
         self.trainer.lr_scale = at_step(parts.lr_scale, step, self.metrics)
         self._record_schedules(step, sums)
-        for k in range(parts.updates_per_step):
-            share = slice(k, None, parts.updates_per_step)
-            updated |= self._one_update(kept[share], given[share], step, sums)
+        for k in range(parts.epochs * parts.updates_per_step):
+            again, place = divmod(k, parts.updates_per_step)
+            share = slice(place, None, parts.updates_per_step)
+            updated |= self._one_update(kept[share], given[share], step, sums, again=again > 0)
         self.model.eval()  # here, not at every step of the engine, because it takes as long as a layer
         self.metrics = sums.means()
         return updated
@@ -142,14 +143,18 @@ class Learner(Learned):
         given: list[TokenTree],
         step: int,
         sums: Sums,
+        *,
+        again: bool,
     ) -> bool:
+        """Make one update of a share of the batch; ``again``: an earlier pass has counted what the share leaves out."""
         with self.watch.part("pack"):
             weighed = [(t, w) for t, schedule in self.terms if (w := at_step(schedule, step, self.metrics))]
             rollouts = members
             if self.parts.drop_zero_variance and self.critic is None:  # which learns from every group
                 rollouts = [tree for tree in members if any(term.sees(tree) for term, _ in weighed)]
-            sums.count("filter/unseen_groups", len(members) - len(rollouts))
-            sums.count("filter/unseen_tokens", _sampled(members) - _sampled(rollouts))
+            if not again:
+                sums.count("filter/unseen_groups", len(members) - len(rollouts))
+                sums.count("filter/unseen_tokens", _sampled(members) - _sampled(rollouts))
             terms = [
                 Weighted(term, normalizer, weight)
                 for term, weight in weighed
@@ -159,7 +164,7 @@ class Learner(Learned):
             batches = self._packed(live)
         if not batches or not terms:
             sums.count("actor/empty_updates")
-            if self.critic is None:
+            if self.critic is None and not again:
                 sums.count("filter/unseen_tokens", _sampled(rollouts))
             if batches and self.critic is not None:  # it learns while the policy waits
                 self._teach_critic(batches, live, sums)

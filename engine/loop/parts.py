@@ -137,6 +137,8 @@ class LearningParts:
         shapings: functions that change rewards before they become credit, each with its name for messages.
         terms: the summands of the loss, each with the schedule of its weight.
         temperature: temperature of sampling and of the log-probs in the loss.
+        updates_per_step: updates of one pass over a batch.
+        epochs: passes over a batch.
         max_tokens: packed tokens of one micro-batch.
         drop_zero_variance: leave groups out of updates that no loss term and no critic learns from.
         inert: sentences about parts of loss terms that never act, told at the first update.
@@ -163,6 +165,7 @@ class LearningParts:
     critic: Critic | None
     temperature: float
     updates_per_step: int
+    epochs: int
     max_tokens: int
     drop_zero_variance: bool
     self_check: bool

@@ -326,6 +326,8 @@ FLAT: dict[str, tuple[Any, Any, str, Any]] = {
     "long_cot": (NORM, clipped(0.2, 0.2), "token", None),
     "miromind_m1": (NORM, clipped(0.2, 0.28), "token", None),
     "dars": (NORM, clipped(0.2, 0.2), "seq", None),
+    "dars_b": (NORM, clipped(0.2, 0.2), "seq", None),
+    "karl": (NORM, clipped(0.2, 0.2), "token", None),  # sampler and trainer agree here
     "dump": (NORM, clipped(0.2, 0.2), "seq", None),
 }
 """Advantage, loss of a token, mean over (tokens, responses' means or sums, or the longest responses), and KL."""
