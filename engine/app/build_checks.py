@@ -17,7 +17,7 @@ from ..parts.resolve import import_object, options_of
 from ..programs import PROGRAMS
 from ..settings import TrainConfig
 from .build_learning import FROM_ROLES, corrects, credit, loss_terms, mixes_policies, shapings
-from .build_statistics import read_columns
+from .build_statistics import given_columns, read_columns
 
 
 def check_old_logprobs(config: TrainConfig) -> None:
@@ -89,7 +89,9 @@ def check_learning(config: TrainConfig) -> None:
     of_credit = estimator, config.algorithm.advantage, config.rollout.n, columns
     shapings(config)
     given = config.demonstrations
-    demonstration = None if given is None else preflight.made_up_demonstration(given.logprob_key is not None)
+    demonstration = (
+        None if given is None else preflight.made_up_demonstration(given.logprob_key is not None, given_columns(config))
+    )
     preflight.check_terms([term for term, _ in loss_terms(config)], *of_credit, demonstration)
 
 

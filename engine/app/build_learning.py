@@ -40,7 +40,7 @@ from ..train.critic import Critic
 from ..train.group import ALONE, Group
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
 from ..train.user_term import FIELDS, UserTerm
-from .build_statistics import statistics
+from .build_statistics import given_columns, read_columns, statistics
 
 TERMS = "algorithm.terms."
 """Beginning of the keys of loss terms."""
@@ -70,6 +70,9 @@ def learning_parts(
     spread = spreading(config, group, model.device.type)
     spread(model)
     estimator, shaped, terms = credit(config, context), shapings(config, context), loss_terms(config, context)
+    scoring = roles(config, model, spread)
+    reference = next((role for role in scoring if role.column == "ref_logprob"), None)
+    prepared = [estimator, *(shaping for _, shaping in shaped)]
     functions: dict[str, Any] = {"algorithm.advantage": estimator, **dict(shaped)}
     functions |= {f"{TERMS}{term.name}": getattr(term, "own", None) for term, _ in terms}
     return LearningParts(
@@ -84,10 +87,8 @@ def learning_parts(
             "loop.temperature_scale", loop.temperature_scale, loop.temperature_scale_options
         ),
         length_scale=find_schedule("loop.length_scale", loop.length_scale, loop.length_scale_options),
-        roles=[
-            *statistics(config, model, [estimator, *(shaping for _, shaping in shaped)]),
-            *roles(config, model, spread),
-        ],
+        roles=[*statistics(read_columns(config), model, prepared, reference), *scoring],
+        given_roles=statistics(given_columns(config), model, prepared, reference),
         critic=critic(config, group, spread),
         temperature=config.rollout.temperature,
         updates_per_step=trainer.updates_per_step,

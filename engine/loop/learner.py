@@ -25,6 +25,7 @@ from ..methods.shaping import shape_rewards
 from ..model import varlen
 from ..model.lora import Merged
 from ..model.pictures import both_ways
+from ..model.roles import Role
 from ..model.self_check import skip_check, tree_error, trees_fit
 from ..rollout import SamplingParams
 from ..rollout.sampler import WeightSource
@@ -97,6 +98,8 @@ class Learner(Learned):
             if parts.replay_routes:
                 for tree in kept:
                     sums.add_values("training/unknown_routes", _unknown_routes(tree))
+        self._let_score(parts.given_roles, given, self.temperature(step))
+        with self.watch.part("pack"):
             for term, _ in self.terms:
                 term.prepare(kept + given)
         updated = False
@@ -287,22 +290,25 @@ class Learner(Learned):
 
     def score(self, trees: Sequence[TokenTree], temperature: float) -> None:
         """Let the roles and the critic score ``trees`` into their columns."""
-        if not trees:
-            return
-        with self.watch.part("old_log_prob"):
-            if self.roles:
-                for role in self.roles:
-                    role.prepare(trees)
-                flat = self._shares_nothing(trees)
-                batches = self._to_score(trees, in_pieces=self._in_pieces and not flat, flat=flat)
-                for role in self.roles:
-                    role.score(trees, batches, temperature=temperature)
-                    for column in role.columns:
-                        self._exchange(trees, batches, column)
-            if self.critic is not None:
+        self._let_score(self.roles, trees, temperature)
+        if trees and self.critic is not None:
+            with self.watch.part("old_log_prob"):
                 batches = self._to_score(trees)
                 self.critic.score(trees, batches)
                 self._exchange(trees, batches, "value")
+
+    def _let_score(self, roles: Sequence[Role], trees: Sequence[TokenTree], temperature: float) -> None:
+        if not trees or not roles:
+            return
+        with self.watch.part("old_log_prob"):
+            for role in roles:
+                role.prepare(trees)
+            flat = self._shares_nothing(trees)
+            batches = self._to_score(trees, in_pieces=self._in_pieces and not flat, flat=flat)
+            for role in roles:
+                role.score(trees, batches, temperature=temperature)
+                for column in role.columns:
+                    self._exchange(trees, batches, column)
 
     def _to_score(self, trees: Sequence[TokenTree], *, in_pieces: bool = False, flat: bool = False) -> list[TreeBatch]:
         """Pack the trees that this rank scores."""

@@ -135,6 +135,8 @@ class LearningParts:
     Attributes:
         credit_name: the configured name of ``credit``, for messages.
         shapings: functions that change rewards before they become credit, each with its name for messages.
+        roles: score rollouts.
+        given_roles: score demonstrations, in columns that loss terms read; none of them has weights of its own.
         terms: the summands of the loss, each with the schedule of its weight.
         temperature: temperature of sampling and of the log-probs in the loss.
         updates_per_step: updates of one pass over a batch.
@@ -162,6 +164,7 @@ class LearningParts:
     temperature_scale: Schedule
     length_scale: Schedule
     roles: Sequence[Role]
+    given_roles: Sequence[Role]
     critic: Critic | None
     temperature: float
     updates_per_step: int

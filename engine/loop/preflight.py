@@ -244,11 +244,13 @@ class _EveryReward(dict[str, Array]):
         return self["reward"]
 
 
-def made_up_demonstration(recorded: bool) -> TokenTree:
-    """Make a demonstration of two tokens, with log-probs if they are ``recorded``."""
+def made_up_demonstration(recorded: bool, columns: Sequence[str]) -> TokenTree:
+    """Make a demonstration of two tokens with scores in ``columns``, and with log-probs if they are ``recorded``."""
     known = {"behaviour_logprob": -1.0} if recorded else {}
     response = Segment.make([1, 2], origin=Origin.INJECTED, **known)
-    return TokenTree.from_nodes([-1, 0], [Segment.prompt([0]), response], [1], [LeafStatus.STOP])
+    tree = TokenTree.from_nodes([-1, 0], [Segment.prompt([0]), response], [1], [LeafStatus.STOP])
+    _score(tree, columns)
+    return tree
 
 
 def _made_up(leaves: int, columns: Sequence[str], shift: int) -> TokenTree:
@@ -258,7 +260,13 @@ def _made_up(leaves: int, columns: Sequence[str], shift: int) -> TokenTree:
     tree.rewards = _EveryReward(reward=((np.arange(leaves) + shift) % 2).astype(np.float32))
     for column in ("entropy", "proximal_logprob"):
         tree.set(column, np.full(tree.num_tokens, 0.5 if column == "entropy" else -1.0))
-    for column in columns:
-        tree.set(column, np.full(tree.num_tokens, 0.5 if column in ("policy_entropy", "policy_sum_p2") else -1.0))
+    _score(tree, columns)
     tree.meta |= {"prompt_id": f"made-up/{shift}", "task": "made-up", "prompt_text": ""}
     return tree
+
+
+def _score(tree: TokenTree, columns: Sequence[str]) -> None:
+    """Make up what a role or the policy scores in ``columns``."""
+    for column in columns:
+        above = column in ("policy_entropy", "policy_sum_p2", "policy_kl")
+        tree.set(column, np.full(tree.num_tokens, 0.5 if above else -1.0))
