@@ -263,7 +263,7 @@ def check(config: TrainConfig, loss: Objective) -> None:
         (algorithm.advantage not in SCALES or algorithm.advantage_options, "algorithm.advantage"),
         (loss.aggregation not in LOSSES or loss.surrogate != "ppo", "algorithm.objective"),
         (algorithm.select or algorithm.terms or algorithm.weight != 1.0, "algorithm.select, terms or weight"),
-        (config.trainer.updates_per_step > 1, "trainer.updates_per_step"),
+        (config.trainer.updates > 1, "trainer.updates_per_step or trainer.epochs"),
         (config.trainer.lr_scale != 1.0, "trainer.lr_scale"),
         (config.rollout.stop, "rollout.stop"),
         (config.data.tools, "data.tools"),

@@ -17,7 +17,7 @@ from ..parts.resolve import import_object, options_of
 from ..programs import PROGRAMS
 from ..settings import TrainConfig
 from .build_learning import FROM_ROLES, corrects, credit, loss_terms, mixes_policies, shapings
-from .build_statistics import read_columns
+from .build_statistics import given_columns, read_columns
 
 
 def check_old_logprobs(config: TrainConfig) -> None:
@@ -27,7 +27,8 @@ def check_old_logprobs(config: TrainConfig) -> None:
         UserError: sampling excludes tokens, and the loss uses the sampler's log-probs.
     """
     rollout = config.rollout
-    why = f"`trainer.updates_per_step` = {config.trainer.updates_per_step}"
+    key = "updates_per_step" if config.trainer.updates_per_step > 1 else "epochs"
+    why = f"`trainer.{key}` = {getattr(config.trainer, key)}"
     if corrects(config):
         why = f"`loop.staleness` = {config.loop.staleness} with loop.correction = '{config.loop.correction}'"
     elif config.replay is not None:
@@ -36,7 +37,7 @@ def check_old_logprobs(config: TrainConfig) -> None:
         why = f"`rollout.program` = '{rollout.program}', which may return tokens of older policies,"
     elif config.loop.train_context == "plain":
         why = "`loop.train_context` = 'plain'"
-    elif config.trainer.updates_per_step == 1:
+    elif config.trainer.updates == 1:
         return
     if rollout.top_p < 1 or rollout.top_k or rollout.min_p:
         raise UserError(
@@ -87,7 +88,8 @@ def check_learning(config: TrainConfig) -> None:
     estimator = credit(config)  # first, as its file may declare the columns that terms read
     of_credit = estimator, config.algorithm.advantage, config.rollout.n, columns
     shapings(config)
-    given = [preflight.made_up_demonstration(table) for table in config.demonstrations]
+    scored = given_columns(config) + (["ref_logprob"] if config.roles.reference is not None else [])
+    given = [preflight.made_up_demonstration(table, scored) for table in config.demonstrations]
     preflight.check_terms([term for term, _ in loss_terms(config)], *of_credit, given)
 
 

@@ -40,7 +40,7 @@ from ..train.critic import Critic
 from ..train.group import ALONE, Group
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
 from ..train.user_term import FIELDS, UserTerm
-from .build_statistics import statistics
+from .build_statistics import given_columns, read_columns, statistics
 
 TERMS = "algorithm.terms."
 """Beginning of the keys of loss terms."""
@@ -70,6 +70,11 @@ def learning_parts(
     spread = spreading(config, group, model.device.type)
     spread(model)
     estimator, shaped, terms = credit(config, context), shapings(config, context), loss_terms(config, context)
+    scoring = roles(config, model, spread)
+    reference = next((role for role in scoring if role.column == "ref_logprob"), None)
+    compares = config.demonstrations and any(_compares_demonstrations(term) for term, _ in terms)
+    compared = [reference] if compares and reference is not None else []
+    prepared = [estimator, *(shaping for _, shaping in shaped)]
     functions: dict[str, Any] = {"algorithm.advantage": estimator, **dict(shaped)}
     functions |= {f"{TERMS}{term.name}": getattr(term, "own", None) for term, _ in terms}
     return LearningParts(
@@ -84,13 +89,12 @@ def learning_parts(
             "loop.temperature_scale", loop.temperature_scale, loop.temperature_scale_options
         ),
         length_scale=find_schedule("loop.length_scale", loop.length_scale, loop.length_scale_options),
-        roles=[
-            *statistics(config, model, [estimator, *(shaping for _, shaping in shaped)]),
-            *roles(config, model, spread),
-        ],
+        roles=[*statistics(read_columns(config), model, prepared, reference), *scoring],
+        given_roles=[*statistics(given_columns(config), model, prepared, reference), *compared],
         critic=critic(config, group, spread),
         temperature=config.rollout.temperature,
         updates_per_step=trainer.updates_per_step,
+        epochs=trainer.epochs,
         max_tokens=trainer.max_tokens,
         drop_zero_variance=config.algorithm.drop_zero_variance,
         self_check=trainer.self_check,
@@ -102,6 +106,13 @@ def learning_parts(
         trajectory=trajectory(config),
         stateful=stateful(functions),
     )
+
+
+def _compares_demonstrations(term: LossTerm) -> bool:
+    """Return True if the term may compare given tokens with the reference."""
+    if isinstance(term, TokenTerm):
+        return term.select is not None and "ref_logprob" in term.objective.needs_fields
+    return True
 
 
 def trajectory(config: TrainConfig) -> Trajectory | None:
@@ -145,7 +156,7 @@ def rescores(config: TrainConfig) -> bool:
     The correction of the lag needs this only with several updates a step: the first starts from that same policy.
     """
     asked = config.algorithm.old_logprob == "recompute"
-    return asked or (corrects(config) and config.trainer.updates_per_step > 1)
+    return asked or (corrects(config) and config.trainer.updates > 1)
 
 
 def credit(config: TrainConfig, context: Context | None = None) -> CreditFunction:
@@ -231,7 +242,7 @@ def inert(config: TrainConfig) -> list[str]:
     Ratios are 1 where one update a step follows from the policy that sampled, and where the correction of the lag
     replaces the old policy by the current one.
     """
-    if config.trainer.updates_per_step > 1 or mixes_policies(config) or config.loop.train_context == "plain":
+    if config.trainer.updates > 1 or mixes_policies(config) or config.loop.train_context == "plain":
         return []
     lag = config.loop.staleness > 0
     if lag and (config.loop.correction == "none" or config.algorithm.old_logprob == "recompute"):
@@ -252,7 +263,7 @@ def inert(config: TrainConfig) -> list[str]:
         remedy = 'or loop.correction to "none", to compare with the sampler' if lag else "to let them act"
         found.append(
             f"Loss term '{term.name}': {why}, so every ratio is 1 and its {' and '.join(parts)} never act; set "
-            f"trainer.updates_per_step to 2 or more {remedy}."
+            f"trainer.updates_per_step or trainer.epochs to 2 or more {remedy}."
         )
     return found
 

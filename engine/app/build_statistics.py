@@ -1,56 +1,87 @@
-"""Finds the columns of the policy's statistics that a run's parts read, and makes the pass that writes them."""
+"""Finds the columns of the policy's statistics that a run's parts read, and makes the passes that write them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..data.statistics import OF_IDS, STATISTIC, columns_read
+from ..data.statistics import DIVERGENCE, OF_IDS, STATISTIC, columns_read
+from ..errors import UserError
 from ..methods.advantages import ADVANTAGES
 from ..methods.budgets import CURRICULA
 from ..methods.losses import LOSSES
 from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS
+from ..model.divergence import Divergence
 from ..model.roles import Role
 from ..model.statistics import PolicyStatistics
 from ..settings import TrainConfig
+
+Named = tuple[str, str | None, Mapping[str, Callable[..., Any]]]
+"""A key of the configuration, the name that it gives, and the shipped parts of its kind."""
 
 
 def read_columns(config: TrainConfig) -> list[str]:
     """Return the columns of the policy's statistics that the run's parts read, each once.
 
     Raises:
-        UserError: as for `columns_read`.
+        UserError: as for `columns_read`; or a part reads the divergence from a reference that the run does not have.
     """
-    algorithm = config.algorithm
-    named: list[tuple[str, str | None, Mapping[str, Callable[..., Any]]]] = [
-        ("algorithm.advantage", algorithm.advantage, ADVANTAGES),
-        ("algorithm.select", algorithm.select, SELECTIONS),
+    named: list[Named] = [
+        ("algorithm.advantage", config.algorithm.advantage, ADVANTAGES),
         ("data.curriculum", config.data.curriculum, CURRICULA),
     ]
     named += [("reward.shaping", shaping.name, SHAPINGS) for shaping in config.reward.shaping]
-    for term in algorithm.terms:
+    return _columns(config, [*named, *_of_terms(config)])
+
+
+def given_columns(config: TrainConfig) -> list[str]:
+    """Return the columns of the policy's statistics that the run's loss terms read of demonstrations, each once.
+
+    Raises:
+        UserError: as for `read_columns`.
+    """
+    return _columns(config, _of_terms(config)) if config.demonstrations else []
+
+
+def _of_terms(config: TrainConfig) -> list[Named]:
+    named: list[Named] = [("algorithm.select", config.algorithm.select, SELECTIONS)]
+    for term in config.algorithm.terms:
         key = f"algorithm.terms.{term.name}"
         named += [(f"{key}.select", term.select, SELECTIONS), (f"{key}.loss", term.loss, LOSSES)]
         named.append((f"{key}.pairs", term.pairs, PAIRINGS))
-    return list(dict.fromkeys(column for one in named for column in columns_read(*one)))
+    return named
 
 
-def statistics(config: TrainConfig, model: PreTrainedModel, parts: Sequence[Any]) -> list[Role]:
-    """Return the policy's pass that writes what the run's parts read; none if they read nothing.
+def _columns(config: TrainConfig, named: Iterable[Named]) -> list[str]:
+    found: dict[str, None] = {}
+    for key, name, known in named:
+        columns = columns_read(key, name, known)
+        if DIVERGENCE in columns and config.roles.reference is None:
+            raise UserError(f"{key} = '{name}' reads the column {DIVERGENCE}; give the run a [roles.reference].")
+        found |= dict.fromkeys(columns)
+    return list(found)
+
+
+def statistics(
+    columns: Sequence[str], model: PreTrainedModel, parts: Sequence[Any], reference: Role | None
+) -> list[Role]:
+    """Return the passes that write ``columns`` of the policy's statistics; none if there are none.
 
     Args:
         parts: the estimator and the shapings, whose method ``prepare`` may set columns of ids.
+        reference: needed for the divergence.
 
     Raises:
         UserError: a part reads what the policy does not compute.
     """
-    columns = read_columns(config)
-    if not columns:
-        return []
     ids = {column: column.removeprefix(OF_IDS) for column in columns if column.startswith(OF_IDS)}
-    own = {column: STATISTIC[column] for column in columns if column not in ids}
+    own = {column: STATISTIC[column] for column in columns if column in STATISTIC}
     prepare = [part.prepare for part in parts if ids and hasattr(part, "prepare")]
-    return [PolicyStatistics(model, own, ids, prepare)]
+    found: list[Role] = [PolicyStatistics(model, own, ids, prepare)] if own or ids else []
+    if DIVERGENCE in columns:
+        assert reference is not None
+        found.append(Divergence(model, reference))
+    return found

@@ -121,10 +121,11 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     if config.reward.hosts:
         yield f"reward hosts       {config.reward.hosts} processes of Ray on {cluster}"
     packed = most + trainer.prompts_per_step * config.data.max_prompt_tokens
+    passes = f" in {trainer.epochs} passes over the batch" if trainer.epochs > 1 else ""
     yield (
         f"update             {main.surrogate} loss, {main.aggregation}; at most "
         f"{math.ceil(packed / trainer.max_tokens)} micro-batches of {trainer.max_tokens} packed tokens, "
-        f"{trainer.updates_per_step} optimiser step(s)"
+        f"{trainer.updates} optimiser step(s){passes}"
     )
     for sentence in inert(config):
         yield f"never acts         {sentence}"

@@ -109,7 +109,7 @@ def modelled(config: TrainConfig, sizes: ModelSizes, device: str) -> Rates:
             f"{NETWORK / 1e9:g} GB/s (assumed); verdicts take no time (assumed).",
         ),
         engine=times,
-        trainer=Scored(times, roles) if roles else times,
+        trainer=Scored(times, roles, config.trainer.epochs),
         lengths=lengths,
         mean_length=float(np.mean([length for seed in range(500) for length in lengths(seed, config.rollout.n)])),
         prompt=prompt,
@@ -121,10 +121,12 @@ def modelled(config: TrainConfig, sizes: ModelSizes, device: str) -> Rates:
 
 @dataclass(frozen=True)
 class Scored:
-    """`Times` of updates before which other models score the rollouts: each a forward pass, a third of an update."""
+    """`Times` of updates that pass over a batch several times, after other models have scored it: each a forward pass,
+    a third of a pass of an update."""
 
     times: Times
     models: int
+    epochs: int
 
     def steps(self, load: Any, count: int) -> float:
         """See `Times.steps`."""
@@ -132,7 +134,7 @@ class Scored:
 
     def update(self, groups: Sequence[Sequence[int]]) -> float:
         """See `Times.update`."""
-        return self.times.update(groups) * (1 + self.models / 3)
+        return self.times.update(groups) * (self.epochs + self.models / 3)
 
 
 def broadcast_s(size: float, engines: int) -> float:
@@ -162,7 +164,8 @@ def measured(config: TrainConfig, run: Path) -> Rates:
     groups, prompt = _recorded(run)
     lengths = _cycled(groups)
     responses = theirs["prompts_per_step"] * theirs["n"] * len(rows)
-    rates = MeasuredRates(decoding / steps, update * theirs["ranks"] / tokens, prompt)
+    passes = config.trainer.epochs / theirs["epochs"]
+    rates = MeasuredRates(decoding / steps, update * theirs["ranks"] / tokens * passes, prompt)
     sync = total["timing_s/sync"] / len(rows)
 
     return Rates(
@@ -216,6 +219,7 @@ def _their_settings(run: Path) -> dict[str, int]:
             "max_batch_rows": document["rollout"]["max_batch_rows"],
             "prompts_per_step": document["trainer"]["prompts_per_step"],
             "ranks": document["trainer"]["ranks"],
+            "epochs": document["trainer"].get("epochs", 1),
             "workers": document["reward"]["workers"],
         }
     except (OSError, ValueError) as error:

@@ -6,8 +6,10 @@
     surprising.reads = ("policy_entropy",)
 
 The policy computes them in one pass before the step's updates, at the temperature of training, for every response
-token, given ones too. They are in place when rewards are shaped. ``policy_logprob/NAME`` is the log-prob of the ids in
-the token column ``NAME`` (-1: none), which the part's method ``prepare(trees)`` sets before that pass.
+token, given ones too; on demonstrations those that loss terms read. They are in place when rewards are shaped, and on
+demonstrations when terms select. ``policy_kl`` needs a reference, and costs a pass of the policy and one of that.
+``policy_logprob/NAME`` is the log-prob of the ids in the token column ``NAME`` (-1: none), which the part's method
+``prepare(trees)`` sets before that pass.
 """
 
 from __future__ import annotations
@@ -30,11 +32,14 @@ STATISTIC = {
 """Statistics of the head by the column that holds them."""
 OF_IDS = "policy_logprob/"
 """Begins the column of the log-probs of other ids than the tokens' own."""
+DIVERGENCE = "policy_kl"
+"""The column of the policy's divergence from the reference."""
 _MEANING = {
     "policy_logprob": "log-probability under the policy before the step's updates",
     "policy_entropy": "entropy of the policy's distribution before the step's updates",
     "policy_sum_p2": "sum over the vocabulary of the policy's squared probabilities before the step's updates",
     "policy_mean_logprob": "mean over the vocabulary of the policy's log-probabilities before the step's updates",
+    DIVERGENCE: "KL divergence of the policy's distribution before the step's updates from the reference's",
 }
 for _name, _meaning in _MEANING.items():
     declare(Column(_name, np.float32, "token", _meaning, fill=np.nan, merge="first", to_device=True))
@@ -61,10 +66,10 @@ def columns_read(key: str, name: str | None, known: Mapping[str, Callable[..., A
     part = None if name is None else known[name] if name in known else import_object(name) if ":" in name else None
     found = tuple(getattr(part, "reads", ()))
     for column in found:
-        if not isinstance(column, str) or (column not in STATISTIC and not column.startswith(OF_IDS)):
+        if not isinstance(column, str) or (column not in _MEANING and not column.startswith(OF_IDS)):
             raise UserError(
                 f"{key} = '{name}' reads {column!r}, which the policy does not compute; `reads` may name "
-                f"{', '.join(STATISTIC)}, or {OF_IDS}NAME for the ids in a column NAME."
+                f"{', '.join(_MEANING)}, or {OF_IDS}NAME for the ids in a column NAME."
             )
         if column.startswith(OF_IDS):
             of_ids(f"{key} = '{name}'", column)

@@ -25,6 +25,7 @@ from ..methods.shaping import shape_rewards
 from ..model import varlen
 from ..model.lora import Merged
 from ..model.pictures import both_ways
+from ..model.roles import Role
 from ..model.self_check import skip_check, tree_error, trees_fit
 from ..rollout import SamplingParams
 from ..rollout.sampler import WeightSource
@@ -97,14 +98,17 @@ class Learner(Learned):
             if parts.replay_routes:
                 for tree in kept:
                     sums.add_values("training/unknown_routes", _unknown_routes(tree))
+        self._let_score(parts.given_roles, given, self.temperature(step))
+        with self.watch.part("pack"):
             for term, _ in self.terms:
                 term.prepare(kept + given)
         updated = False
         self.trainer.lr_scale = at_step(parts.lr_scale, step, self.metrics)
         self._record_schedules(step, sums)
-        for k in range(parts.updates_per_step):
-            share = slice(k, None, parts.updates_per_step)
-            updated |= self._one_update(kept[share], given[share], step, sums)
+        for k in range(parts.epochs * parts.updates_per_step):
+            again, place = divmod(k, parts.updates_per_step)
+            share = slice(place, None, parts.updates_per_step)
+            updated |= self._one_update(kept[share], given[share], step, sums, again=again > 0)
         self.model.eval()  # here, not at every step of the engine, because it takes as long as a layer
         self.metrics = sums.means()
         return updated
@@ -142,14 +146,18 @@ class Learner(Learned):
         given: list[TokenTree],
         step: int,
         sums: Sums,
+        *,
+        again: bool,
     ) -> bool:
+        """Make one update of a share of the batch; ``again``: an earlier pass has counted what the share leaves out."""
         with self.watch.part("pack"):
             weighed = [(t, w) for t, schedule in self.terms if (w := at_step(schedule, step, self.metrics))]
             rollouts = members
             if self.parts.drop_zero_variance and self.critic is None:  # which learns from every group
                 rollouts = [tree for tree in members if any(term.sees(tree) for term, _ in weighed)]
-            sums.count("filter/unseen_groups", len(members) - len(rollouts))
-            sums.count("filter/unseen_tokens", _sampled(members) - _sampled(rollouts))
+            if not again:
+                sums.count("filter/unseen_groups", len(members) - len(rollouts))
+                sums.count("filter/unseen_tokens", _sampled(members) - _sampled(rollouts))
             terms = [
                 Weighted(term, normalizer, weight)
                 for term, weight in weighed
@@ -159,7 +167,7 @@ class Learner(Learned):
             batches = self._packed(live)
         if not batches or not terms:
             sums.count("actor/empty_updates")
-            if self.critic is None:
+            if self.critic is None and not again:
                 sums.count("filter/unseen_tokens", _sampled(rollouts))
             if batches and self.critic is not None:  # it learns while the policy waits
                 self._teach_critic(batches, live, sums)
@@ -282,22 +290,25 @@ class Learner(Learned):
 
     def score(self, trees: Sequence[TokenTree], temperature: float) -> None:
         """Let the roles and the critic score ``trees`` into their columns."""
-        if not trees:
-            return
-        with self.watch.part("old_log_prob"):
-            if self.roles:
-                for role in self.roles:
-                    role.prepare(trees)
-                flat = self._shares_nothing(trees)
-                batches = self._to_score(trees, in_pieces=self._in_pieces and not flat, flat=flat)
-                for role in self.roles:
-                    role.score(trees, batches, temperature=temperature)
-                    for column in role.columns:
-                        self._exchange(trees, batches, column)
-            if self.critic is not None:
+        self._let_score(self.roles, trees, temperature)
+        if trees and self.critic is not None:
+            with self.watch.part("old_log_prob"):
                 batches = self._to_score(trees)
                 self.critic.score(trees, batches)
                 self._exchange(trees, batches, "value")
+
+    def _let_score(self, roles: Sequence[Role], trees: Sequence[TokenTree], temperature: float) -> None:
+        if not trees or not roles:
+            return
+        with self.watch.part("old_log_prob"):
+            for role in roles:
+                role.prepare(trees)
+            flat = self._shares_nothing(trees)
+            batches = self._to_score(trees, in_pieces=self._in_pieces and not flat, flat=flat)
+            for role in roles:
+                role.score(trees, batches, temperature=temperature)
+                for column in role.columns:
+                    self._exchange(trees, batches, column)
 
     def _to_score(self, trees: Sequence[TokenTree], *, in_pieces: bool = False, flat: bool = False) -> list[TreeBatch]:
         """Pack the trees that this rank scores."""

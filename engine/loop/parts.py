@@ -135,8 +135,12 @@ class LearningParts:
     Attributes:
         credit_name: the configured name of ``credit``, for messages.
         shapings: functions that change rewards before they become credit, each with its name for messages.
+        roles: score rollouts.
+        given_roles: score demonstrations, in columns that loss terms read; those with weights of their own are among `roles`.
         terms: the summands of the loss, each with the schedule of its weight.
         temperature: temperature of sampling and of the log-probs in the loss.
+        updates_per_step: updates of one pass over a batch.
+        epochs: passes over a batch.
         max_tokens: packed tokens of one micro-batch.
         drop_zero_variance: leave groups out of updates that no loss term and no critic learns from.
         inert: sentences about parts of loss terms that never act, told at the first update.
@@ -160,9 +164,11 @@ class LearningParts:
     temperature_scale: Schedule
     length_scale: Schedule
     roles: Sequence[Role]
+    given_roles: Sequence[Role]
     critic: Critic | None
     temperature: float
     updates_per_step: int
+    epochs: int
     max_tokens: int
     drop_zero_variance: bool
     self_check: bool

@@ -244,8 +244,9 @@ class _EveryReward(dict[str, Array]):
         return self["reward"]
 
 
-def made_up_demonstration(table: DemonstrationsConfig) -> TokenTree:
-    """Make a demonstration of two tokens, with log-probs if the table has them; or a pair."""
+def made_up_demonstration(table: DemonstrationsConfig, columns: Sequence[str]) -> TokenTree:
+    """Make a demonstration of two tokens, or a pair, with scores in ``columns``, and with log-probs if the table has
+    them."""
     known = {"behaviour_logprob": -1.0} if table.logprob_key is not None else {}
     texts = [[1, 2]] if table.rejected_key is None else [[1, 2], [3]]
     responses = [Segment.make(ids, origin=Origin.INJECTED, **known) for ids in texts]
@@ -254,6 +255,7 @@ def made_up_demonstration(table: DemonstrationsConfig) -> TokenTree:
         [-1, *(0 for _ in leaves)], [Segment.prompt([0]), *responses], leaves, [LeafStatus.STOP] * len(leaves)
     )
     tree.meta["demonstrations"] = table.name
+    _score(tree, columns)
     return tree
 
 
@@ -264,7 +266,13 @@ def _made_up(leaves: int, columns: Sequence[str], shift: int) -> TokenTree:
     tree.rewards = _EveryReward(reward=((np.arange(leaves) + shift) % 2).astype(np.float32))
     for column in ("entropy", "proximal_logprob"):
         tree.set(column, np.full(tree.num_tokens, 0.5 if column == "entropy" else -1.0))
-    for column in columns:
-        tree.set(column, np.full(tree.num_tokens, 0.5 if column in ("policy_entropy", "policy_sum_p2") else -1.0))
+    _score(tree, columns)
     tree.meta |= {"prompt_id": f"made-up/{shift}", "task": "made-up", "prompt_text": ""}
     return tree
+
+
+def _score(tree: TokenTree, columns: Sequence[str]) -> None:
+    """Make up what a role or the policy scores in ``columns``."""
+    for column in columns:
+        above = column in ("policy_entropy", "policy_sum_p2", "policy_kl")
+        tree.set(column, np.full(tree.num_tokens, 0.5 if above else -1.0))

@@ -10,6 +10,7 @@ from ..data.columns import Array
 from ..data.segment import Origin
 from ..data.statistics import reads
 from ..data.tree import TokenTree
+from ..errors import UserError
 
 
 def sampled(tree: TokenTree) -> Array:  # [T]
@@ -56,6 +57,61 @@ def sampled_and_uncertain(tree: TokenTree, *, share: float = 0.2) -> Array:  # [
             order = np.argsort(-tree.policy_entropy[rows], kind="stable")
             found[rows[order[: max(1, round(share * len(rows)))]]] = True
     return found
+
+
+class Calm:
+    """EKSFT: select the given tokens but the ``entropy_share`` at which the policy's entropy is highest and the
+    ``kl_share`` at which its KL divergence from the reference is, of all given tokens of the step. Needs a
+    ``[roles.reference]``.
+
+    The divergence is exact, over the whole vocabulary. A token is left out with the k-th highest value and above, k the
+    share of the tokens rounded down, unless the value is 0: a policy that still is its reference leaves none out for
+    its KL. Shares of 0.2, the exact divergence and the union of both are those of the authors' code
+    (github.com/MINE-USTC/EKSFT); it ranks the tokens of a micro-batch, and leaves out the token before each of them
+    (inferred to be a mistake).
+
+    Args:
+        entropy_share, kl_share: in [0, 1).
+
+    Raises:
+        ValueError: a share is not in [0, 1).
+    """
+
+    reads = ("policy_entropy", "policy_kl")
+
+    def __init__(self, entropy_share: float = 0.2, kl_share: float = 0.2) -> None:
+        if not (0 <= entropy_share < 1 and 0 <= kl_share < 1):
+            raise ValueError("its options `entropy_share` and `kl_share` must be in [0, 1)")
+        self._shares = dict(zip(self.reads, (entropy_share, kl_share), strict=True))
+        self._least: dict[str, float] = {}  # value from which on a token of the step is left out, by column
+
+    def prepare(self, trees: Sequence[TokenTree]) -> None:
+        """Find the thresholds of the step.
+
+        Raises:
+            UserError: a given token was not scored.
+        """
+        for column, share in self._shares.items():
+            parts = [getattr(tree, column)[_given(tree)] for tree in trees]
+            values = np.sort(np.concatenate(parts)) if parts else np.zeros(0)
+            if np.isnan(values).any():
+                raise UserError(
+                    f"The selection 'calm' reads the column {column}, which some given token does not have."
+                )
+            count = int(share * len(values))
+            self._least[column] = float(values[-count]) if count else np.inf
+
+    def __call__(self, tree: TokenTree) -> Array:  # [T]
+        found = _given(tree)
+        for column, least in self._least.items():
+            values = getattr(tree, column)
+            found &= ~((values >= least) & (values > 0))
+        return found
+
+
+def _given(tree: TokenTree) -> Array:  # [T] bool
+    """Return the given tokens of responses."""
+    return injected(tree) & (tree.response_leaves > 0)
 
 
 def unaided(tree: TokenTree) -> Array:  # [L]
@@ -144,6 +200,7 @@ SELECTIONS: dict[str, Callable[..., Array]] = {
     "demonstrated": demonstrated,
     "sampled_and_given": sampled_and_given,
     "sampled_and_uncertain": sampled_and_uncertain,
+    "calm": Calm,
     "unaided": unaided,
     "rewarded": rewarded,
     "best": best,

@@ -194,6 +194,21 @@ def _logprob_of_pieces(
     return LogprobOutput(found["logprob"], found["logsumexp"], found.get("entropy"), found.get("sum_p2"), None)
 
 
+def target_hidden(model: PreTrainedModel, batch: TreeBatch) -> Tensor:  # [M, H]
+    """Return the final hidden state that predicts each target of ``batch``, for use without gradients.
+
+    Raises:
+        ValueError: as for `decode`.
+    """
+    if not batch.pieces:
+        return decode(model, batch).hidden.index_select(0, batch.head_row)[batch.head_index]
+
+    def rows(hidden: Tensor, target: Tensor, p: Piece, own: float | Tensor) -> dict[str, Tensor]:
+        return {"hidden": hidden.index_select(0, p.head_row)[p.head_index]}
+
+    return _collected(model, batch, 1.0, rows)["hidden"]
+
+
 def statistics_of_pieces(
     model: PreTrainedModel,
     batch: TreeBatch,

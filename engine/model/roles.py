@@ -88,7 +88,7 @@ class Role:
         device = self.model.device
         was_training = self.model.training
         self.model.eval()
-        with torch.no_grad(), self._swapped():
+        with torch.no_grad(), self.computing():
             for waiting in batches:
                 routed = waiting if self.replays_routes else waiting.without_routes()
                 batch, own = routed.to(device), to_device(waiting.temperatures(temperature), device)
@@ -109,7 +109,8 @@ class Role:
                 self.weights[name].lerp_(p.to(self.weights[name].device), 1 - self.ema)
 
     @contextmanager
-    def _swapped(self) -> Iterator[None]:
+    def computing(self) -> Iterator[None]:
+        """Put the role's weights in place of those of ``model`` in a with-block."""
         others = nullcontext() if self.weights is None else swapped(self.model, self.weights)
         with others, nullcontext() if self.adapted else without_adapter(self.model):
             yield

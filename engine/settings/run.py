@@ -242,7 +242,7 @@ class TrainConfig(Section):
         extrapolate = None if self.model.lora is None else self.model.lora.extrapolate
         if extrapolate is not None and trainer.ranks > 1:
             raise ValueError("`model.lora.extrapolate` does not go with `trainer.ranks` above 1 yet; set it to 1")
-        updates = trainer.steps * trainer.updates_per_step
+        updates = trainer.steps * trainer.updates
         if extrapolate is not None and updates < (needed := extrapolate.every * (extrapolate.horizon + 1)):
             raise ValueError(
                 f"`model.lora.extrapolate` learns from every * (horizon + 1) = {needed} updates at least, and the run "

@@ -19,7 +19,10 @@ class TrainerSection(Section):
     prompts_per_step: NonNegativeInt = 32
     """Prompts (trees) in the batch of a step; 0: nothing is sampled, the run trains on `demonstrations` alone."""
     updates_per_step: PositiveInt = 1
-    """Optimiser steps of each step, which divide its batch evenly; above 1 `algorithm.old_logprob` applies."""
+    """Updates (optimiser steps) of one pass over a step's batch, which divide it evenly. From the second update of a
+    step on, `algorithm.old_logprob` applies."""
+    epochs: PositiveInt = 1
+    """Passes over the batch of each step, demonstrations included, with the same division into updates each time."""
     lr: PositiveFloat = TrainerConfig.lr
     """Learning rate of AdamW."""
     lr_warmup_steps: NonNegativeInt = TrainerConfig.lr_warmup_steps
@@ -50,6 +53,11 @@ class TrainerSection(Section):
     reshard: bool = True
     """Free the gathered weights of a layer after its forward and gather them again for its backward (FSDP2's
     `reshard_after_forward`)."""
+
+    @property
+    def updates(self) -> int:
+        """Number of updates of a step."""
+        return self.epochs * self.updates_per_step
 
     def optimizer(self, lr: float | None = None) -> TrainerConfig:
         """Return the optimiser's configuration, with another learning rate if ``lr`` is given."""

@@ -21,10 +21,14 @@ from ..data.columns import COLUMNS, Array, Column, declare
 from ..data.paths import path_credit
 from ..data.tree import TokenTree
 from ..errors import UserError
+from ..parts.calling import call
 from ..parts.context import now
 
 Selection = Callable[[TokenTree], Array]
-"""Returns weights of a tree's leaves ``[L]`` or tokens ``[T]``; those of weight 0 are not part of the term."""
+"""Returns weights of a tree's leaves ``[L]`` or tokens ``[T]``; those of weight 0 are not part of the term.
+
+A method ``prepare(trees)`` of it is called first, once a step, with all groups and demonstrations.
+"""
 Pairing = Callable[[TokenTree], Sequence[tuple[int, int]]]
 """Returns pairs (chosen, rejected) of a tree's leaves."""
 
@@ -90,6 +94,8 @@ class TokenTerm:
                 tree.set("pass_rate", float(tree.rewards["reward"].mean()))
         if self.select is None:
             return
+        if hasattr(self.select, "prepare"):
+            call(f"The selection of the loss term '{self.name}'", self.select.prepare, trees)
         for tree in trees:
             weights = np.asarray(self.select(tree), np.float32)
             per = "token" if weights.shape == (tree.num_tokens,) else "leaf"

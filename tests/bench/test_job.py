@@ -146,6 +146,7 @@ def test_speedups_are_over_the_last_steps_of_the_same_case() -> None:
         ("algorithm.objective", "gspo", "loss is"),
         ("algorithm.objective", "cispo", "algorithm.objective"),
         ("trainer.updates_per_step", "2", "trainer.updates_per_step"),
+        ("trainer.epochs", "2", "trainer.epochs"),
         ("loop.staleness", "1", "[loop]"),
         ("rollout.stop", '["x"]', "rollout.stop"),
     ],

@@ -95,10 +95,10 @@ def take_steps(toml: Path, directory: Path, *overrides: str, unset: Sequence[str
         judged.extend(trees)
         return update(trees, *rest)
 
-    def wrapped_update(members: list[TokenTree], *rest: Any) -> bool:
+    def wrapped_update(members: list[TokenTree], *rest: Any, **options: Any) -> bool:
         given = next(some for some in rest if isinstance(some, list) and all(isinstance(t, TokenTree) for t in some))
         updates.append(Update(members, given, {}, {}, float("nan")))
-        return one_update(members, *rest)
+        return one_update(members, *rest, **options)
 
     def wrapped_step() -> Any:
         mine = updates[-1]

@@ -450,6 +450,7 @@ def test_all_wrong_groups_of_ngrpo_are_trained(toml, tmp_path):
         (["--algorithm.objective=dcpo_clip", "--loop.staleness=1"], "loop.correction = 'truncate' compares"),
         (["--algorithm.objective=dppo_tv", "--loop.staleness=1"], 'or loop.correction to "none"'),
         (["--algorithm.objective=cispo", "--trainer.updates_per_step=2"], None),
+        (["--algorithm.objective=cispo", "--trainer.epochs=2"], None),
         (["--algorithm.objective=dppo_tv", "--loop.staleness=1", "--loop.correction=none"], None),
         (["--algorithm.objective=reinforce"], None),
         (["--algorithm.objective=on_policy_pg"], None),

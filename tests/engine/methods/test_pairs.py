@@ -379,7 +379,8 @@ def test_no_two_selections_are_alike(toml, recorded):
     for name in SELECTIONS:
         flags = (
             f"--algorithm.select={name}", f"--algorithm.select_options={OF_SELECTION.get(name, '{}')}",
-            "--algorithm.objective=ppo", "--algorithm.old_logprob=recompute",
+            "--algorithm.objective=ppo", "--algorithm.old_logprob=recompute", "--roles.reference={}",
+            f"--demonstrations={{path='{toml.parent}/given.jsonl'}}",
         )  # fmt: skip
         found[name] = {g: learn(toml, recorded, flags, ON_POLICY, g, of_selection) for g in (False, True)}
     assert same_pairs(found) == set()

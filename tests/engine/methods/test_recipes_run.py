@@ -133,6 +133,7 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("light_r1", "tulu3_stages", "miromind_m1_stages", "acereason_stages"), "tests/engine/app/test_stages.py"
     ),
+    "eksft": "test_calm.py",
     "next": "its stages and its extrapolation: tests/engine/{app/test_stages,loop/test_extrapolation}.py",
     "turn_rewards": "it needs a chat template and tools: test_turn_rewards.py",
 }
@@ -326,6 +327,8 @@ FLAT: dict[str, tuple[Any, Any, str, Any]] = {
     "long_cot": (NORM, clipped(0.2, 0.2), "token", None),
     "miromind_m1": (NORM, clipped(0.2, 0.28), "token", None),
     "dars": (NORM, clipped(0.2, 0.2), "seq", None),
+    "dars_b": (NORM, clipped(0.2, 0.2), "seq", None),
+    "karl": (NORM, clipped(0.2, 0.2), "token", None),  # sampler and trainer agree here
     "dump": (NORM, clipped(0.2, 0.2), "seq", None),
 }
 """Advantage, loss of a token, mean over (tokens, responses' means or sums, or the longest responses), and KL."""
