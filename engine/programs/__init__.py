@@ -25,6 +25,7 @@ from .generate_then_verify import GenerateThenVerify
 from .hints import HintLadder
 from .latr import LATR
 from .mcts import MCTS
+from .prefix_value_probe import PrefixValueProbe
 from .program import (
     WHOLE,
     Action,
@@ -55,6 +56,7 @@ PROGRAMS: dict[str, type[RolloutProgram]] = {
     "cure": CURE,
     "latr": LATR,
     "s_grpo": SGRPO,
+    "prefix_value_probe": PrefixValueProbe,
     "hints": HintLadder,
     "mcts": MCTS,
     "tools": ToolTurns,
@@ -112,6 +114,7 @@ __all__ = [
     "ManyTemperatures",
     "Observation",
     "PlanExecute",
+    "PrefixValueProbe",
     "Prune",
     "Reward",
     "Rewind",

@@ -37,17 +37,23 @@ SEEDED = {"e2c": 8, "v_05": 4, "visurf": 4, "hpt": 3, "ampo": 3}
 """Responses to a prompt, if not 4."""
 LONG = ("--rollout.max_new_tokens=40", "--rollout.n=8", "--trainer.prompts_per_step=24")
 """So many tokens that the random model ends some responses itself."""
+PROBED = ("--rollout.program_options={{segment_tokens=3,probes=2,ask='e',answer_tokens=2}}", "--rollout.n=3")
 SEEN: dict[str, tuple[str, ...]] = {
     "v_0": (
         "--data.curriculum_options={{least=2,most=6}}", "--trainer.steps=4", "--trainer.prompts_per_step=8",
         "--trainer.updates_per_step=1",
     ),
     "v_05": ("--trainer.steps=4", "--trainer.prompts_per_step=8", "--trainer.updates_per_step=1"),
+    "mrt": (*PROBED, "--algorithm.advantage_options={{per='response'}}"),
 }  # fmt: skip
-"""Runs whose predictions are those of the groups seen before instead of a column."""
+"""Other runs of a recipe: predictions from the groups seen before instead of a column, credit of responses."""
 NEEDS: dict[str, tuple[str, ...]] = {
     "prefix_rft": ("--rollout.temperature=0.1", "--trainer.lr=0.002"),
     "dr_po": ("--rollout.program_options={{column='solution',members=2}}",),
+    "mrt": PROBED,
+    "eight_x": (
+        "--rollout.program_options={{segment_tokens=0,probes=2,stop=['e'],ask='',answer_tokens=0}}", "--rollout.n=2",
+    ),
     "masa": ("--rollout.program_options={{question='Share 0.',members=2,gate=true}}", "--trainer.prompts_per_step=16"),
     "v_0": ("--data.curriculum_options={{column='prior',least=2,most=6}}", "--trainer.prompts_per_step=12"),
     "v_05": ("--algorithm.advantage_options={{column='prior'}}", "--loop.callback_options={{column='prior'}}"),

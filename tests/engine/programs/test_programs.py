@@ -27,6 +27,7 @@ from rolltree.engine.programs import (
     GenerateThenVerify,
     HintLadder,
     PlanExecute,
+    PrefixValueProbe,
     RolloutProgram,
     SPOChain,
     SPOTree,
@@ -81,6 +82,10 @@ CASES: dict[str, tuple[Callable[[], RolloutProgram], int]] = {
     "cure": (lambda: CURE(branches=2, candidates=5), 6),
     "latr": (lambda: LATR(tau_abs=0.02, tau_rel=0.5, lookahead=5), 6),
     "s_grpo": (lambda: SGRPO(exit_text=text(50, 51)), 5),
+    "prefix_value_probe": (
+        lambda: PrefixValueProbe(2, segment_tokens=8, stop=[text(20), text(21)], ask=text(50, 51), answer_tokens=5),
+        3,
+    ),
     "hints": (lambda: HintLadder(never, fractions=(0.3, 0.6)), 3),
     "mcts": (lambda: MCTS(judge, segment_tokens=5, branch=2, expansions=4, max_depth=6), 4),
     "tools": (lambda: ToolTurns(**TURNS, max_turns=2), 4),
@@ -227,6 +232,44 @@ def test_s_grpo_exits_early_behind_text_that_is_not_trained_on() -> None:
             assert leaf.response[cut : cut + 2] == [50, 51]
 
 
+def test_every_segment_end_but_the_last_is_probed_by_short_answers() -> None:
+    ask, params = [50, 51], {"max_new_tokens": 40, "temperature": 0.8, "ignore_eos": True}
+    program = PrefixValueProbe(2, segment_tokens=12, stop=[text(20)], ask=text(*ask), answer_tokens=5)
+    (tree,) = engine().generate([PROMPTS[3]], SamplingParams(n=3, logit_bias={20: 2.0}, **params), program, seeds=[8])
+    leaves = tree.flatten()
+    chains = [leaf.response for leaf, mine in zip(leaves, tree.trained, strict=True) if mine]
+    assert [len(chain) for chain in chains] == [40] * 3
+    assert any(20 in chain for chain in chains)
+    places = []  # prefixes that have to be probed, twice each
+    for chain in chains:
+        at = [0]
+        while at[-1] < 40:
+            stops = [i + 1 for i in range(at[-1], min(at[-1] + 12, 40)) if chain[i] == 20]
+            at.append(stops[0] if stops else min(at[-1] + 12, 40))
+        places += [tuple(chain[:cut]) for cut in at[1:-1] if cut + len(ask) < 40]
+    probes = []
+    for leaf, mine in zip(leaves, tree.trained, strict=True):
+        if not mine:
+            assert not leaf.loss_mask[~np.isnan(leaf.behaviour_logprob)][-1]
+            cut = next(i for i, known in enumerate(leaf.behaviour_logprob) if np.isnan(known))
+            assert leaf.response[cut : cut + 2] == ask
+            assert len(leaf.response) == min(cut + 2 + 5, 40)
+            assert leaf.status == LeafStatus.LENGTH
+            probes.append(tuple(leaf.response[:cut]))
+    assert sorted(probes) == sorted([(), *places] * 2)
+    assert any(20 in leaf.response[-5:] for leaf, mine in zip(leaves, tree.trained, strict=True) if not mine)
+
+
+def test_free_probes_of_steps_go_on_to_their_end() -> None:
+    program = PrefixValueProbe(1, segment_tokens=0, stop=[text(20)], ask="", answer_tokens=0)
+    params = SamplingParams(n=2, max_new_tokens=30, temperature=0.8, ignore_eos=True, logit_bias={20: 2.0})
+    (tree,) = engine().generate([PROMPTS[3]], params, program, seeds=[8])
+    assert (tree.origin != Origin.INJECTED).all()
+    assert {len(leaf.response) for leaf in tree.flatten()} == {30}
+    chains = [leaf.response for leaf, mine in zip(tree.flatten(), tree.trained, strict=True) if mine]
+    assert (~tree.trained).sum() == 1 + sum(chain[:-1].count(20) for chain in chains)
+
+
 def test_hints_give_away_more_until_something_is_solved() -> None:
     (tree,) = run("hints", engine(), [3])
     assert tree.num_leaves == 3 * 3
@@ -331,6 +374,8 @@ def test_treepo_ends_at_answers_and_repetitions_and_shares_by_log_prob() -> None
         ("latr", {"top": 1}, "top >= 2"),
         ("spo_tree", {"branch_factors": []}, "branch_factors"),
         ("hints", {"judge": never, "fractions": [0.5, 0.2]}, "rise within"),
+        ("prefix_value_probe", {"segment_tokens": 0}, "or texts in stop"),
+        ("prefix_value_probe", {"answer_tokens": -1}, "answer_tokens >= 0"),
     ],
 )
 def test_wrong_options_are_refused_in_a_sentence(name: str, options: dict[str, Any], said: str) -> None:
