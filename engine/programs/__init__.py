@@ -18,6 +18,7 @@ from ..parts.resolve import resolve
 from .again import Annealed, PlanExecute, TryAgain
 from .arpo import ARPO
 from .demonstrated import DemoPrefix, Foresee
+from .early_stop import EarlyStop
 from .environment import EnvironmentTurns, Observation
 from .eptree import CURE, EPTree
 from .flat import Flat
@@ -65,6 +66,7 @@ PROGRAMS: dict[str, type[RolloutProgram]] = {
     "generate_then_verify": GenerateThenVerify,
     "demo_prefix": DemoPrefix,
     "foresee": Foresee,
+    "early_stop": EarlyStop,
     "try_again": TryAgain,
     "plan_execute": PlanExecute,
     "annealed": Annealed,
@@ -101,6 +103,7 @@ __all__ = [
     "Call",
     "DemoPrefix",
     "EPTree",
+    "EarlyStop",
     "EnvironmentTurns",
     "Finish",
     "Flat",
