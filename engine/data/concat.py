@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -44,8 +45,12 @@ def join(trees: Sequence[TokenTree]) -> TokenTree:
     for name in dict.fromkeys(name for tree in trees for name in tree.rewards):
         parts = [tree.rewards.get(name, np.full(tree.num_leaves, np.nan, np.float32)) for tree in trees]
         joined.rewards[name] = np.concatenate(parts)
+    counts = Counter[str]()
     for tree in trees:  # the last tree's value counts; errors name leaves by number, and the numbers change
         joined.meta |= {name: value for name, value in tree.meta.items() if name != "errors"}
+        counts.update(tree.meta.get("counts", {}))
+    if counts:
+        joined.meta["counts"] = dict(counts)
     return joined
 
 

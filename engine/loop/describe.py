@@ -18,7 +18,8 @@ def describe_replay(trees: Sequence[TokenTree], updates: int, sums: Sums) -> Non
 
 
 def describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> None:
-    """Record lengths, reward spread and the tokens that sharing saved; nothing of a step without rollouts."""
+    """Record lengths, reward spread, what programs counted and the tokens that sharing saved; nothing of a step without
+    rollouts."""
     if not trees:
         return
     length = np.concatenate([tree.response_length for tree in trees])
@@ -30,6 +31,8 @@ def describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> Non
         rewards = tree.rewards["reward"]
         if not np.isnan(rewards).any():
             sums.add("reward/group_std", float(rewards.std()))
+        for name, number in tree.meta.get("counts", {}).items():
+            sums.count(f"rollout/{name}", number)
     sums.count("rollout/sampled_tokens", sum(tree.sampled_tokens for tree in trees))
     logical, unique = sum(t.logical_tokens for t in trees), sum(t.num_tokens for t in trees)
     sums.add("tree/token_ratio", float(logical), float(unique))

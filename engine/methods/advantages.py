@@ -17,6 +17,7 @@ from ..errors import UserError
 from ..parts.context import NotReadyError
 from . import credit, remembered, scored
 from .credit import EPS, Credit, centred, group, node_values, rewards_of
+from .progress import progress_bonus
 from .roles import by_role
 from .selections import most_varied
 from .shaping import begins_given
@@ -348,6 +349,7 @@ ADVANTAGES: dict[str, Callable[..., Any]] = {
     "by_beginning": by_beginning,
     "prior_fusion": remembered.PriorFusion,
     "log_ratio": log_ratio,
+    "progress_bonus": progress_bonus,
     "cumulative": remembered.Cumulative,
     "constrained": remembered.Constrained,
 }

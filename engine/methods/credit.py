@@ -317,13 +317,24 @@ def _continued_values(tree: TokenTree) -> Array:  # [K] float64
         return total[tree.last_leaf + 1] - total[tree.first_leaf]
 
     count = below(trained)
-    start = tree.leaf_node[tree.leaf_order]  # of an untrained leaf: the first node above it with a trained leaf below
-    while (above := (count[start] == 0) & (tree.parent[start] >= 0)).any():
-        start = np.where(above, tree.parent[start], start)
-    begun = np.bincount(start[~trained], minlength=tree.num_nodes)
-    of_begun = np.bincount(start[~trained], rewards[~trained], tree.num_nodes)
+    begun, of_begun = continuations(tree)
     live = np.where(count, below(rewards * trained) / np.maximum(count, 1), node_values(tree))
     return np.where(begun, of_begun / np.maximum(begun, 1), live)
+
+
+def continuations(tree: TokenTree) -> tuple[Array, Array]:  # [K] int64, [K] float64
+    """Return the number of untrained responses that begin at each node's end, and the sum of their rewards.
+
+    The node is the first one above the response that a trained response passes through, or that has a token in the
+    loss: the response that it continues may have lost its verdict.
+    """
+    passed = np.bincount(np.repeat(np.arange(tree.num_nodes), tree.length), tree.loss_mask, tree.num_nodes) > 0
+    below = np.concatenate([[0], np.cumsum(tree.trained[tree.leaf_order])])
+    passed |= below[tree.last_leaf + 1] > below[tree.first_leaf]
+    rewards, start = rewards_of(tree)[~tree.trained], tree.leaf_node[~tree.trained]
+    while (above := ~passed[start] & (tree.parent[start] >= 0)).any():
+        start = np.where(above, tree.parent[start], start)
+    return np.bincount(start, minlength=tree.num_nodes), np.bincount(start, rewards, tree.num_nodes)
 
 
 def _boundaries(tree: TokenTree) -> Array:  # [L + 1] int64

@@ -19,7 +19,7 @@ from ..data.statistics import reads
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..parts.calling import call
-from ..parts.shares import share_in
+from ..parts.shares import length_in, share_in
 from .roles import step_verdicts
 
 Shaping = Callable[[TokenTree], Array]
@@ -190,20 +190,29 @@ def tries(tree: TokenTree, *, decay: float = 0.5) -> Array:  # [L]
     )
 
 
-def foresight(tree: TokenTree, tokenizer: Any) -> Array:  # [L]
+def foresight(tree: TokenTree, tokenizer: Any, *, lengths: bool = False) -> Array:  # [L]
     """MASA: the reward of a response that begins with a question about the others, as the program `foresee` makes them,
     is ``1 - |q - p|``, q the first number that it answers, within [0, 1], and p the share of the others with a reward
-    of at least 1; 0 without such a number. The others keep theirs (the form is inferred)."""
+    of at least 1; 0 without such a number. The others keep theirs (the form is inferred).
+
+    Args:
+        lengths: the reward is the mean of that and ``max(0, 1 - |l - m| / m)``, l the second number, and m the mean
+            length of the others with a reward of at least 1; 0 without l. Where none is right, the share counts alone.
+    """
     rewards = tree.rewards["reward"].astype(np.float64)
     asked = begins_given(tree)
     if asked.all():
         return np.zeros(tree.num_leaves)
-    rate = float((rewards[~asked] >= 1).mean())
+    right = ~asked & (rewards >= 1)
+    rate, length = float(right[~asked].mean()), float(tree.response_length[right].mean()) if right.any() else 0.0
     for leaf in np.flatnonzero(asked):
         rows = tree.response_rows(int(leaf))
         answer = tokenizer.decode(tree.token_id[rows[tree.origin[rows] == Origin.SAMPLED]], skip_special_tokens=True)
-        guess = share_in(answer)
+        guess, foreseen = share_in(answer), length_in(answer)
         rewards[leaf] = 0.0 if guess is None else 1 - abs(guess - rate)
+        if lengths and length:
+            rewards[leaf] += 0.0 if foreseen is None else max(0.0, 1 - abs(foreseen - length) / length)
+            rewards[leaf] /= 2
     return rewards
 
 

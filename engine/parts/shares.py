@@ -1,4 +1,4 @@
-"""Reads the share that a response predicts, for the program that asks for it and the shaping that rewards it."""
+"""Reads what a response predicts of others, for the program that asks for it and the shaping that rewards it."""
 
 from __future__ import annotations
 
@@ -12,3 +12,10 @@ def share_in(text: str) -> float | None:
     found = NUMBER.search(text)
     share = None if found is None else float(found[1]) / (100 if found[2] else 1)
     return None if share is None or share > 1 else share
+
+
+def length_in(text: str) -> float | None:
+    """Return the second number of ``text``, a number of tokens; None without one above 0."""
+    found = NUMBER.findall(text)
+    length = float(found[1][0]) if len(found) > 1 and not found[1][1] else 0.0
+    return length or None

@@ -18,6 +18,7 @@ from ..parts.resolve import resolve
 from .again import Annealed, PlanExecute, TryAgain
 from .arpo import ARPO
 from .demonstrated import DemoPrefix, Foresee
+from .early_stop import EarlyStop
 from .environment import EnvironmentTurns, Observation
 from .eptree import CURE, EPTree
 from .flat import Flat
@@ -25,6 +26,7 @@ from .generate_then_verify import GenerateThenVerify
 from .hints import HintLadder
 from .latr import LATR
 from .mcts import MCTS
+from .prefix_value_probe import PrefixValueProbe
 from .program import (
     WHOLE,
     Action,
@@ -55,6 +57,7 @@ PROGRAMS: dict[str, type[RolloutProgram]] = {
     "cure": CURE,
     "latr": LATR,
     "s_grpo": SGRPO,
+    "prefix_value_probe": PrefixValueProbe,
     "hints": HintLadder,
     "mcts": MCTS,
     "tools": ToolTurns,
@@ -63,6 +66,7 @@ PROGRAMS: dict[str, type[RolloutProgram]] = {
     "generate_then_verify": GenerateThenVerify,
     "demo_prefix": DemoPrefix,
     "foresee": Foresee,
+    "early_stop": EarlyStop,
     "try_again": TryAgain,
     "plan_execute": PlanExecute,
     "annealed": Annealed,
@@ -99,6 +103,7 @@ __all__ = [
     "Call",
     "DemoPrefix",
     "EPTree",
+    "EarlyStop",
     "EnvironmentTurns",
     "Finish",
     "Flat",
@@ -112,6 +117,7 @@ __all__ = [
     "ManyTemperatures",
     "Observation",
     "PlanExecute",
+    "PrefixValueProbe",
     "Prune",
     "Reward",
     "Rewind",

@@ -7,8 +7,8 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 import numpy as np
 
 from ..data.segment import LeafStatus
-from ..parts.shares import share_in
-from .program import Action, BranchId, Given, GroupState, Rewind, RolloutProgram, SegmentReport
+from ..parts.shares import length_in, share_in
+from .program import Action, BranchId, Finish, Given, GroupState, Rewind, RolloutProgram, SegmentReport
 
 
 class DemoPrefix(RolloutProgram):
@@ -61,16 +61,19 @@ class Foresee(RolloutProgram):
     The question is not trained on. The shaping `foresight` makes the reward of an answer. With ``gate`` one of the
     others is sampled first, then the answers to the question, and the rest only if a problem is not foreseen to be
     solved always or never: if the mean of the answers that are a share is above 0 and below 1, or none is one. A group
-    that stops there has 1 + ``members`` responses. MASA foresees the whole group before it is sampled, and also cuts
-    responses that grow longer than foreseen; this is left out.
+    that stops there has 1 + ``members`` responses. With ``cut`` too the first is sampled before the answers; the rest
+    end at ``cut`` times the mean of the lengths that these foresee, the second number of each, and are judged as they
+    are. Without a length none is cut. `rollout/cut` counts the responses that were cut, `rollout/cut_tokens` their
+    tokens. MASA foresees the whole group before it is sampled.
 
     Args:
         question: the text that begins a response about the others (inferred).
         members: responses that begin with it, of n (default inferred).
         gate: see above; the bounds 0 and 1 are inferred.
+        cut: see above; 0: none is cut. The question then has to ask for a share and a number of tokens.
 
     Raises:
-        ValueError: the question is empty, or members is below 1.
+        ValueError: the question is empty, members is below 1, or cut is negative.
     """
 
     rewinds = True
@@ -80,10 +83,11 @@ class Foresee(RolloutProgram):
         question: str = "What share of my attempts will be right, from 0 to 1? Share:",
         members: int = 2,
         gate: bool = False,
+        cut: float = 0.0,
     ) -> None:
-        if not question or members < 1:
-            raise ValueError("foresee needs a question and members >= 1.")
-        self.question, self.members, self.gate = question, members, gate
+        if not question or members < 1 or cut < 0:
+            raise ValueError("foresee needs a question, members >= 1 and cut >= 0.")
+        self.question, self.members, self.gate, self.cut = question, members, gate, cut
 
     def start(self, group: GroupState) -> int:
         if self.tokenizer is None:
@@ -92,29 +96,47 @@ class Foresee(RolloutProgram):
             raise ValueError(f"foresee with {self.members} members needs n > {self.members}, got {group.width}.")
         self._waiting: set[BranchId] = set()
         self._shares: list[float] = []
-        return 1 if self.gate else group.width - self.members
+        self._lengths: list[float] = []
+        self.counts = {"cut": 0, "cut_tokens": 0} if self.cut else {}
+        return 1 if self.gate or self.cut else group.width - self.members
 
     def decide(
         self, group: GroupState, finished: Sequence[SegmentReport]
     ) -> Generator[Action, Sequence[BranchId], None]:
         assert self.tokenizer is not None
+        for segment in finished:
+            if segment.status is None:  # only the rest have segments, which end at the length that is cut
+                self.count(cut=1, cut_tokens=segment.length)
+                yield Finish(segment.branch, LeafStatus.LENGTH)
         answered = [segment for segment in finished if segment.branch in self._waiting]
         for segment in answered:
             self._waiting.remove(segment.branch)
-            share = share_in(self.tokenizer.decode(segment.token_ids, skip_special_tokens=True))
+            share, length = share_in(text := self._said(segment)), length_in(text)
             self._shares += [] if share is None else [share]
+            self._lengths += [] if length is None else [length]
         if (first := _first(finished)) is not None:
             asked = Given(self.tokenizer.encode(self.question, add_special_tokens=False))
             self._waiting = set((yield Rewind(first.branch, 0, self.members, asked)))
         elif not answered:
             return
         rest = group.width - 1 - self.members
-        if self.gate and not self._waiting and rest and self._open():
-            yield Rewind((0,), 0, rest)
+        if (self.gate or self.cut) and not self._waiting and rest and self._open():
+            yield Rewind((0,), 0, rest, segment_tokens=self._longest())
+
+    def _said(self, segment: SegmentReport) -> str:
+        """Return what a response about the others answers."""
+        assert self.tokenizer is not None
+        return self.tokenizer.decode(segment.token_ids, skip_special_tokens=True)
 
     def _open(self) -> bool:
         """Return whether the others are worth sampling."""
-        return not self._shares or 0 < sum(self._shares) / len(self._shares) < 1
+        return not (self.gate and self._shares) or 0 < sum(self._shares) / len(self._shares) < 1
+
+    def _longest(self) -> int | None:
+        """Return the length at which the rest are cut; None if they are not."""
+        if not (self.cut and self._lengths):
+            return None
+        return max(1, round(self.cut * sum(self._lengths) / len(self._lengths)))
 
 
 def _first(finished: Sequence[SegmentReport]) -> SegmentReport | None:

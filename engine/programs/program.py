@@ -29,7 +29,7 @@ from __future__ import annotations
 import copy
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -142,10 +142,11 @@ class Fork:
 
 @dataclass(frozen=True)
 class Finish:
-    """Make a resting branch a leaf."""
+    """Make a resting branch a leaf; ``train`` is that of a `Fork`."""
 
     branch: BranchId
     status: LeafStatus = LeafStatus.STOP
+    train: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,9 @@ class RolloutProgram(ABC):
     checkpoints of a run hold it."""
     answers_held_out: bool = False
     """True if the program also answers held-out problems, with one branch each; otherwise plain sampling does."""
+    counts: Mapping[str, int] = {}
+    """Numbers of a group's events, such as responses that were cut; a run adds them up in the metrics
+    ``rollout/NAME``."""
     note: str = ""
     """A sentence to print before a run; empty for none."""
     call_timeout_s: float = 60.0
@@ -244,6 +248,10 @@ class RolloutProgram(ABC):
     """The engine's tokenizer, set by the engine."""
     end_token_ids: Collection[int] = ()
     """The model's end-of-sequence tokens, set by the engine."""
+
+    def count(self, **numbers: int) -> None:
+        """Add ``numbers`` to those of the same names in `counts`."""
+        self.counts = {**self.counts, **{name: self.counts.get(name, 0) + more for name, more in numbers.items()}}
 
     def with_verifier(self, verify: Callable[[str, Any], float | None]) -> Self:
         """Return a copy that judges responses with ``verify``, a function of a response's text and the context."""

@@ -297,15 +297,18 @@ class Request:
         nodes = {id(node): node for leaf in ordered for node in leaf.node.path()}
         by_start = sorted(nodes.values(), key=lambda node: node.start)  # parents start before their children
         index = {id(node): i for i, node in enumerate(by_start)}
+        counted = {id(node) for leaf in ordered if leaf.trained for node in leaf.node.path()}
         tree = of_runs(
             [-1 if node.parent is None else index[id(node.parent)] for node in by_start],
             [len(node.records) for node in by_start],
-            _tokens_of(by_start),
+            _tokens_of(by_start, [node.trained and id(node) in counted for node in by_start]),
             [index[id(leaf.node)] for leaf in ordered],
             np.array([LeafStatus.ABORTED if leaf.status is None else leaf.status for leaf in ordered], np.int8),
         )
         if self.media is not None:
             tree.pictures = self.media.pictures
+        if self.program.counts:
+            tree.meta["counts"] = dict(self.program.counts)
         if self.program.roles:
             tree.meta["roles"] = list(self.program.roles)
         if not all(leaf.trained for leaf in ordered):
@@ -329,8 +332,8 @@ def _rewards_of_turns(tree: TokenTree, given: Sequence[Sequence[tuple[int, float
     return found
 
 
-def _tokens_of(nodes: Sequence[Node]) -> Segment:
-    """Concatenate the tokens of nodes."""
+def _tokens_of(nodes: Sequence[Node], in_loss: Sequence[bool]) -> Segment:
+    """Concatenate the tokens of nodes; the sampled ones of those ``in_loss`` are trained on."""
 
     def column(name: str) -> Array:
         return np.concatenate([node.records[name] for node in nodes])
@@ -338,7 +341,7 @@ def _tokens_of(nodes: Sequence[Node]) -> Segment:
     length = [len(node.records) for node in nodes]
     origin = np.repeat(np.array([node.origin for node in nodes], np.int8), length)
     temperature = np.repeat(np.array([node.temperature for node in nodes], np.float32), length)
-    trained = np.repeat(np.array([node.trained for node in nodes]), length)
+    trained = np.repeat(np.array(in_loss), length)
     sampled, nan = origin == Origin.SAMPLED, np.float32(np.nan)
     columns = {
         "origin": origin,

@@ -150,8 +150,10 @@ class Steering(Growing):
             match action:
                 case Fork(key, n, append) if n >= 1 or append:
                     made = self._go_on(self._resting(request, key), action)
-                case Finish(key, status):
-                    self._finish(self._resting(request, key), status)
+                case Finish(key, status, train):
+                    branch = self._resting(request, key)
+                    branch.trained = branch.trained if train is None else train
+                    self._finish(branch, status)
                 case Rewind(key, length, n, append) if n >= 1 or append:
                     made = self._go_on(self._rewind(request, key, length), action)
                 case Prune(key):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rolltree.engine import TokenTree
-from rolltree.engine.data.concat import side_by_side
+from rolltree.engine.data.concat import join, side_by_side
 
 
 def some_trees(seed: int) -> list[TokenTree]:
@@ -70,3 +70,10 @@ def test_what_each_tree_says_is_said_of_its_part(seed):
             np.testing.assert_array_equal(next(responses), tree.response_rows(leaf) + rows)
         rows, nodes, leaves = rows + tree.num_tokens, nodes + tree.num_nodes, leaves + tree.num_leaves
     assert (rows, nodes, leaves) == (joined.num_tokens, joined.num_nodes, joined.num_leaves)
+
+
+def test_what_programs_counted_is_added_up():
+    trees = [TokenTree.from_sequences([1], [[2], [3]]) for _ in range(3)]
+    trees[0].meta["counts"], trees[2].meta["counts"] = {"cut": 0, "a": 2}, {"cut": 3}
+    assert join(trees).meta["counts"] == {"cut": 3, "a": 2}
+    assert "counts" not in join([trees[1], trees[1]]).meta

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
@@ -33,22 +33,31 @@ def named(text, entry):
     value = odd(text, entry)
     return {"reward": value, "flaw": float(len(text) % 2), "a": value - len(text) % 3, "b": len(text) % 5 / 5 - 0.5}
 """
-SEEDED = {"e2c": 8, "v_05": 4, "visurf": 4, "hpt": 3, "ampo": 3}
+SEEDED = {"masa": 8, "e2c": 8, "v_05": 4, "visurf": 4, "hpt": 3, "ampo": 3}
 """Responses to a prompt, if not 4."""
 LONG = ("--rollout.max_new_tokens=40", "--rollout.n=8", "--trainer.prompts_per_step=24")
 """So many tokens that the random model ends some responses itself."""
+PROBED = ("--rollout.program_options={{segment_tokens=3,probes=2,ask='e',answer_tokens=2}}", "--rollout.n=3")
 SEEN: dict[str, tuple[str, ...]] = {
     "v_0": (
         "--data.curriculum_options={{least=2,most=6}}", "--trainer.steps=4", "--trainer.prompts_per_step=8",
         "--trainer.updates_per_step=1",
     ),
     "v_05": ("--trainer.steps=4", "--trainer.prompts_per_step=8", "--trainer.updates_per_step=1"),
+    "mrt": (*PROBED, "--algorithm.advantage_options={{per='response'}}"),
 }  # fmt: skip
-"""Runs whose predictions are those of the groups seen before instead of a column."""
+"""Other runs of a recipe: predictions from the groups seen before instead of a column, credit of responses."""
 NEEDS: dict[str, tuple[str, ...]] = {
     "prefix_rft": ("--rollout.temperature=0.1", "--trainer.lr=0.002"),
     "dr_po": ("--rollout.program_options={{column='solution',members=2}}",),
-    "masa": ("--rollout.program_options={{question='Share 0.',members=2,gate=true}}", "--trainer.prompts_per_step=16"),
+    "mrt": PROBED,
+    "eight_x": (
+        "--rollout.program_options={{segment_tokens=0,probes=2,stop=['e'],ask='',answer_tokens=0}}", "--rollout.n=2",
+    ),
+    "masa": (
+        "--rollout.program_options={{question='? ',members=2}}", "--model.path={folder}/digits",
+        "--trainer.prompts_per_step=24",
+    ),
     "v_0": ("--data.curriculum_options={{column='prior',least=2,most=6}}", "--trainer.prompts_per_step=12"),
     "v_05": ("--algorithm.advantage_options={{column='prior'}}", "--loop.callback_options={{column='prior'}}"),
     "remax": ("--reward.verifier={folder}/mine.py:by_level", "--trainer.prompts_per_step=12"),
@@ -132,6 +141,17 @@ def write_problems(directory: Path) -> Path:
     return path
 
 
+def write_digits(folder: Path) -> None:
+    """Write a model that often says 0, 1, spaces and points."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model", tie_word_embeddings=False))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    with torch.no_grad():
+        model.get_output_embeddings().weight[tokenizer("01 .", add_special_tokens=False)["input_ids"]] *= 40
+    model.save_pretrained(folder / "digits")
+    tokenizer.save_pretrained(folder / "digits")
+
+
 def steps_of_recipes(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Steps]:
     """Return a function that takes the steps of a recipe, once; of ``NAME/seen`` as `SEEN` has it."""
 
@@ -141,6 +161,8 @@ def steps_of_recipes(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
             torch.manual_seed(5)
             config = AutoConfig.from_pretrained(toml.parent / "model")
             AutoModelForCausalLM.from_config(config).save_pretrained(toml.parent / "other")
+        if name == "masa" and not (toml.parent / "digits").exists():
+            write_digits(toml.parent)
         name, _, seen = name.partition("/")
         needs = [text.format(folder=toml.parent) for text in (SEEN if seen else NEEDS).get(name, ())]
         common = (

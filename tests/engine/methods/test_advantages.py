@@ -8,6 +8,7 @@ import pytest
 from rolltree.engine.data.segment import LeafStatus, Origin, Segment
 from rolltree.engine.data.statistics import of_ids
 from rolltree.engine.data.tree import TokenTree
+from rolltree.engine.errors import UserError
 from rolltree.engine.methods.advantages import ADVANTAGES
 from rolltree.engine.methods.credit import give_credit
 
@@ -228,7 +229,10 @@ MADE = {
 """Estimators with options, state or the problem's row."""
 
 
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"gae", "gdpo", "noise_forward", "pods", "by_role", "remax"}))
+NEED_MORE = {"gae", "gdpo", "noise_forward", "pods", "by_role", "remax", "progress_bonus"}
+
+
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - NEED_MORE))
 def test_groups_of_one_and_empty_responses(name):
     estimator = MADE.get(name, lambda: ADVANTAGES[name])()
     for responses, rewards in (([[3]], [1.0]), ([[], [3]], [1.0, 0.0]), ([[3], [3]], [1.0, 1.0])):
@@ -253,6 +257,7 @@ def test_every_name_is_another_credit():
         "log_ratio",
         "by_beginning",
         "remax",
+        "progress_bonus",
     }  # test_pairs.py has what they read
     for name in sorted(
         set(ADVANTAGES) - {"gae", "gdpo", "noise_forward", "pods", "process", "nft", "by_role", *MADE, *elsewhere}
@@ -271,3 +276,68 @@ def test_every_name_is_another_credit():
     alike = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if np.allclose(found[a], found[b], atol=1e-4)]
     equal = [("batch_std", "task_norm"), ("group_norm", "turn_credit")]  # by definition, with one task and one turn
     assert alike == equal
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+def probed_tree():
+    """Two responses with segments of two tokens; probes at the prompt and at segment ends, one place without any."""
+    sampled = lambda *ids: Segment.sampled(list(ids), [-1.0] * len(ids))  # noqa: E731
+    probe = lambda *ids: Segment.make(list(ids), origin=Origin.INJECTED)  # noqa: E731
+    nodes = [
+        (-1, Segment.prompt([1, 2])),
+        (0, sampled(10, 11)), (1, sampled(12, 13)), (2, sampled(14, 15)), (3, sampled(16)),
+        (0, sampled(20, 21)), (5, sampled(22)),
+        (0, probe(50, 60)), (0, probe(50, 61)),
+        (1, probe(50, 62)), (1, probe(50, 63)),
+        (3, probe(50, 64)),
+        (5, probe(50, 65)), (5, probe(50, 66)),
+    ]  # fmt: skip
+    ends = [4, 6, 7, 8, 9, 10, 11, 12, 13]
+    tree = TokenTree.from_nodes([n[0] for n in nodes], [n[1] for n in nodes], ends, [LeafStatus.STOP] * len(ends))
+    tree.set("trained", [True, True] + [False] * 7)
+    tree.rewards["reward"] = np.array([1.0, 0.0, 0.25, 0.25, 1.0, 0.5, 0.5, 0.0, 0.25], np.float32)
+    return tree
+
+
+def test_progress_is_the_rise_of_the_probes_mean():
+    prompt, first, third, other = 0.25, 0.75, 0.5, 0.125  # J at the prompt and at the ends of segments
+    A = [(1.0 - 0.5) / (sd([1.0, 0.0]) + 1e-6), (0.0 - 0.5) / (sd([1.0, 0.0]) + 1e-6)]
+    per_token = [
+        *(A[0] + 0.4 * r for r in [first - prompt] * 2 + [third - first] * 4 + [0.0]),
+        *(A[1] + 0.4 * r for r in [other - prompt] * 2 + [0.0]),
+    ]
+    found = ADVANTAGES["progress_bonus"]([probed_tree()], alpha=0.4)
+    assert found.per == "path"
+    np.testing.assert_allclose(found.values[0][:10], per_token, rtol=1e-9)
+    assert not found.values[0][10:].any()
+    whole = [1.0 + 0.4 * (third - prompt), 0.0 + 0.4 * (other - prompt)]
+    found = ADVANTAGES["progress_bonus"]([probed_tree()], alpha=0.4, per="response")
+    assert found.per == "leaf"
+    want = [(x - mean(whole)) / (sd(whole) + 1e-6) for x in whole]
+    np.testing.assert_allclose(found.values[0], want + [0.0] * 7, rtol=1e-9)
+
+
+def test_probes_of_a_response_that_was_not_judged_are_not_the_prompts():
+    tree = probed_tree().without_leaves(np.arange(9) == 0)  # its verifier failed
+    found = ADVANTAGES["progress_bonus"]([tree], alpha=1.0).values[0]
+    np.testing.assert_allclose(found[:3], [0.125 - 0.25] * 2 + [0.0])
+
+
+def test_progress_needs_probes():
+    tree = tree_of()
+    tree.meta["entry"] = {}
+    with pytest.raises(UserError, match="prefix_value_probe"):
+        ADVANTAGES["progress_bonus"]([tree])
+    with pytest.raises(UserError, match="'segment' or 'response'"):
+        ADVANTAGES["progress_bonus"]([probed_tree()], per="token")
+
+
+def test_continuations_of_a_response_that_was_not_judged_are_not_the_prompts():
+    """`segment_value_diff` took them for continuations of the prompt."""
+    tree = probed_tree().without_leaves(np.arange(9) == 0)
+    (found,) = ADVANTAGES["segment_value_diff"]([tree]).values
+    rows = tree.response_rows(0)
+    node = np.repeat(np.arange(tree.num_nodes), tree.length)[rows]
+    np.testing.assert_allclose(found[node], [0.125 - 0.25] * 2 + [0.0 - 0.125])

@@ -301,9 +301,9 @@ def test_no_two_objectives_behave_alike(toml, recorded):
     assert not undeclared
 
 
-NOT_RECORDED = {"remax", "by_role", "step_verdicts", "canon"}
-"""Parts that need a greedy response, two policies, or responses of several lengths, which the recorded groups do not
-have; test_advantages.py and test_roles.py test them."""
+NOT_RECORDED = {"remax", "progress_bonus", "by_role", "step_verdicts", "canon"}
+"""Parts that need a greedy response, probes, two policies, or responses of several lengths, which the recorded groups
+do not have; test_advantages.py and test_roles.py test them."""
 
 # -- credit ------------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rolltree.engine.data.segment import Origin
+from rolltree.engine.data.segment import LeafStatus, Origin
 from rolltree.engine.data.tree import TokenTree
 
 from .problem_runs import (
@@ -176,29 +176,48 @@ def test_the_swarm_trains_on_groups_of_another_policy(toml, tmp_path):
 
 def test_masa_rewards_foresight(step_of):
     steps = step_of("masa")
+    end = steps.orchestrator.tokenizer.eos_token_id
     decode = functools.partial(steps.orchestrator.tokenizer.decode, skip_special_tokens=True)
-    sizes = set()
+    sizes, cut, cut_tokens, foreseen = set(), 0, 0, 0
     for tree in steps.judged:
         asked = np.array([bool(given_part(tree, leaf)[0]) for leaf in range(tree.num_leaves)])
         assert asked.sum() == 2
         given, want = tree.rewards["verifier"].astype(np.float64), tree.rewards["verifier"].astype(np.float64).copy()
-        p, said_shares = (given[~asked] == 1).mean(), []
+        p, said_shares, said_lengths = (given[~asked] == 1).mean(), [], []
+        m = tree.response_length[~asked][given[~asked] == 1].mean() if p else None
         for leaf in np.flatnonzero(asked):
             ids_, where = given_part(tree, leaf)
-            assert decode(ids_) == "Share 0."
+            assert decode(ids_) == "? "
             rows = tree.response_rows(leaf)
-            said = re.search(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)", decode(tree.token_id[rows[~where]]))
-            q = None if said is None else float(said[1]) / (100 if said[2] else 1)
+            said = re.findall(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)", decode(tree.token_id[rows[~where]]))
+            q = float(said[0][0]) / (100 if said[0][1] else 1) if said else None
             want[leaf] = 0 if q is None or q > 1 else 1 - abs(q - p)
             said_shares += [] if q is None or q > 1 else [q]
+            length = float(said[1][0]) if len(said) > 1 and not said[1][1] and float(said[1][0]) else None
+            said_lengths += [] if length is None else [length]
+            if m is not None:
+                want[leaf] = (want[leaf] + (0 if length is None else max(0, 1 - abs(length - m) / m))) / 2
+        rest = np.flatnonzero(~asked)[1:]
+        if said_lengths:
+            most = max(1, round(2.0 * np.mean(said_lengths)))
+            assert (tree.response_length[rest] <= most).all()
+            ended = tree.token_id[[tree.response_rows(int(leaf))[-1] for leaf in rest]] == end
+            at_most = (tree.response_length[rest] == most) & (most < 10) & ~ended
+            cut, cut_tokens = cut + at_most.sum(), cut_tokens + most * at_most.sum()
+            assert (tree.status[rest[at_most]] == LeafStatus.LENGTH).all()
+            foreseen += 1
         closed = bool(said_shares) and np.mean(said_shares) in (0.0, 1.0)
-        assert tree.num_leaves == (3 if closed else 4)  # one response and two predictions, or all
+        assert tree.num_leaves == (3 if closed else 8)  # one response and two predictions, or all
         sizes.add(tree.num_leaves)
         np.testing.assert_allclose(tree.rewards["reward"], want, atol=1e-6)
         A = np.zeros(tree.num_leaves)
         A[asked], A[~asked] = norm(want[asked]), norm(want[~asked])
         np.testing.assert_allclose(tree.advantage, A, atol=2e-5)
-    assert sizes == {3, 4}
+    assert sizes == {3, 8}
+    assert foreseen > 2
+    assert cut > 1
+    assert [row["rollout/cut"] for row in steps.rows] == [cut]
+    assert [row["rollout/cut_tokens"] for row in steps.rows] == [cut_tokens]
 
 
 @pytest.mark.methods

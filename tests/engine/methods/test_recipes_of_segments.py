@@ -1,0 +1,117 @@
+"""Recipes whose programs look at segments while they are sampled: probes at their ends, and responses cut early."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from .problem_runs import given_part, norm
+from .real_step import check_gradient, plain_logprobs, plain_model
+
+# -- probes ------------------------------------------------------------------------------------------------------------
+
+
+def probed(tree) -> tuple[list[int], dict[tuple[int, ...], float]]:
+    """Return the responses that are trained on, and the mean reward of the probes of each prefix: of the token ids
+    before the text that asks for an answer."""
+    chains, means = [], dict[tuple[int, ...], list[float]]()
+    for leaf in range(tree.num_leaves):
+        tokens = tree.token_id[tree.response_rows(leaf)].tolist()
+        given = given_part(tree, leaf)[1]
+        if given.any():
+            means.setdefault(tuple(tokens[: given.argmax()]), []).append(float(tree.rewards["reward"][leaf]))
+        else:
+            chains.append(leaf)
+    return chains, {prefix: float(np.mean(values)) for prefix, values in means.items()}
+
+
+@pytest.mark.methods
+@pytest.mark.parametrize("name", ["mrt", "mrt/seen"])
+def test_mrt_adds_the_rise_of_forced_answers(step_of, name):
+    steps = step_of(name)
+    places, rises = 0, set()
+    for tree in steps.judged:
+        chains, J = probed(tree)
+        assert len(chains) == 3
+        assert tree.trained.tolist() == [leaf in chains for leaf in range(tree.num_leaves)]
+        R, bonus, first = tree.rewards["reward"].astype(np.float64)[chains], [], np.cumsum(tree.response_length)
+        for leaf in chains:
+            tokens = tree.token_id[tree.response_rows(leaf)].tolist()
+            cuts = [cut for cut in range(0, len(tokens), 3) if tuple(tokens[:cut]) in J]
+            assert cuts == [cut for cut in range(0, len(tokens), 3) if cut + 1 < 10]  # no room for an answer later
+            rise = np.zeros(len(tokens))
+            for begin, end in pairwise(cuts):
+                rise[begin:end] = J[tuple(tokens[:end])] - J[tuple(tokens[:begin])]
+                rises.add(rise[begin])
+            bonus.append(rise)
+            places += len(cuts)
+        if name == "mrt":
+            for leaf, A, rise in zip(chains, norm(R), bonus, strict=True):
+                got = tree.path_advantage[first[leaf] - len(rise) : first[leaf]]
+                np.testing.assert_allclose(got, A + 0.2 * rise, atol=1e-5)
+        else:
+            S = R + 0.2 * np.array([rise[::3].sum() for rise in bonus])
+            np.testing.assert_allclose(tree.advantage[chains], norm(S), atol=1e-5)
+    assert places > 20
+    assert len(rises) > 2
+
+
+@pytest.mark.methods
+@pytest.mark.parametrize("name", ["mrt", "eight_x"])
+def test_probes_are_in_no_gradient(step_of, name):
+    steps = step_of(name)
+    start = plain_model(steps, steps.updates[0])
+    for number, update in enumerate(steps.updates):
+        assert all(tree.trained.all() for tree in update.trees)
+
+        def loss(model, trees=update.trees):
+            means, every = [], []
+            for tree in trees:
+                for leaf in range(tree.num_leaves):
+                    lp = plain_logprobs(model, tree, leaf)
+                    with torch.no_grad():
+                        old = plain_logprobs(start, tree, leaf)
+                    if name == "mrt":
+                        ends = np.cumsum(tree.response_length)
+                        A = torch.from_numpy(tree.path_advantage[ends[leaf] - len(lp) : ends[leaf]].copy())
+                        r = (lp - old).exp()
+                        means.append(-torch.minimum(r * A, r.clamp(0.8, 1.2) * A).mean())
+                    else:
+                        node = np.repeat(np.arange(tree.num_nodes), tree.length)[tree.response_rows(leaf)]
+                        every.append(-torch.from_numpy(tree.node_advantage[node].copy()) * lp)
+            return torch.stack(means).mean() if means else torch.cat(every).mean()
+
+        check_gradient(steps, loss, update=number, tolerance=5e-3)
+
+
+@pytest.mark.methods
+def test_8x_gives_each_step_the_rise_of_its_continuations(step_of):
+    steps = step_of("eight_x")
+    cuts, rises = 0, set()
+    for tree in steps.judged:
+        R, chains = tree.rewards["reward"].astype(np.float64), np.flatnonzero(tree.trained).tolist()
+        trained = np.concatenate([tree.response_rows(leaf) for leaf in chains])
+        others = [tree.response_rows(int(leaf)) for leaf in np.flatnonzero(~tree.trained)]
+        begins = [tuple(row for row in other if row in trained) for other in others]  # what they continue
+        assert not any(given_part(tree, leaf)[0] for leaf in range(tree.num_leaves))
+        decode = steps.orchestrator.tokenizer.decode
+        for leaf in chains:
+            rows = tree.response_rows(leaf)
+            tokens = tree.token_id[rows].tolist()
+            es = [decode(tokens[:i]).count("e") for i in range(len(tokens) + 1)]  # a token may hold more than the e
+            ends = [i for i in range(1, len(tokens)) if es[i] > es[i - 1]]
+            V = {len(tokens): R[leaf]}
+            for cut in [0, *ends]:
+                mine = R[~tree.trained][[begin == tuple(rows[:cut]) for begin in begins]]
+                assert len(mine) == 2
+                V[cut] = float(np.mean(mine))
+            node = np.repeat(np.arange(tree.num_nodes), tree.length)[rows]
+            for begin, end in pairwise(sorted(V)):
+                np.testing.assert_allclose(tree.node_advantage[node[begin:end]], V[end] - V[begin], atol=1e-6)
+                rises.add(V[end] - V[begin])
+            cuts += len(ends)
+    assert cuts > 3
+    assert len(rises) > 2
