@@ -213,8 +213,8 @@ class Orchestrator:
         if self.buffer.budget.staleness:
             describe_lag(batch, self.step, sums)
         elif self.parts.sampling.callback is not None:
-            kept = len(self.buffer.open)  # the batch and its surplus
-            sums.add("group/kept_ratio", kept, kept + len(self.buffer.fallen))
+            ready = len(self.buffer.open)  # the batch and its surplus
+            sums.add("group/kept_ratio", ready, ready + len(self.buffer.fallen))
         describe(trees, params.max_new_tokens, sums)
         self.console.phase("updating")
         given = self.demonstrations.next() if self.demonstrations is not None else []

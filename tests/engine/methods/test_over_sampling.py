@@ -20,7 +20,7 @@ P = 4
 KEPT = ("equal_rewards", "surplus")
 MINE = """
 def wanted(step, metrics):
-    assert step == 1 or metrics["group/kept_ratio"] > 0
+    assert step == 1 or metrics["group/kept_ratio"] > 0 and "timing_s/step" in metrics
     return [2.0, 3.5, 0.5][step - 1]
 """
 JUDGES = """
