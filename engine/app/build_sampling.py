@@ -22,7 +22,7 @@ from ..loop.parts import SamplingParts, Trained
 from ..loop.publication import TrainedModel
 from ..loop.sources import PromptSource
 from ..methods.groups import GROUP_CALLBACKS, GroupCallback, HintLadder
-from ..methods.schedules import scheduled
+from ..methods.schedules import Schedule, at_step, find_schedule, scheduled
 from ..model import routes
 from ..model.loading import choose_device, load_model, load_tokenizer
 from ..model.lora import add_lora, has_lora, plain_copy
@@ -33,7 +33,7 @@ from ..programs import RolloutProgram, make_program
 from ..rewards import ProgramVerifier, Rewards, make_rewards
 from ..rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
 from ..rollout.sampler import LocalSampler
-from ..settings import RolloutConfig, TrainConfig
+from ..settings import LoopConfig, RolloutConfig, TrainConfig
 from ..tasks import Problem
 
 
@@ -72,6 +72,7 @@ def sampling_parts(
         params=sampling_params(config.rollout),
         budget=budget(config),
         seed=config.seed,
+        over_sampling=over_sampling(loop),
         callback=group_callback(config, context),
         callback_name=loop.callback,
         trains_plain=loop.train_context == "plain",
@@ -212,9 +213,13 @@ def check_hints(callback: GroupCallback | None, source: PromptSource) -> None:
 
 
 def budget(config: TrainConfig) -> Budget:
-    """Return the limits on the number of open groups and on their lag."""
-    loop = config.loop
-    return Budget(config.trainer.prompts_per_step - config.replayed, loop.staleness, loop.window, loop.over_sampling)
+    """Return the limits on the number of open groups and on their lag in the first step."""
+    loop, batch = config.loop, config.trainer.prompts_per_step - config.replayed
+    return Budget(batch, loop.staleness, loop.window, at_step(over_sampling(loop), 1))
+
+
+def over_sampling(loop: LoopConfig) -> Schedule:
+    return find_schedule("loop.over_sampling", loop.over_sampling, loop.over_sampling_options)
 
 
 def sampling_params(config: RolloutConfig) -> SamplingParams:

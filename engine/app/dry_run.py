@@ -134,7 +134,8 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     copies = rollout.backend == "native" and config.loop.overlaps(on_cpu=on_cpu)
     copied = ", with a copy of the weights" if copies else ""
     corrected = f"; correction of the lag: {config.loop.correction}" if corrects(config) else ""
-    yield (f"loop               staleness {config.loop.staleness}, at most {held} open groups{copied}{corrected}")
+    first = "" if isinstance(config.loop.over_sampling, float) else " in the first step"
+    yield f"loop               staleness {config.loop.staleness}, at most {held} open groups{first}{copied}{corrected}"
     yield f"steps              {trainer.steps}, a checkpoint every {config.checkpoint.every}"
     every = f"before, every {config.evaluation.every} steps" if config.evaluation.every else "before"
     yield f"evaluation         {config.evaluation.problems} held-out problems, {every} and after"

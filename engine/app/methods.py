@@ -50,7 +50,7 @@ KINDS = (
         "schedules",
         (
             "algorithm.weight", "algorithm.terms.weight", "trainer.lr_scale", "loop.temperature_scale",
-            "loop.length_scale",
+            "loop.length_scale", "loop.over_sampling",
         ),
         SCHEDULES, ("step", "metrics"),
     ),

@@ -74,7 +74,7 @@ def _first_groups(
 ) -> list[Group]:
     """Sample and judge as a run's first step does, but without the group callback, and failures only drop responses."""
     first = {"trainer": {"prompts_per_step": count}, "reward": {"on_failure": "drop"}}
-    first["loop"] = {"staleness": 0, "over_sampling": 1.0, "callback": None}
+    first["loop"] = {"staleness": 0, "over_sampling": 1.0, "over_sampling_options": {}, "callback": None}
     config = config.model_copy(
         update={name: getattr(config, name).model_copy(update=keys) for name, keys in first.items()}
     )

@@ -25,8 +25,9 @@ is not dropped is trained, and of the first n admitted only those still open hav
 one more may overtake 3, so step 2 waits for it, begins at ``steps = 1`` and trains 3, 5, 6, 7: group 3 has lag 1 = S.
 Without rule 2 it might have waited for ever.
 
-At S = 0 a round begins when no group is open and ends when all are settled, so that the batch does not depend on which
-group was faster: it is the oldest P ready groups, and the surplus of `over_sampling` is dropped.
+At S = 0 a round ends when all of its groups are settled, so that the batch does not depend on which group was faster. A
+step takes rounds until P groups are ready: each admits ``over_sampling`` groups for each one that is still lacking. The
+batch is the oldest P ready groups, and the surplus is dropped.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Budget:
         batch: number of groups trained in a step, P.
         staleness: maximum lag in steps, S.
         window: share of the S P groups beyond a batch that may overtake one that is not ready.
-        over_sampling: number of groups sampled at S = 0 for each group of the batch.
+        over_sampling: number of groups admitted at S = 0 for each one that the batch lacks.
     """
 
     batch: int
@@ -63,8 +64,13 @@ class Budget:
     def capacity(self) -> int:
         """Maximum number of groups open at once."""
         if self.staleness == 0:
-            return max(self.batch, round(self.over_sampling * self.batch))
+            return self.round(0)
         return (self.staleness + 1) * self.batch - self.overtaking
+
+    def round(self, ready: int) -> int:
+        """Return the number of groups that the next round at S = 0 admits if ``ready`` ones are there."""
+        lacking = max(0, self.batch - ready)
+        return max(lacking, round(self.over_sampling * lacking))
 
     def check(self, ticket: int, started: int, steps: int) -> int:
         """Return the lag of a group that is about to be trained.

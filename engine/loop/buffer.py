@@ -222,8 +222,8 @@ class Buffer:
     @property
     def room(self) -> int:
         """Number of groups that may be admitted now."""
-        if self.budget.staleness == 0 and not self.settled:
-            return 0
+        if self.budget.staleness == 0:
+            return self.budget.round(len(self.open)) if self.settled else 0
         return self.budget.capacity - len(self.open)
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..data.tree import TokenTree
+from .buffer import Group
 from .metrics import Sums
 
 
@@ -15,6 +16,18 @@ def describe_replay(trees: Sequence[TokenTree], updates: int, sums: Sums) -> Non
     sums.count("replay/groups", len(trees))
     for tree in trees:
         sums.add_values("replay/lag", updates - tree.policy_version[tree.loss_mask])
+
+
+def describe_lag(batch: Sequence[Group], steps: int, sums: Sums) -> None:
+    """Record the age of a batch after ``steps`` steps, and the share of responses that several policies sampled."""
+    for group in batch:
+        lag, tree = steps - group.started, group.tree
+        sums.add("training/off_policy/trajectory_staleness/mean", lag)
+        sums.maximum("training/off_policy/trajectory_staleness/max", lag)
+        for leaf in range(tree.num_leaves):
+            rows = tree.response_rows(leaf)
+            versions = tree.policy_version[rows][tree.loss_mask[rows]]
+            sums.add("training/off_policy/partial_ratio", bool(len(versions)) and bool(np.ptp(versions)))
 
 
 def describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> None:

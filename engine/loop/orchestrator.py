@@ -14,25 +14,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from torch import Tensor
 
 from ..data.segment import Text
 from ..data.tree import TokenTree
-from ..errors import RunError
+from ..errors import RunError, UserError
+from ..methods.schedules import at_step
 from ..model.processor import copy_processor
 from ..parts.calling import call
+from ..settings.training import MOST_OVER_SAMPLING
 from ..train import checkpoint
 from . import preflight
 from .archive import Archive, NotKeptError
 from .buffer import Buffer, Group
 from .controller import Controller
-from .describe import describe, describe_replay
+from .describe import describe, describe_lag, describe_replay
 from .evaluation import Evaluation
 from .failures import Failures
 from .metrics import Idle, MetricsLog, Stopwatch, Sums
@@ -202,13 +203,18 @@ class Orchestrator:
         self.parts.context.at(step, self._row)
         for name, option in self.parts.context.schedules.items():
             sums.add(f"schedule/{name}", option.now())
+        self._over_sample(step, sums)
         params = self.learner.sampling(step, self.parts.sampling.params)
         batch = self.controller.next_batch(params)
         trees = [group.tree for group in batch]
         for group, tree in zip(batch, trees, strict=True):
             tree.meta["entry"] = group.prompt.entry
         self._record(batch, sums)
-        self._describe_lag(batch, sums)
+        if self.buffer.budget.staleness:
+            describe_lag(batch, self.step, sums)
+        elif self.parts.sampling.callback is not None:
+            ready = len(self.buffer.open)  # the batch and its surplus
+            sums.add("group/kept_ratio", ready, ready + len(self.buffer.fallen))
         describe(trees, params.max_new_tokens, sums)
         self.console.phase("updating")
         given = self.demonstrations.next()
@@ -277,18 +283,17 @@ class Orchestrator:
     def _others(self) -> Further:
         return {name: (learner.weights(), learner.updates) for name, learner in self.learner.policies.items()}
 
-    def _describe_lag(self, batch: Sequence[Group], sums: Sums) -> None:
-        """Record the age of a batch in steps and the share of responses that several policies sampled."""
-        if self.buffer.budget.staleness == 0:
-            return
-        for group in batch:
-            lag, tree = self.step - group.started, group.tree
-            sums.add("training/off_policy/trajectory_staleness/mean", lag)
-            sums.maximum("training/off_policy/trajectory_staleness/max", lag)
-            for leaf in range(tree.num_leaves):
-                rows = tree.response_rows(leaf)
-                versions = tree.policy_version[rows][tree.loss_mask[rows]]
-                sums.add("training/off_policy/partial_ratio", bool(len(versions)) and bool(np.ptp(versions)))
+    def _over_sample(self, step: int, sums: Sums) -> None:
+        """Let the rounds of ``step`` admit as many groups as `loop.over_sampling` says."""
+        schedule, buffer = self.parts.sampling.over_sampling, self.buffer
+        factor = at_step(schedule, step, self._row)
+        if not 1 <= factor <= MOST_OVER_SAMPLING:
+            raise UserError(
+                f"loop.over_sampling must be from 1 to {MOST_OVER_SAMPLING}; at step {step} it is {factor:g}."
+            )
+        if not isinstance(schedule, int | float):
+            sums.add("schedule/over_sampling", factor)
+        buffer.budget = replace(buffer.budget, over_sampling=factor)
 
     def _evaluate(self) -> dict[str, float]:
         with self.controller.paused(), self.watch.part("eval"):

@@ -189,6 +189,7 @@ class SamplingParts:
         program: the configured program; ``sampler`` copies it for every job.
         program_name: the configured name, for messages.
         params: sampling parameters before schedules change them.
+        over_sampling: factor of `Budget` by the step, at staleness 0.
         callback: the group callback; None accepts all judged groups.
         callback_name: the configured name, for messages.
         trains_plain: responses to another prompt of the callback's are trained under the problem's own.
@@ -212,6 +213,7 @@ class SamplingParts:
     params: SamplingParams
     budget: Budget
     seed: int
+    over_sampling: Schedule = 1.0
     callback: GroupCallback | None = None
     callback_name: str | None = None
     trains_plain: bool = False

@@ -91,7 +91,50 @@ def towards(
     return min(high, max(low, value))
 
 
-SCHEDULES: dict[str, Callable[..., float]] = {"cosine": cosine, "steer": steer, "towards": towards}
+def valid_share(
+    step: int,
+    metrics: Mapping[str, float],
+    *,
+    target: float = 1.0,
+    decay: float = 0.5,
+    most: float = 8.0,
+) -> float:
+    """CodeV-R1's adaptive `loop.over_sampling`: ``target / share``, so that a round keeps about ``target`` groups for
+    each one that the batch lacks.
+
+    ``share = decay * share + (1 - decay) * kept`` after each step, with ``kept`` the metric ``group/kept_ratio``; it
+    begins with the first step's and is read back from ``schedule/over_sampling``. The first step samples ``target``
+    groups for each one. The form of the average and all defaults are inferred.
+
+    Args:
+        target: at least 1; above 1, a second round of sampling is rarer.
+        decay: from 0 (the last step alone) to below 1.
+        most: the value is at most this, so the average at least ``target / most``.
+
+    Raises:
+        UserError: an option is out of range, or the run has no such metrics.
+    """
+    if not 1 <= target <= most or not 0 <= decay < 1:
+        raise UserError(
+            f"The schedule 'valid_share' needs 1 <= target <= most and 0 <= decay < 1, not target = {target:g}, most = "
+            f"{most:g}, decay = {decay:g}."
+        )
+    if not metrics:
+        return target
+    if "group/kept_ratio" not in metrics or "schedule/over_sampling" not in metrics:
+        raise UserError("The schedule 'valid_share' is for loop.over_sampling, in a run with a loop.callback.")
+    share = metrics["group/kept_ratio"]
+    if step > 2:
+        share = decay * target / metrics["schedule/over_sampling"] + (1 - decay) * share
+    return min(most, target / share) if share > 0 else most
+
+
+SCHEDULES: dict[str, Callable[..., float]] = {
+    "cosine": cosine,
+    "steer": steer,
+    "towards": towards,
+    "valid_share": valid_share,
+}
 
 
 def find_schedule(key: str, given: float | str | Sequence[tuple[int, float]], options: Mapping[str, Any]) -> Schedule:

@@ -10,6 +10,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from ..train.config import TrainerConfig
 from .section import NonNegativeInt, PositiveInt, Schedule, Section
 
+MOST_OVER_SAMPLING = 64
+"""Largest `loop.over_sampling`."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -83,8 +85,11 @@ class LoopConfig(Section):
     `correction_cap` become the cap (`truncate`) or 0 (`mask`)."""
     correction_cap: PositiveFloat = 2.0
     """Largest weight of the correction."""
-    over_sampling: Annotated[float, Field(ge=1, le=64)] = 1.0
-    """At staleness 0, prompts sampled for each one that is trained on; the surplus is dropped."""
+    over_sampling: Schedule = 1.0
+    """At staleness 0, prompts sampled for each group that the batch lacks, 1 to 64, given as `algorithm.weight` is; the
+    surplus of a full batch is dropped."""
+    over_sampling_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the schedule function."""
     temperature_scale: Schedule = 1.0
     """Factor of `rollout.temperature`, given as `algorithm.weight` is."""
     temperature_scale_options: dict[str, Any] = Field(default_factory=dict)
@@ -106,8 +111,17 @@ class LoopConfig(Section):
 
     @model_validator(mode="after")
     def _surplus_is_dropped_at_once(self) -> Self:
-        if self.staleness and self.over_sampling > 1:
+        given = self.over_sampling
+        if self.staleness and given != 1:
             raise ValueError("`loop.over_sampling` is for `loop.staleness` = 0; leave it out, or set staleness to 0")
+        values = [given] if isinstance(given, float) else [] if isinstance(given, str) else [v for _, v in given]
+        if wrong := [value for value in values if not 1 <= value <= MOST_OVER_SAMPLING]:
+            raise ValueError(f"`loop.over_sampling` must be from 1 to {MOST_OVER_SAMPLING}, not {wrong[0]:g}")
+        if given == "valid_share" and self.callback is None:
+            raise ValueError(
+                '`loop.over_sampling` = "valid_share" follows the share of groups that a `loop.callback` keeps; name '
+                "one, such as dynamic_sampling"
+            )
         return self
 
     @model_validator(mode="after")

@@ -51,6 +51,7 @@ DEMONSTRATIONS = "--demonstrations={{path='{folder}/given.jsonl',per_step=4}}"
 RECORDED = "--demonstrations={{path='{folder}/recorded.jsonl',logprob_key='logprobs',per_step=4}}"
 NEEDS: dict[str, tuple[str, ...]] = {
     "gdpo": ("--reward.verifier={folder}/mine.py:named", "--algorithm.advantage_options.weights={{a=1.0,b=0.5}}"),
+    "codev_r1": ("--reward.verifier={folder}/mine.py:mixed",),
     "passk": ("--reward.verifier={folder}/mine.py:graded",),
     "prof": ("--reward.verifier={folder}/mine.py:steps",),
     "prm_clip": ("--reward.verifier={folder}/mine.py:steps",),
@@ -129,7 +130,6 @@ ELSEWHERE = {
     **dict.fromkeys(("reasoning_sql", "chatshopbuddy"), "test_recipes_of_problems.py"),
     "hybrid_verifier": "it needs a server: tests/engine/rewards/{test_parts,test_remote}.py",
     **dict.fromkeys(("general_reasoner", "grlo"), "they need a server: tests/engine/rewards/test_remote.py"),
-    "codev_r1": "it needs tests of programs: tests/engine/rewards/test_verifiers.py",
     "sapo_swarm": "it needs files of other runs: test_recipes_of_problems.py",
     **dict.fromkeys(
         ("light_r1", "tulu3_stages", "miromind_m1_stages", "acereason_stages"), "tests/engine/app/test_stages.py"
@@ -296,6 +296,7 @@ FLAT: dict[str, tuple[Any, Any, str, Any]] = {
     "grpo": (NORM, clipped(0.2, 0.2), "seq", k3(0.04)),
     "two_grpo": (NORM, clipped(0.2, 0.2), "seq", None),
     "dapo": (NORM, clipped(0.2, 0.28), "token", None),
+    "codev_r1": (NORM, clipped(0.2, 0.28), "token", None),
     "dr_grpo": (MEAN, clipped(0.2, 0.2), "norm", None),
     "rloo": (LOO, reinforce, "seq_sum", None),
     "gspo": (NORM, of_sequence(3e-4, 4e-4), "seq", None),
@@ -458,7 +459,7 @@ def test_a_segment_of_a_chain_has_the_rise_of_its_continuations(step_of):
 
 
 @pytest.mark.methods
-@pytest.mark.parametrize("name", ["dapo", "high_entropy", "treepo", "latr", "acereason", "prorl"])
+@pytest.mark.parametrize("name", ["dapo", "codev_r1", "high_entropy", "treepo", "latr", "acereason", "prorl"])
 def test_dynamic_sampling_trains_on_no_group_of_equal_rewards(step_of, name):
     trees = step_of(name).trees
     raw = [tree.rewards.get("verifier", tree.rewards["reward"]) for tree in trees]
