@@ -12,6 +12,7 @@ import numpy as np
 
 from ..data.columns import Array
 from ..data.segment import Origin
+from ..data.statistics import reads
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..parts.context import NotReadyError
@@ -20,7 +21,7 @@ from .credit import EPS, Credit, centred, group, node_values, rewards_of
 from .progress import progress_bonus
 from .roles import by_role
 from .selections import most_varied
-from .shaping import begins_given
+from .shaping import ANSWER, begins_given, last_match
 
 
 def _normalised(values: Array, eps: float = EPS) -> Array:
@@ -233,16 +234,30 @@ def canon(trees: Sequence[TokenTree], *, share: float = 0.75) -> Credit:
     length; ``share (R - mean of the other half) + (1 - share) (R - mean of the own half)``. With halves of one size a
     share of 1/2 is R - mu, so the default, which is inferred, is another."""
 
-    def of_leaves(tree: TokenTree) -> Array:  # [L]
-        rewards, length = rewards_of(tree), tree.response_length
-        long = length > np.median(length)
-        if long.all() or not long.any():
-            return centred(rewards)
-        mean = np.where(long, rewards[long].mean(), rewards[~long].mean())
-        other = np.where(long, rewards[~long].mean(), rewards[long].mean())
-        return share * (rewards - other) + (1 - share) * (rewards - mean)
+    return Credit("leaf", [_halved(rewards_of(tree), tree.response_length, share) for tree in trees])
 
-    return Credit("leaf", [of_leaves(tree) for tree in trees])
+
+@reads("policy_entropy")
+def canon_entropy(trees: Sequence[TokenTree], *, share: float = 0.75) -> Credit:
+    """CANON by entropy (Chen et al. 2025): as `canon`, with the group split at its median of the mean entropy of a
+    response's tokens in the loss, that of the policy before the step's updates; 0 for a response without tokens."""
+
+    def entropy(tree: TokenTree) -> Array:  # [L]
+        rows = [tree.response_rows(leaf) for leaf in range(tree.num_leaves)]
+        live = [some[tree.loss_mask[some]] for some in rows]
+        return np.array([tree.policy_entropy[some].astype(np.float64).mean() if len(some) else 0.0 for some in live])
+
+    return Credit("leaf", [_halved(rewards_of(tree), entropy(tree), share) for tree in trees])
+
+
+def _halved(rewards: Array, metric: Array, share: float) -> Array:  # [L], [L] -> [L]
+    """Return the credit of responses whose group is split at the median of ``metric``."""
+    high = metric > np.median(metric)
+    if high.all() or not high.any():
+        return centred(rewards)
+    mean = np.where(high, rewards[high].mean(), rewards[~high].mean())
+    other = np.where(high, rewards[~high].mean(), rewards[high].mean())
+    return share * (rewards - other) + (1 - share) * (rewards - mean)
 
 
 def batch_std(trees: Sequence[TokenTree]) -> Credit:
@@ -269,6 +284,47 @@ def learnable(tree: TokenTree) -> Array:  # [L]
     rewards = rewards_of(tree)
     p = float(np.clip(rewards.mean(), 0, 1))
     return 4 * p * (1 - p) * _normalised(rewards)
+
+
+def dispersed(trees: Sequence[TokenTree], texts: Sequence[Sequence[str]], *, pattern: str = ANSWER) -> Credit:
+    """PuzzleCraft (the form is inferred): `group_norm` times ``4 p (1 - p) H / log n``, p the group's mean reward
+    within [0, 1] and H the entropy in nats of the answers of its n responses, so that groups that are easy, hard or
+    of one answer count less. A response without an answer has one of its own.
+
+    Args:
+        pattern: a regular expression; the first group of its last match is the answer.
+    """
+
+    def of_leaves(tree: TokenTree, said: Sequence[str]) -> Array:  # [L]
+        answers = [last_match(pattern, text) or f"\0{i}" for i, text in enumerate(said)]
+        share = np.unique(answers, return_counts=True)[1] / len(answers)
+        spread = -(share * np.log(share)).sum() / np.log(len(answers)) if len(answers) > 1 else 0.0
+        rewards = rewards_of(tree)
+        p = float(np.clip(rewards.mean(), 0, 1))
+        return spread * 4 * p * (1 - p) * _normalised(rewards)
+
+    return Credit("leaf", [of_leaves(tree, said) for tree, said in zip(trees, texts, strict=True)])
+
+
+def wrong_steps(trees: Sequence[TokenTree], *, penalty: float = 1.0) -> Credit:
+    """CAPO: `group_norm` less ``penalty`` at the tokens of wrong steps (the form and ``penalty`` are inferred).
+
+    A step ends at a token with a reward of its own (`token_reward`, from a verifier's spans) and begins after the step
+    before it; it is wrong where that reward is negative. Tokens after the last step are in none.
+    """
+
+    def of_paths(tree: TokenTree, own: Array) -> Array:  # [L] -> [P]
+        found = np.repeat(own, tree.response_length)
+        cuts = np.cumsum(tree.response_length)
+        for leaf, rewards in enumerate(np.split(tree.token_reward, cuts[:-1])):
+            begin, first = cuts[leaf] - len(rewards), 0
+            for end in np.flatnonzero(~np.isnan(rewards)).tolist():
+                found[begin + first : begin + end + 1] -= penalty * (rewards[end] < 0)
+                first = end + 1
+        return found
+
+    own = credit.group_norm(trees).values
+    return Credit("path", [of_paths(tree, values) for tree, values in zip(trees, own, strict=True)])
 
 
 def by_beginning(trees: Sequence[TokenTree]) -> Credit:
@@ -339,7 +395,10 @@ ADVANTAGES: dict[str, Callable[..., Any]] = {
     "treepo": treepo,
     "turn_credit": turn_credit,
     "canon": canon,
+    "canon_entropy": canon_entropy,
     "learnable": learnable,
+    "dispersed": dispersed,
+    "wrong_steps": wrong_steps,
     "batch_std": batch_std,
     "pods": pods,
     "by_role": by_role,
@@ -352,4 +411,6 @@ ADVANTAGES: dict[str, Callable[..., Any]] = {
     "progress_bonus": progress_bonus,
     "cumulative": remembered.Cumulative,
     "constrained": remembered.Constrained,
+    "reweighted": remembered.Reweighted,
+    "by_role_mean": remembered.RoleMeans,
 }

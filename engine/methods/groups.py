@@ -9,6 +9,7 @@ and ``load_state_dict`` exchange with checkpoints.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +123,51 @@ def refine(
     if tree.meta["attempt"] or np.isnan(rewards).all():
         return None
     draft = texts[int(np.nanargmax(rewards))]
-    return Retry(template.replace("{prompt}", tree.meta["problem"]).replace("{draft}", draft))
+    return Retry(_filled(template, prompt=tree.meta["problem"], draft=draft))
+
+
+def _filled(template: str, **values: str) -> str:
+    """Return ``template`` with each ``{name}`` replaced; what a value itself says in braces stays."""
+    return re.sub(r"\{(" + "|".join(values) + r")\}", lambda found: values[found[1]], template)
+
+
+def critique(
+    tree: TokenTree,
+    texts: Sequence[str],
+    *,
+    keep: str = "right",
+    failed: bool = False,
+    template: str = "{prompt}\nAn attempt, which is wrong:\n{draft}\nFind the mistake and solve the problem.",
+) -> Answer:
+    """Critique-GRPO: sample as many responses again after the problem with a wrong one of the group, the first of the
+    lowest reward, and train on the group with these refinements. Needs `loop.train_context` = "plain": refinements are
+    trained under the problem's own prompt.
+
+    Inferred: that the critique says only that the attempt is wrong, one attempt for all refinements, and the words.
+
+    Args:
+        keep: "right": the refinements of a reward of at least 1 join the group; "refined": all refinements take its
+            place (RLTF-SD).
+        failed: only where no response has a reward of at least 1 (Cog-Rethinker).
+        template: the problem with the attempt.
+
+    Raises:
+        UserError: ``keep`` is neither, or the template lacks a place.
+    """
+    if keep not in ("right", "refined") or "{prompt}" not in template or "{draft}" not in template:
+        raise UserError(
+            "loop.callback = 'critique' needs a `keep` of 'right' or 'refined', and a `template` with {prompt} and "
+            "{draft}."
+        )
+    rewards, newest = tree.rewards["reward"], tree.other_prompt > 0
+    if tree.meta["attempt"]:
+        kept = newest if keep == "refined" else ~newest | (rewards >= 1)
+        return Accept(np.flatnonzero(kept).tolist())
+    wrong = rewards < 1
+    if not wrong.any() or (failed and (rewards >= 1).any()):
+        return None
+    draft = texts[int(np.nanargmin(rewards))]
+    return More(len(rewards), _filled(template, prompt=tree.meta["problem"], draft=draft))
 
 
 class OnDemand:
@@ -244,7 +289,7 @@ class HintLadder:
                 "does not have; add it to the data, or change `columns` in loop.callback_options."
             )
         hints = [str(entry[name]) for name in self.columns if entry[name] not in (None, "")]
-        return [self.template.replace("{prompt}", problem).replace("{hint}", hint) for hint in hints]
+        return [_filled(self.template, prompt=problem, hint=hint) for hint in hints]
 
     def __call__(self, tree: TokenTree) -> Answer:
         rewards, meta = tree.rewards["reward"], tree.meta
@@ -310,6 +355,7 @@ GROUP_CALLBACKS: dict[str, Callable[..., Any]] = {
     "top_up": top_up,
     "hint_ladder": HintLadder,
     "refine": refine,
+    "critique": critique,
     "on_demand": OnDemand,
     "demonstrate": demonstrate,
 }

@@ -16,9 +16,9 @@ from rolltree.kernels import PathIndex, PolicyFields
 
 from ..data.columns import Array, Column, declare
 from ..data.tree import TokenTree
+from .group_losses import Pacs, Ranking, Regression
 
 declare(Column("scored_id", np.int32, "token", "id that a loss scores in its place", -1, merge="first", to_device=True))
-declare(Column("verdict", np.float32, "leaf", "the verifier's reward, for losses", to_device=True))
 
 
 def at_ends(tree: TokenTree, token: int) -> Array:  # [T]
@@ -131,4 +131,39 @@ def _previous(target_end: Tensor) -> Tensor:  # [M] -> [M]
     return torch.where(depth > 0, order[found.clamp(min=0)], M)
 
 
-LOSSES: dict[str, Callable[..., Any]] = {"laser": Laser, "rover": Rover}
+class RlPlus:
+    """RL-PLUS, its loss of given tokens: the sum over them of ``-A (1 - sg(p))**gamma 2 p / (p_old + p_ext)``, p the
+    policy's probability, p_old before the step's updates, and p_ext = 1 that of the writer, who is not known; there are
+    no bounds. The divisor is the number of tokens.
+
+    The form is inferred. The factor, which gives improbable tokens more weight, is for A > 0 alone. Select `injected`
+    tokens; several updates a step need ``algorithm.old_logprob = "recompute"``.
+
+    Args:
+        gamma: power of the factor (default inferred).
+
+    Raises:
+        ValueError: gamma is negative; in a step: tokens have no log-probs of the policy before its updates.
+    """
+
+    def __init__(self, gamma: float = 1.0) -> None:
+        if gamma < 0:
+            raise ValueError(f"its option `gamma` must be at least 0, got {gamma}")
+        self.gamma = gamma
+
+    def loss(self, logprob: Tensor, fields: PolicyFields) -> Tensor:
+        if fields.old_logprob is None:
+            raise ValueError('rl_plus needs algorithm.old_logprob = "recompute"')
+        p = logprob.exp()
+        credit = fields.adv_pos * (1 - p.detach()) ** self.gamma + fields.adv_neg
+        return -(credit * 2 * p / (fields.old_logprob.exp() + 1)).sum()
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "laser": Laser,
+    "rover": Rover,
+    "regression": Regression,
+    "pacs": Pacs,
+    "ranking": Ranking,
+    "rl_plus": RlPlus,
+}

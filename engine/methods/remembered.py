@@ -15,6 +15,7 @@ from ..parts.context import NotReadyError
 from . import credit
 from .credit import EPS, Credit, rewards_of
 from .priors import Values, number_in
+from .roles import in_role
 
 
 class Cumulative:
@@ -76,11 +77,7 @@ class Constrained:
     def __call__(self, trees: Sequence[TokenTree]) -> Credit:
         found = credit.group_norm(trees).values
         for name, weight in self._weights.items():
-            if missing := [tree for tree in trees if name not in tree.rewards]:
-                raise UserError(
-                    f"The verifier named no reward '{name}'; it named {', '.join(sorted(missing[0].rewards))}."
-                )
-            named = [tree.rewards[name].astype(np.float64) for tree in trees]
+            named = [_rewards_named(tree, name) for tree in trees]
             for total, values in zip(found, named, strict=True):
                 spread = values.std(ddof=1) if len(values) > 1 else 1.0
                 total += weight * credit.centred(values) / (spread + EPS)
@@ -95,6 +92,109 @@ class Constrained:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         self._weights = dict(state["weights"])
+
+
+class Reweighted:
+    """RECAP, weights of objectives: ``sum_k w_k A_k`` over named rewards, A_k `group_norm` of reward k, ``w_k = K s_k /
+    sum s`` with ``s_k = max(0, 1 - m_k) + v_k``, m_k the mean and v_k the standard deviation of the reward's means in
+    the newest ``window`` batches before: a saturated reward counts less, one that falls short or is unstable more.
+
+    All weights are 1 in the first batch, and where every s is 0. The abstract names the signals alone; the form and
+    the default are inferred. A reward that judges no response of a group (all NaN, see `reward.parts`) adds nothing
+    there.
+
+    Args:
+        names: the named rewards, of about 0 to 1.
+        window: batches that count.
+
+    Raises:
+        ValueError: there is no name, or the window is below 1.
+    """
+
+    def __init__(self, names: Sequence[str], window: int = 8) -> None:
+        if isinstance(names, str) or not names or window < 1:
+            raise ValueError("`names` must list at least one reward, and `window` be at least 1")
+        self._window = window
+        self._means: dict[str, list[float]] = {name: [] for name in names}
+
+    def __call__(self, trees: Sequence[TokenTree]) -> Credit:
+        found = [np.zeros(tree.num_leaves) for tree in trees]
+        weights = self._weights()
+        for name, means in self._means.items():
+            judged = []
+            for tree, total in zip(trees, found, strict=True):
+                values = _rewards_named(tree, name)
+                if np.isnan(values).all():
+                    continue
+                judged.append(values)
+                spread = values.std(ddof=1) if len(values) > 1 else 1.0
+                total += weights[name] * credit.centred(values) / (spread + EPS)
+            if judged:
+                self._means[name] = [*means, float(np.concatenate(judged).mean())][-self._window :]
+        return Credit("leaf", found)
+
+    def _weights(self) -> dict[str, float]:
+        wanted = {
+            name: max(0.0, 1 - float(np.mean(means))) + float(np.std(means)) if means else 0.0
+            for name, means in self._means.items()
+        }
+        total = sum(wanted.values())
+        return {name: len(wanted) * value / total if total else 1.0 for name, value in wanted.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the means of the newest batches."""
+        return {"means": self._means}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        self._means = {name: list(means) for name, means in state["means"].items()}
+
+
+class RoleMeans:
+    """Advantages against a role's running mean (prime-rl, `rae`): a token has ``R - m`` of its role, R the role's own
+    reward and m the exponential mean of the role's rewards in the batches before, ``m = decay m + (1 - decay) mean R``,
+    which begins with the first batch's mean; 0 for tokens of other roles and without a verdict.
+
+    Args:
+        rewards: the named reward of each role; a single one for responses of one role.
+        decay: of the running mean (default inferred).
+
+    Raises:
+        ValueError: there is no role, or decay is outside of [0, 1).
+    """
+
+    def __init__(self, rewards: Mapping[str, str], decay: float = 0.95) -> None:
+        if not rewards or not 0 <= decay < 1:
+            raise ValueError("`rewards` must name the reward of at least one role, and `decay` be in [0, 1)")
+        self._rewards, self._decay = dict(rewards), decay
+        self._mean: dict[str, float] = {}
+
+    def __call__(self, trees: Sequence[TokenTree]) -> Credit:
+        found = [np.zeros(len(tree.path_tokens)) for tree in trees]
+        for role, name in self._rewards.items():
+            played = [(tree, total) for tree, total in zip(trees, found, strict=True) if role in self._roles(tree)]
+            judged = [reward for tree, _ in played for reward in _rewards_named(tree, name) if not math.isnan(reward)]
+            if not judged:
+                continue
+            new = float(sum(judged) / len(judged))
+            mean = self._mean.get(role, new)
+            for tree, total in played:
+                own = np.nan_to_num(_rewards_named(tree, name) - mean)
+                mine = in_role(tree, self._roles(tree).index(role))[tree.path_tokens]
+                total += np.where(mine, np.repeat(own, tree.response_length), 0.0)
+            self._mean[role] = self._decay * mean + (1 - self._decay) * new
+        return Credit("path", found)
+
+    def _roles(self, tree: TokenTree) -> list[str]:
+        return tree.meta.get("roles") or [next(iter(self._rewards))]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the running means."""
+        return {"mean": self._mean}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        self._mean = dict(state["mean"])
 
 
 class PriorFusion:
@@ -134,6 +234,17 @@ class PriorFusion:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._values.load_state_dict(state)
+
+
+def _rewards_named(tree: TokenTree, name: str) -> Array:  # [L] float64
+    """Return a named reward of each response.
+
+    Raises:
+        UserError: the verifier gave no reward of this name.
+    """
+    if name not in tree.rewards:
+        raise UserError(f"The verifier named no reward '{name}'; it named {', '.join(sorted(tree.rewards))}.")
+    return tree.rewards[name].astype(np.float64)
 
 
 def _problem(tree: TokenTree) -> tuple[str, str]:

@@ -39,6 +39,22 @@ def _is_demonstration(tree: TokenTree, of: str | None) -> bool:
     return name is not None and of in (None, name)
 
 
+def observed(tree: TokenTree) -> Array:  # [T]
+    """Select the tokens of observations, such as an environment's feedback, to learn to foretell them (RLTF-FM)."""
+    return tree.origin == Origin.OBSERVATION
+
+
+def own_prompt(tree: TokenTree) -> Array:  # [L]
+    """Select the responses that were sampled under the problem's own prompt."""
+    return (tree.other_prompt == 0) & (tree.loss_length > 0)
+
+
+def other_prompt(tree: TokenTree) -> Array:  # [L]
+    """Select the responses that were sampled under another prompt, such as one with a critique, and are trained under
+    the problem's own (`loop.train_context`)."""
+    return (tree.other_prompt != 0) & (tree.loss_length > 0)
+
+
 def sampled_and_given(tree: TokenTree) -> Array:  # [T]
     """Select the tokens in the loss and those that were given: with `demonstrate`, the solution is trained on as a
     member of the group (ViSurf). Ratios need ``algorithm.old_logprob = "recompute"``."""
@@ -198,6 +214,9 @@ SELECTIONS: dict[str, Callable[..., Array]] = {
     "sampled": sampled,
     "injected": injected,
     "demonstrated": demonstrated,
+    "observed": observed,
+    "own_prompt": own_prompt,
+    "other_prompt": other_prompt,
     "sampled_and_given": sampled_and_given,
     "sampled_and_uncertain": sampled_and_uncertain,
     "calm": Calm,

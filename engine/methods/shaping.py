@@ -25,6 +25,8 @@ from .roles import step_verdicts
 Shaping = Callable[[TokenTree], Array]
 GIVEN = "verifier"
 """The reward as it was before any shaping."""
+ANSWER = r"(?i)answer[^\n:]{0,20}:\s*([^\n]+)"
+"""The default pattern of an answer in a response's text."""
 
 
 def shape_rewards(shapings: Sequence[tuple[str, Shaping]], tree: TokenTree) -> None:
@@ -164,6 +166,20 @@ def length_budget(tree: TokenTree, *, budget: float, share: float = 0.5) -> Arra
     return tree.rewards["reward"] + share * np.maximum(1 - over, 0)
 
 
+def length_peak(tree: TokenTree, *, longest: int, share: float = 1.0, peak: float = 0.5) -> Array:  # [L]
+    """Format and length as surrogate signals: a reward of at least 1, such as for the form, gains ``share`` times
+    ``1 - (1 - x / peak)**2`` up to ``x = peak`` and ``1 - 2 ((x - peak) / (1 - peak))**2`` beyond, x = length / longest
+    within [0, 1] (the form and the defaults are inferred).
+
+    Args:
+        longest: in a run by default `rollout.max_new_tokens`.
+        share: may begin at 0, as ``share = { schedule = [[50, 0.0], [100, 1.0]] }``.
+    """
+    x, rewards = np.minimum(tree.response_length / longest, 1.0), tree.rewards["reward"].astype(np.float64)
+    gain = np.where(x <= peak, 1 - (1 - x / peak) ** 2, 1 - 2 * ((x - peak) / (1 - peak)) ** 2)
+    return rewards + share * gain * (rewards >= 1)
+
+
 def ensemble(tree: TokenTree, *, names: Sequence[str], how: str = "worst", penalty: float = 1.0) -> Array:  # [L]
     """Ensembles of reward models (Coste et al. 2023): the ``worst`` of several named rewards, or with "uncertain" their
     mean less ``penalty`` times their variance (the population's; ``penalty`` is inferred)."""
@@ -248,9 +264,7 @@ class Exploration:
         ValueError: the pattern is none, or has no group.
     """
 
-    def __init__(
-        self, bonus: float = 0.1, repeated: float = 0.0, pattern: str = r"(?i)answer[^\n:]{0,20}:\s*([^\n]+)"
-    ) -> None:
+    def __init__(self, bonus: float = 0.1, repeated: float = 0.0, pattern: str = ANSWER) -> None:
         self._bonus, self._repeated = bonus, repeated
         try:
             self._pattern = re.compile(pattern)
@@ -262,7 +276,7 @@ class Exploration:
 
     def __call__(self, tree: TokenTree, texts: Sequence[str]) -> Array:
         seen = self._seen.setdefault(str(tree.meta.get("prompt_id")), {})
-        answers = [self._answer(text) for text in texts]
+        answers = [last_match(self._pattern, text) for text in texts]
         for answer in answers:
             if answer is not None:
                 seen[answer] = seen.get(answer, 0) + 1
@@ -272,10 +286,6 @@ class Exploration:
         ]
         return tree.rewards["reward"] + np.array(gains)
 
-    def _answer(self, text: str) -> str | None:
-        found = list(self._pattern.finditer(text))
-        return found[-1][1].strip() if found else None
-
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of each problem's answers."""
         return {"seen": self._seen}
@@ -283,6 +293,12 @@ class Exploration:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         self._seen = {problem: dict(counts) for problem, counts in state["seen"].items()}
+
+
+def last_match(pattern: str | re.Pattern[str], text: str) -> str | None:
+    """Return the first group of the last match of ``pattern``, without blanks around it; None without a match."""
+    found = list(re.finditer(pattern, text))
+    return found[-1][1].strip() if found else None
 
 
 def _named(tree: TokenTree, name: str) -> Array:
@@ -307,6 +323,7 @@ SHAPINGS: dict[str, Callable[..., Any]] = {
     "step_differences": step_differences,
     "step_verdicts": step_verdicts,
     "length_budget": length_budget,
+    "length_peak": length_peak,
     "ensemble": ensemble,
     "flawed": flawed,
     "tries": tries,

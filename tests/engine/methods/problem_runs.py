@@ -32,6 +32,27 @@ def by_level(text, entry):
 def named(text, entry):
     value = odd(text, entry)
     return {"reward": value, "flaw": float(len(text) % 2), "a": value - len(text) % 3, "b": len(text) % 5 / 5 - 0.5}
+
+def steps(text, entry):
+    cuts = [i for i in (2, 5) if i < len(text)]
+    spans = [(0, cut, [1.0, -1.0, -0.5][sum(map(ord, text[:cut])) % 3]) for cut in cuts]
+    return {"reward": odd(text, entry), "spans": spans}
+"""
+PROGRAMS = """
+from rolltree.engine.data.segment import Origin
+from rolltree.engine.programs import Fork, Given, RolloutProgram
+
+class Told(RolloutProgram):
+    segment_tokens = 4
+
+    def start(self, group):
+        return group.width
+
+    def decide(self, group, finished):
+        for segment in finished:
+            if segment.status is None:
+                told = Given([5 + len(segment.branch), 6], Origin.OBSERVATION) if segment.depth == 1 else None
+                yield Fork(segment.branch, append=told)
 """
 SEEDED = {"masa": 8, "e2c": 8, "v_05": 4, "visurf": 4, "hpt": 3, "ampo": 3}
 """Responses to a prompt, if not 4."""
@@ -110,6 +131,43 @@ NEEDS: dict[str, tuple[str, ...]] = {
         "--reward.verifier={folder}/mine.py:by_level", "--trainer.steps=5", "--trainer.prompts_per_step=4",
         "--data.curriculum_options={{start=2,rise=1,window=4,above=0.1}}", "--trainer.updates_per_step=1",
     ),
+    "rl_plus": ("--algorithm.terms=[{{name='external',loss_options={{gamma=2.0}}}}]",),
+    "reg_grpo": ("--algorithm.terms=[{{name='regression',loss_options={{beta=0.5}}}}]",),
+    "copg": ("--algorithm.terms=[{{name='regression',loss_options={{beta=0.5}}}}]", "--trainer.steps=2"),
+    "capo": ("--reward.verifier={folder}/mine.py:steps",),
+    "process_rewards": ("--reward.verifier={folder}/mine.py:steps",),
+    "canon_entropy": ("--rollout.temperature=0.1", "--trainer.lr=0.002", "--trainer.prompts_per_step=12"),
+    "recap": (
+        "--reward.verifier={folder}/mine.py:named", "--trainer.steps=4", "--trainer.updates_per_step=1",
+        "--algorithm.advantage_options={{names=['a','b'],window=2}}",
+    ),
+    "rae": (
+        "--reward.verifier={folder}/mine.py:named", "--trainer.steps=4", "--trainer.updates_per_step=1",
+        "--algorithm.advantage_options={{rewards={{policy='a'}},decay=0.5}}",
+    ),
+    "rlsp": (
+        "--trainer.steps=2", "--reward.parts=[{{name='outcome',verifier='{folder}/mine.py:by_level'}},"
+        "{{name='exploration',verifier='{folder}/mine.py:odd',weight=[[1,0.5],[3,0.0]]}}]",
+    ),
+    "format_length": (
+        "--trainer.steps=2",
+        "--reward.shaping=[{{name='length_peak',options={{share={{schedule=[[1,1.0],[3,0.0]]}}}}}}]",
+    ),
+    "puzzlecraft": ("--algorithm.advantage_options={{pattern='^(\\S)'}}", "--trainer.prompts_per_step=12"),
+    "critique_grpo": (
+        "--reward.verifier={folder}/mine.py:seldom", "--trainer.prompts_per_step=12", "--data.max_prompt_tokens=100",
+        "--loop.callback_options={{template='{{prompt}} not {{draft}}'}}",
+    ),
+    "rltf_sd": (
+        "--reward.verifier={folder}/mine.py:seldom", "--trainer.updates_per_step=1", "--data.max_prompt_tokens=100",
+        "--loop.callback_options={{keep='refined',template='{{prompt}} not {{draft}}'}}",
+    ),
+    "cog_rethinker": (
+        "--reward.verifier={folder}/mine.py:seldom", "--trainer.prompts_per_step=12", "--data.max_prompt_tokens=100",
+        "--loop.callback_options={{failed=true,template='{{prompt}} not {{draft}}'}}",
+    ),
+    "rltf_fm": ("--rollout.program={folder}/programs.py:Told",),
+    "itool": ("--rollout.program_options={{segment_tokens=3,expansions=2,branch=2}}", "--trainer.prompts_per_step=12"),
     "interplay": ("--trainer.steps=3", "--trainer.prompts_per_step=12", "--trainer.updates_per_step=1"),
 }  # fmt: skip
 """Keys that a recipe asks for, and sizes that fit the tiny model."""
@@ -128,6 +186,7 @@ def write_problems(directory: Path) -> Path:
     lines = [line for line in path.read_text().splitlines() if not line.startswith(gone)]
     text = "\n".join(lines).replace("[data]", f'[data]\npath = "{problems}"').replace("reward.py:judge", "mine.py:odd")
     path.write_text(text)
+    (path.parent / "programs.py").write_text(PROGRAMS)
     bare = "\n".join(line for line in text.splitlines() if not line.startswith("verifier"))
     (path.parent / "bare.toml").write_text(bare)
     rows = [
@@ -169,7 +228,7 @@ def steps_of_recipes(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
             "--trainer.updates_per_step=2", "--trainer.lr=0.02", "--trainer.max_tokens=4096",
             "--trainer.self_check=false", "--trainer.prompts_per_step=6", f"--rollout.n={SEEDED.get(name, 4)}",
         )  # fmt: skip
-        file = toml.parent / "bare.toml" if name in ("rlpr", "verifree") else toml
+        file = toml.parent / "bare.toml" if name in ("rlpr", "verifree", "rlsp") else toml
         return take_steps(
             file, tmp_path_factory.mktemp(name), *common, f"--recipe={name}", *needs,
             unset=("rollout.program", "rollout.program_options", "algorithm.advantage"),

@@ -132,7 +132,41 @@ ELSEWHERE = {
     **dict.fromkeys(("general_reasoner", "grlo"), "they need a server: tests/engine/rewards/test_remote.py"),
     "sapo_swarm": "it needs files of other runs: test_recipes_of_problems.py",
     **dict.fromkeys(
-        ("light_r1", "tulu3_stages", "miromind_m1_stages", "acereason_stages"), "tests/engine/app/test_stages.py"
+        (
+            "light_r1",
+            "tulu3_stages",
+            "miromind_m1_stages",
+            "acereason_stages",
+            "sft_then_grpo",
+            "metis_rise",
+            "openvlthinker",
+            "vision_r1",
+            "seeing_to_thinking",
+        ),
+        "tests/engine/app/test_stages.py",
+    ),
+    **dict.fromkeys(
+        (
+            "reg_grpo",
+            "copg",
+            "pacs",
+            "rrhf",
+            "rl_plus",
+            "itool",
+            "critique_grpo",
+            "rltf_sd",
+            "cog_rethinker",
+            "rltf_fm",
+            "capo",
+            "process_rewards",
+            "canon_entropy",
+            "puzzlecraft",
+            "recap",
+            "rae",
+            "rlsp",
+            "format_length",
+        ),
+        "test_recipes_of_losses.py and test_recipes_of_credit.py",
     ),
     "eksft": "test_calm.py",
     "next": "its stages and its extrapolation: tests/engine/{app/test_stages,loop/test_extrapolation}.py",
@@ -194,7 +228,6 @@ LOO = group(lambda R, i: R[i] - np.delete(R, i).mean())
 VIRTUAL = group(lambda R, i: (R[i] - np.append(R, 1).mean()) / (sd(np.append(R, 1)) + 1e-6))
 SIGNED = group(lambda R, i: 1.0 if R[i] > 0 else -1.0)
 MAXRL = group(lambda R, i: (R[i] - R.mean()) / R.mean() if R.mean() else 0.0)
-LEARNABLE = group(lambda R, i: 4 * R.mean() * (1 - R.mean()) * (R[i] - R.mean()) / (sd(R) + 1e-6))
 FORWARD = group(lambda R, i: 0.1 if R[i] > 0 else -0.9)
 NFT = group(lambda R, i: (2 * R[i] - 1) * math.sqrt((1 - R.mean()) / R.mean()) if 0 < R.mean() < 1 else 0.0)
 PASSK = group(lambda R, i: (np.sort(R)[-1] - np.sort(R)[-2]) / (sd(R) + 1e-6) if i == list(R).index(max(R)) else 0.0)
@@ -320,7 +353,6 @@ FLAT: dict[str, tuple[Any, Any, str, Any]] = {
     "gpg": (gpg, reinforce, "token", None),
     "maxrl": (MAXRL, reinforce, "token", None),
     "passk": (PASSK, clipped(0.2, 0.2), "token", None),
-    "puzzlecraft": (LEARNABLE, clipped(0.2, 0.2), "seq", None),
     "noisy_forward": (FORWARD, reinforce, "token", None),
     "noisy_backward": (MEAN, reinforce, "token", None),
     "acereason": (NORM, on_policy, "token", None),
