@@ -40,7 +40,7 @@ from ..train.critic import Critic
 from ..train.group import ALONE, Group
 from ..train.terms import LossTerm, PairTerm, Selection, TokenTerm
 from ..train.user_term import FIELDS, UserTerm
-from .build_statistics import given_columns, read_columns, statistics
+from .build_statistics import given_roles, read_columns, statistics
 
 TERMS = "algorithm.terms."
 """Beginning of the keys of loss terms."""
@@ -72,8 +72,6 @@ def learning_parts(
     estimator, shaped, terms = credit(config, context), shapings(config, context), loss_terms(config, context)
     scoring = roles(config, model, spread)
     reference = next((role for role in scoring if role.column == "ref_logprob"), None)
-    compares = config.demonstrations and any(_compares_demonstrations(term) for term, _ in terms)
-    compared = [reference] if compares and reference is not None else []
     prepared = [estimator, *(shaping for _, shaping in shaped)]
     functions: dict[str, Any] = {"algorithm.advantage": estimator, **dict(shaped)}
     functions |= {f"{TERMS}{term.name}": getattr(term, "own", None) for term, _ in terms}
@@ -90,7 +88,7 @@ def learning_parts(
         ),
         length_scale=find_schedule("loop.length_scale", loop.length_scale, loop.length_scale_options),
         roles=[*statistics(read_columns(config), model, prepared, reference), *scoring],
-        given_roles=[*statistics(given_columns(config), model, prepared, reference), *compared],
+        given_roles=given_roles(config, model, prepared, reference, [term for term, _ in terms]),
         critic=critic(config, group, spread),
         temperature=config.rollout.temperature,
         updates_per_step=trainer.updates_per_step,
@@ -106,13 +104,6 @@ def learning_parts(
         trajectory=trajectory(config),
         stateful=stateful(functions),
     )
-
-
-def _compares_demonstrations(term: LossTerm) -> bool:
-    """Return True if the term may compare given tokens with the reference."""
-    if isinstance(term, TokenTerm):
-        return term.select is not None and "ref_logprob" in term.objective.needs_fields
-    return True
 
 
 def trajectory(config: TrainConfig) -> Trajectory | None:

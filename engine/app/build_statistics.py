@@ -18,6 +18,7 @@ from ..model.divergence import Divergence
 from ..model.roles import Role
 from ..model.statistics import PolicyStatistics
 from ..settings import TrainConfig
+from ..train.terms import LossTerm, TokenTerm
 
 Named = tuple[str, str | None, Mapping[str, Callable[..., Any]]]
 """A key of the configuration, the name that it gives, and the shipped parts of its kind."""
@@ -44,6 +45,27 @@ def given_columns(config: TrainConfig) -> list[str]:
         UserError: as for `read_columns`.
     """
     return _columns(config, _of_terms(config)) if config.demonstrations else []
+
+
+def given_roles(
+    config: TrainConfig,
+    model: PreTrainedModel,
+    parts: Sequence[Any],
+    reference: Role | None,
+    terms: Sequence[LossTerm],
+) -> list[Role]:
+    """Return the passes over demonstrations: of the policy's statistics that terms read, and of the reference if a term
+    may compare given tokens with it. Arguments and errors as for `statistics`."""
+    found = statistics(given_columns(config), model, parts, reference)
+    if config.demonstrations and reference is not None and any(map(_may_compare_given, terms)):
+        found.append(reference)
+    return found
+
+
+def _may_compare_given(term: LossTerm) -> bool:
+    if isinstance(term, TokenTerm):
+        return term.select is not None and "ref_logprob" in term.objective.needs_fields
+    return True
 
 
 def _of_terms(config: TrainConfig) -> list[Named]:

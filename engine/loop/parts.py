@@ -136,7 +136,7 @@ class LearningParts:
         credit_name: the configured name of ``credit``, for messages.
         shapings: functions that change rewards before they become credit, each with its name for messages.
         roles: score rollouts.
-        given_roles: score demonstrations, in columns that loss terms read; one with weights of its own is in `roles` too.
+        given_roles: score demonstrations, in columns that terms read; one with weights of its own is in `roles` too.
         terms: the summands of the loss, each with the schedule of its weight.
         temperature: temperature of sampling and of the log-probs in the loss.
         updates_per_step: updates of one pass over a batch.

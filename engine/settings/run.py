@@ -94,7 +94,8 @@ class TrainConfig(Section):
         names = [table.name for table in self.demonstrations]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two tables of `demonstrations` are called '{twice[0]}'; give each a `name` of its own")
-        for term in (self.algorithm, *self.algorithm.terms):
+        of_terms: list[AlgorithmConfig | TermConfig] = [self.algorithm, *self.algorithm.terms]
+        for term in of_terms:
             options = {"demonstrated": term.select_options} if term.select == "demonstrated" else {}
             if isinstance(term, TermConfig) and term.pairs == "chosen_and_rejected":
                 options = {"chosen_and_rejected": term.pairs_options}

@@ -118,7 +118,7 @@ def test_offline_dpo_is_its_formula(toml: Path, tmp_path: Path) -> None:
     pairs = [{"prompt": f"{a} + 2 =", "response": f"{a + 2}", "worse": f"{a} {a}"} for a in range(4)]
     table = f'--demonstrations={{path="{write(tmp_path / "pairs.jsonl", pairs)}",per_step=4,rejected_key="worse"}}'
     rows, _ = train(toml, tmp_path, table, DPO, f"--roles.reference.path={tmp_path}/other")
-    losses, policy = [], AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    losses, margins, policy = [], [], AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "other", dtype=torch.float64)
     for row in pairs:
         margin = 0.0
@@ -127,9 +127,11 @@ def test_offline_dpo_is_its_formula(toml: Path, tmp_path: Path) -> None:
             answer = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
             sums = [logprobs(folder, prompt + answer, m)[-len(answer) :].sum() for m in (policy, reference)]
             margin += sign * float(sums[0] - sums[1])
+        margins.append(0.3 * margin)
         losses.append(-torch.nn.functional.logsigmoid(torch.tensor(0.3 * margin)).item())
-    assert rows[0]["dpo/loss"] == pytest.approx(sum(losses) / 4, rel=1e-3)
-    assert rows[1]["dpo/loss"] < rows[0]["dpo/loss"]
+    assert rows[0]["dpo/margins"] == pytest.approx(sum(margins) / 4, rel=1e-3)
+    assert rows[0]["actor/loss"] == pytest.approx(sum(losses) / 4, rel=1e-3)
+    assert rows[1]["actor/loss"] < rows[0]["actor/loss"]
 
 
 def chat_reader(toml: Path, path: str, **keys: Any) -> list[Any]:
