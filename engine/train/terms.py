@@ -19,6 +19,7 @@ from rolltree.kernels import LogprobTerm, Objective, Term, pair_loss
 from ..data.batch import TreeBatch
 from ..data.columns import COLUMNS, Array, Column, declare
 from ..data.paths import path_credit
+from ..data.segment import Origin
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..parts.calling import call
@@ -201,6 +202,9 @@ class PairTerm:
                     f"The pairs of the loss term '{self.name}' name leaves outside 0..{tree.num_leaves - 1}."
                 )
             tree.meta[f"pairs/{self.name}"] = pairs
+            if "demonstrations" in tree.meta:  # whose tokens are in no other loss
+                given = (tree.origin == Origin.INJECTED) & (tree.response_leaves > 0)
+                tree.set(_selection_column(self.name, "token").name, given)
 
     def sees(self, tree: TokenTree) -> bool:
         return bool(len(tree.meta[f"pairs/{self.name}"]))
@@ -219,6 +223,8 @@ class PairTerm:
             found.append(rank[pairs] + leaves if len(pairs) else found[0])
             leaves += tree.num_leaves
         chosen, rejected = torch.from_numpy(np.concatenate(found)).to(batch.target.device).unbind(1)
+        given = batch.columns.get(f"select_token/{self.name}")
+        mask = batch.loss_mask if given is None else batch.loss_mask | (given != 0)
         loss = partial(
             pair_loss,
             paths=batch.paths(),
@@ -226,10 +232,10 @@ class PairTerm:
             rejected=rejected,
             normalizer=normalizer,
             ref_logprob=batch.columns.get("ref_logprob"),
-            mask=batch.loss_mask,
+            mask=mask,
             **self.options,
         )
-        return LogprobTerm(loss, batch.loss_mask, weight, self.name)
+        return LogprobTerm(loss, mask, weight, self.name)
 
 
 def _selection_column(term: str, per: str) -> Column:
