@@ -15,7 +15,6 @@ from rolltree.kernels.dispatch import load_library
 from ..loop import preflight
 from ..loop.curriculum import Curriculum
 from ..loop.prompts import held_out
-from ..loop.sources import PromptSource
 from ..methods.schedules import scheduled
 from ..model.loading import check_model_dir, choose_device, load_tokenizer
 from ..parts.context import Context
@@ -27,7 +26,7 @@ from ..tasks import GymProblems, read_problems
 from .build_checks import check_learning, check_lengths, check_old_logprobs, check_ranks, kept_entries
 from .build_learning import corrects, inert, objective
 from .build_policies import check_policies, check_same_tokens, of_policy, roles_of
-from .build_sampling import budget, check_backend, check_hints, group_callback, rollout_program
+from .build_sampling import budget, check_backend, check_hints, group_callback, prompts_of, rollout_program
 from .build_workers import check_workers
 from .recipes import flat, read_recipe
 from .sizes import read_sizes
@@ -67,7 +66,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     yield f"run directory      {config.run_dir} ({taken})"
     compiled = [name for name in ("cpu", "cuda") if load_library(name)]
     yield f"device             {device}; compiled backends: {', '.join(compiled) or 'none, see `rolltree doctor`'}"
-    path = Path(config.model.path)
+    path, compared = Path(config.model.path), "compared with the run's prompts when it starts"
     known: list[tuple[str, dict[str, Any]]] = []  # (id, entry) of problems in files
     if config.model.create is not None and not path.exists():
         import_object(config.model.create)
@@ -89,13 +88,17 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
             yield from _model_lines(own, Path(own.model.path))
             check_same_tokens(name, own.model.path, tokenizer)
         problems = held_out(config.data, config.evaluation.problems, tokenizer)
-        source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
+        source, demonstrations = prompts_of(config, tokenizer, problems, kept_entries(config))
+        if demonstrations is not None:
+            compared = demonstrations.overlap(config.data, source, problems)
         check_hints(callback, source)
         prompts = source.peek(preflight.TRIED)
         preflight.check_program(program, rollout.program, rollout.n, tokenizer, _ends(path, tokenizer), prompts)
         known = [(prompt.id, prompt.entry) for prompt in [*source.known, *problems]]
     else:
         yield f"model              {path} from the hub, fetched when the run starts"
+    if config.demonstrations is not None:
+        yield f"demonstrations     {compared}"
     with rewards as pool:
         where = f", in {config.reward.workers} processes" if isinstance(pool, RewardPool) else ""
         where += f", at each of {config.reward.hosts} reward hosts" if config.reward.hosts else ""

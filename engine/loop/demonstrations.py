@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +16,17 @@ from ..data.tree import TokenTree
 from ..errors import UserError
 from ..settings import DataConfig, DemonstrationsConfig
 from ..tasks import Problem, read_problems
-from .prompts import make_prompts, pictures_of
+from .prompts import Prompt, asked, make_prompts, pictures_of
+from .sources import PromptSource
 
 
 class Demonstrations:
     """Given responses, in an order that follows from ``seed``, some of them for every update.
 
     Their tokens are injected: they are no part of a policy loss, only of terms that select them.
+
+    Attributes:
+        prompts: `asked` of each.
 
     Raises:
         UserError: the file cannot be used.
@@ -36,6 +41,7 @@ class Demonstrations:
             config.path, "demonstrations.path", config.prompt_key, config.response_key, data.image_key
         )
         self._trees = [self._tree(problem, data, tokenizer) for problem in problems]
+        self.prompts = {asked(problem) for problem in problems}
 
     def next(self) -> list[TokenTree]:
         """Return the next ``per_step`` demonstrations; the file is shuffled anew for each pass over it."""
@@ -48,6 +54,20 @@ class Demonstrations:
             chosen.append(replace(tree, columns=dict(tree.columns), meta=dict(tree.meta)))
             self.cursor += 1
         return chosen
+
+    def overlap(self, data: DataConfig, source: PromptSource, held_out: Sequence[Prompt]) -> str:
+        """Return a sentence about the problems of the run that have a prompt of a demonstration."""
+        shared, where = source.demonstrated, f"a prompt of '{self.config.path}' (demonstrations.path)"
+        asked_too = sum(asked(prompt) in self.prompts for prompt in held_out)
+        of_held_out = f"{asked_too} of {len(held_out)} held-out problems"
+        if shared is None:
+            left = "; those that come are left out (data.disjoint)" if data.disjoint else ""
+            return f"{of_held_out} have {where}; how many training problems have is not known before they come{left}"
+        count = len(source.known) + (shared if data.disjoint else 0)
+        said = f"{shared} of {count} training problems and {of_held_out} have {where}"
+        if data.disjoint:
+            return f"{said}; data.disjoint leaves out the {shared} of training"
+        return f"{said}; set data.disjoint to true to leave out the {shared} of training" if shared else said
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor and a digest of the tokens."""

@@ -177,6 +177,11 @@ class TrainConfig(Section):
                 "`data.source` has no held-out problems; name a file of them in `data.eval_path`, or set "
                 "`evaluation.problems` to 0"
             )
+        if self.data.disjoint and self.demonstrations is None:
+            raise ValueError(
+                "`data.disjoint` leaves out prompts of `demonstrations`, and the run has none; give them, with "
+                "`demonstrations.per_step` = 0 if they are an earlier stage's, or leave it out"
+            )
         if longest > rollout.kv_tokens:
             raise ValueError(f"{sequence} does not fit in `rollout.kv_tokens` = {rollout.kv_tokens}; raise it")
         if longest > trainer.max_tokens:

@@ -133,6 +133,7 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("light_r1", "tulu3_stages", "miromind_m1_stages", "acereason_stages"), "tests/engine/app/test_stages.py"
     ),
+    "sft_grpo": "its stages and its prompts: tests/engine/loop/test_disjoint.py",
     "eksft": "test_calm.py",
     "next": "its stages and its extrapolation: tests/engine/{app/test_stages,loop/test_extrapolation}.py",
     "turn_rewards": "it needs a chat template and tools: test_turn_rewards.py",
