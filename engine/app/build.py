@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from ..errors import UserError
 from ..loop import preflight
-from ..loop.demonstrations import Demonstrations
 from ..loop.fleet import Fleet
 from ..loop.learner import Learner
 from ..loop.parts import EvaluationParts, Parts, RunOptions, Trained
@@ -21,7 +20,6 @@ from ..loop.publication import TrainedModel
 from ..loop.ranks import Ranks
 from ..loop.replay_store import ReplayStore
 from ..loop.runtime import Progress
-from ..loop.sources import PromptSource
 from ..methods.groups import KEEPS
 from ..methods.schedules import scheduled
 from ..model.loading import load_tokenizer
@@ -44,6 +42,7 @@ from .build_sampling import (
     make_engine,
     make_model_directory,
     make_run_rewards,
+    prompts_of,
     rollout_program,
     sampled_model,
     sampling_parts,
@@ -110,7 +109,9 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
             policies = further_policies(config, rollout_program(config.rollout), sampler, tokenizer)
         problems = held_out(config.data, config.evaluation.problems, tokenizer)
         context = Context(tokenizer)
-        source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config), context)
+        source, demonstrations = prompts_of(config, tokenizer, problems, kept_entries(config), context)
+        if config.demonstrations and not config.data.is_empty:
+            console.note(f"{demonstrations.overlap(config.data, source, problems)}.")
         if not config.judges:
             rewards: Rewards = FromProgram()  # of nothing, so that no verifier is started
         else:
@@ -160,7 +161,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
             config.data.tasks,
             all_known=config.data.path is not None,
         ),
-        demonstrations=Demonstrations(config.demonstrations, config.data, tokenizer, config.seed),
+        demonstrations=demonstrations,
         console=console,
         saved=saved,
         replay=replay,

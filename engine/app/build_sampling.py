@@ -6,7 +6,7 @@ import copy
 import importlib.util
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,8 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..errors import UserError
 from ..loop import preflight
 from ..loop.budget import Budget
+from ..loop.demonstrations import Demonstrations
 from ..loop.fleet import Fleet
 from ..loop.parts import SamplingParts, Trained
+from ..loop.prompts import Prompt
 from ..loop.publication import TrainedModel
 from ..loop.sources import PromptSource
 from ..methods.groups import GROUP_CALLBACKS, GroupCallback, HintLadder
@@ -210,6 +212,26 @@ def check_hints(callback: GroupCallback | None, source: PromptSource) -> None:
         for own in source.known or source.peek(preflight.TRIED):
             for text in callback.hinted(own.problem, own.entry):
                 source.prompt(Problem(own.id, own.task, text, own.entry))
+
+
+def prompts_of(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Prompt],
+    entries: Callable[[Mapping[str, Any], str], dict[str, Any]] | None,
+    context: Context | None = None,
+) -> tuple[PromptSource, Demonstrations]:
+    """Return the stream of training prompts, and the run's demonstrations, with which it is compared.
+
+    Args:
+        problems: those held out.
+        entries, context: as for `PromptSource`.
+
+    Raises:
+        UserError: as for `PromptSource` and `Demonstrations`.
+    """
+    given = Demonstrations(config.demonstrations, config.data, tokenizer, config.seed)
+    return PromptSource(config.data, tokenizer, config.seed, problems, entries, context, given.prompts), given
 
 
 def budget(config: TrainConfig) -> Budget:

@@ -15,19 +15,19 @@ from rolltree.kernels.dispatch import load_library
 from ..loop import preflight
 from ..loop.curriculum import Curriculum
 from ..loop.prompts import held_out
-from ..loop.sources import PromptSource
 from ..methods.schedules import scheduled
 from ..model.loading import check_model_dir, choose_device, load_tokenizer
 from ..parts.context import Context
 from ..parts.resolve import import_object
-from ..rewards import ProgramVerifier, RewardPool, check_references, make_rewards
+from ..rewards import ProgramVerifier, RewardPool, Rewards, check_references, make_rewards
+from ..rewards.interface import FromProgram
 from ..rollout.sampling_params import eos_token_ids
 from ..settings import RewardPartConfig, TrainConfig
 from ..tasks import GymProblems, read_problems
 from .build_checks import check_learning, check_lengths, check_old_logprobs, check_ranks, kept_entries
 from .build_learning import corrects, inert, objective
 from .build_policies import check_policies, check_same_tokens, of_policy, roles_of
-from .build_sampling import budget, check_backend, check_hints, group_callback, rollout_program
+from .build_sampling import budget, check_backend, check_hints, group_callback, prompts_of, rollout_program
 from .build_workers import check_workers
 from .recipes import flat, read_recipe
 from .sizes import read_sizes
@@ -47,7 +47,10 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     main = objective(config, "algorithm.objective", algorithm.objective, options, algorithm.select)
     program = rollout_program(config.rollout)
     players = roles_of(config, program)
-    rewards = make_rewards(config.reward.model_copy(update={"workers": 1}), config.data.tasks, roles=program.roles)
+    rewards: Rewards = FromProgram()
+    if config.judges:
+        one = config.reward.model_copy(update={"workers": 1})
+        rewards = make_rewards(one, config.data.tasks, roles=program.roles)
     program = program.with_verifier(ProgramVerifier(rewards))
     check_old_logprobs(config)
     check_ranks(config)
@@ -67,7 +70,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     yield f"run directory      {config.run_dir} ({taken})"
     compiled = [name for name in ("cpu", "cuda") if load_library(name)]
     yield f"device             {device}; compiled backends: {', '.join(compiled) or 'none, see `rolltree doctor`'}"
-    path = Path(config.model.path)
+    path, compared = Path(config.model.path), ""
     known: list[tuple[str, dict[str, Any]]] = []  # (id, entry) of problems in files
     if config.model.create is not None and not path.exists():
         import_object(config.model.create)
@@ -89,18 +92,24 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
             yield from _model_lines(own, Path(own.model.path))
             check_same_tokens(name, own.model.path, tokenizer)
         problems = held_out(config.data, config.evaluation.problems, tokenizer)
-        source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config))
+        source, demonstrations = prompts_of(config, tokenizer, problems, kept_entries(config))
+        if not config.data.is_empty:
+            compared = f"; {demonstrations.overlap(config.data, source, problems)}"
         check_hints(callback, source)
-        prompts = source.peek(preflight.TRIED)
+        prompts = source.peek(preflight.TRIED) if trainer.prompts_per_step else []
         preflight.check_program(program, rollout.program, rollout.n, tokenizer, _ends(path, tokenizer), prompts)
         known = [(prompt.id, prompt.entry) for prompt in [*source.known, *problems]]
     else:
         yield f"model              {path} from the hub, fetched when the run starts"
+    if config.demonstrations:
+        each = ", ".join(f"{table.per_step} of '{table.path}'" for table in config.demonstrations)
+        yield f"demonstrations     {each} a step{compared}"
     with rewards as pool:
         where = f", in {config.reward.workers} processes" if isinstance(pool, RewardPool) else ""
         where += f", at each of {config.reward.hosts} reward hosts" if config.reward.hosts else ""
         parts = [f"{_shown(part.weight)} x {part.name} ({_judged_by(part)})" for part in config.reward.parts]
-        yield f"verifier           {' + '.join(parts) or config.reward.verifier}{where}"
+        judges = " + ".join(parts) or config.reward.verifier
+        yield f"verifier           {f'{judges}{where}' if config.judges else 'none, as nothing is judged'}"
         for note in filter(None, (pool.note, program.note)):
             yield f"containment        {note}"
         all_known = config.data.path is not None and bool(known)

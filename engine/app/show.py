@@ -19,12 +19,18 @@ from ..loop.metrics import Stopwatch
 from ..loop.prompts import held_out
 from ..loop.publication import TrainedModel
 from ..loop.replay import write_groups
-from ..loop.sources import PromptSource
 from ..parts.context import Context
 from ..settings import TrainConfig
 from .build_checks import kept_entries
 from .build_policies import further_policies
-from .build_sampling import make_engine, make_run_rewards, prepare_model, rollout_program, sampling_parts
+from .build_sampling import (
+    make_engine,
+    make_run_rewards,
+    prepare_model,
+    prompts_of,
+    rollout_program,
+    sampling_parts,
+)
 from .console import Console, Terminal
 from .printable import printable
 
@@ -81,7 +87,7 @@ def _first_groups(
     engine = make_engine(config, model, tokenizer)
     further_policies(config, rollout_program(config.rollout), engine, tokenizer)
     problems = held_out(config.data, config.evaluation.problems, tokenizer)
-    source = PromptSource(config.data, tokenizer, config.seed, problems, kept_entries(config, recorded=recorded))
+    source, _ = prompts_of(config, tokenizer, problems, kept_entries(config, recorded=recorded))
     context = Context(tokenizer)
     rewards = make_run_rewards(config, engine, tokenizer, context)
     parts = sampling_parts(config, TrainedModel(model), engine, tokenizer, source, rewards, context)

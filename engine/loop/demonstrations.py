@@ -19,7 +19,8 @@ from ..errors import UserError
 from ..programs.conversation import conversation
 from ..settings import DataConfig, DemonstrationsConfig
 from ..tasks import Problem, problem_of, read_file
-from .prompts import Prompt, make_prompts, pictures_of
+from .prompts import Prompt, asked, make_prompts, pictures_of
+from .sources import PromptSource
 
 
 class Demonstrations:
@@ -28,6 +29,9 @@ class Demonstrations:
     A response is a branch of given tokens, which are no part of a policy loss, only of terms that select them; in a
     conversation the messages between those of the assistant are no part of any. The tree of a pair has two branches,
     the better one first. ``meta["demonstrations"]`` is the name of the table.
+
+    Attributes:
+        prompts: `asked` of each.
 
     Raises:
         UserError: a file cannot be used.
@@ -40,14 +44,31 @@ class Demonstrations:
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
     ) -> None:
+        readers = [_Reader(config, data, tokenizer) for config in tables]
+        self.prompts = {asked(problem) for reader in readers for problem in reader.problems}
         self._tables = [
-            _Table(config, [seed] if index == 0 else [seed, index], _Reader(config, data, tokenizer).trees())
-            for index, config in enumerate(tables)
+            _Table(reader.config, [seed] if index == 0 else [seed, index], reader.trees())
+            for index, reader in enumerate(readers)
         ]
 
     def next(self) -> list[TokenTree]:
         """Return the next ``per_step`` demonstrations of each table; a file is shuffled anew for each pass over it."""
         return [tree for table in self._tables for tree in table.next()]
+
+    def overlap(self, data: DataConfig, source: PromptSource, held_out: Sequence[Prompt]) -> str:
+        """Return a sentence about the problems of the run that have a prompt of a demonstration."""
+        files = dict.fromkeys(f"'{table.config.path}'" for table in self._tables)
+        shared, where = source.demonstrated, f"a prompt of {', '.join(files)} (demonstrations.path)"
+        asked_too = sum(asked(prompt) in self.prompts for prompt in held_out)
+        of_held_out = f"{asked_too} of {len(held_out)} held-out problems"
+        if shared is None:
+            left = "; those that come are left out (data.disjoint)" if data.disjoint else ""
+            return f"{of_held_out} have {where}; how many training problems have is not known before they come{left}"
+        count = len(source.known) + (shared if data.disjoint else 0)
+        said = f"{shared} of {count} training problems and {of_held_out} have {where}"
+        if data.disjoint:
+            return f"{said}; data.disjoint leaves out the {shared} of training"
+        return f"{said}; set data.disjoint to true to leave out the {shared} of training" if shared else said
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor of each table and a digest of its tokens."""
@@ -105,17 +126,20 @@ class _Reader:
     def __init__(self, config: DemonstrationsConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config, self.data, self.tokenizer = config, data, tokenizer
         self.end = int(tokenizer.eos_token_id)
+        self.problems = self._read()
 
     def trees(self) -> list[TokenTree]:
+        return [self._tree(problem, problem.entry["answer"]) for problem in self.problems]
+
+    def _read(self) -> list[Problem]:
         config, file = self.config, Path(self.config.path)
         rows, keys = read_file(config.path, "demonstrations.path"), (config.prompt_key, config.response_key)
         if config.messages_key is not None:
             rows = [self._cut(row, f"Row {n} of '{file}'") for n, row in enumerate(rows)]
         of_file = f"'{file}'", file.stem
-        problems = [
+        return [
             problem_of(row, *of_file, n, *keys, self.data.image_key, folder=file.parent) for n, row in enumerate(rows)
         ]
-        return [self._tree(problem, problem.entry["answer"]) for problem in problems]
 
     def _cut(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         """Return a row with the prompt and the response of its whole conversation."""

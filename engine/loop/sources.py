@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from ..parts.context import Context
 from ..settings import DataConfig
 from ..tasks import GymProblems, Problem
 from .curriculum import Curriculum
-from .prompts import GIVE_UP, TRAIN, Prompt, make_prompts, read_rows
+from .prompts import GIVE_UP, TRAIN, Prompt, asked, make_prompts, read_rows
 from .user_source import UserProblems
 
 if TYPE_CHECKING:
@@ -31,12 +31,16 @@ class PromptSource:
 
     Args:
         held_out: prompts whose problems are never returned.
+        demonstrations: `asked` of the problems that demonstrations solve; `data.disjoint` leaves them out.
         entries: called with a row and its description, returns what checkpoints can store of it; None if they store
             no rows.
         context: the run's values, for what a source or a curriculum asks.
 
+    Attributes:
+        demonstrated: number of training problems of a file that demonstrations solve; None if they are generated.
+
     Raises:
-        UserError: the tasks or the file cannot be used, a row is too long, or all rows are held out.
+        UserError: the tasks or the file cannot be used, a row is too long, or all rows are held out or left out.
     """
 
     def __init__(
@@ -47,8 +51,11 @@ class PromptSource:
         held_out: Sequence[Prompt] = (),
         entries: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
         context: Context | None = None,
+        demonstrations: Collection[str] = (),
     ) -> None:
         self._config = config
+        self._left_out = set(demonstrations) if config.disjoint else set()
+        self.demonstrated: int | None = None
         context = context or Context(tokenizer)
         self._held_out = held_out
         self._entries = entries
@@ -71,10 +78,14 @@ class PromptSource:
             problems = read_rows(config, config.path, "data.path")
             # all rows are checked now, so that one that is too long does not end a run after hours
             prompts = make_prompts(problems, config, tokenizer)
-            self._rows = self._fit([prompt for prompt in prompts if prompt.identity not in self._excluded])
+            prompts = [prompt for prompt in prompts if prompt.identity not in self._excluded]
+            self.demonstrated = sum(asked(prompt) in demonstrations for prompt in prompts)
+            self._rows = self._fit([prompt for prompt in prompts if self._may_come(prompt)])
             if not self._rows:
+                why = " or have a prompt of demonstrations (data.disjoint)" if config.disjoint else ""
                 raise UserError(
-                    f"All problems of '{config.path}' (data.path) are held out; lower evaluation.problems or add rows."
+                    f"All problems of '{config.path}' (data.path) are held out{why}; lower evaluation.problems or add "
+                    "rows."
                 )
 
     def next(self, count: int) -> list[Prompt]:
@@ -92,6 +103,10 @@ class PromptSource:
         if self.curriculum is not None:
             prompts = [self.curriculum.sized(prompt, self._taken) for prompt in prompts]
         return prompts
+
+    def _may_come(self, problem: Problem | Prompt) -> bool:
+        """Return whether a problem is neither held out nor left out."""
+        return problem.identity not in self._excluded and asked(problem) not in self._left_out
 
     def _next_rows(self, count: int) -> list[Prompt]:
         if self.curriculum is None:
@@ -116,12 +131,13 @@ class PromptSource:
         while len(problems) < count:
             problem = self._stream[self._cursor]
             self._cursor += 1
-            if problem.identity in self._excluded:
+            if not self._may_come(problem):
                 skipped += 1
                 if skipped > GIVE_UP:
                     what = "source" if self._config.source is not None else "tasks"
+                    why = " or prompts of demonstrations (data.disjoint)" if self._config.disjoint else ""
                     raise UserError(
-                        f"data.{what} generates no problems that are not held out; make them harder or lower "
+                        f"data.{what} generates no problems that are not held out{why}; make them harder or lower "
                         "evaluation.problems."
                     )
                 continue
@@ -172,7 +188,7 @@ class PromptSource:
                 number = self._numbers[index] * len(self._waiting) + index
                 self._numbers[index] += 1
                 problem = self._stream.of_task(index, number)
-                if problem.identity not in self._excluded:
+                if self._may_come(problem):
                     waiting[number] = problem
         first = [list(waiting.values())[:count] for waiting in self._waiting]
         return {problem.id: problem for problems in first for problem in problems}

@@ -110,8 +110,9 @@ class DemonstrationsConfig(Section):
     logprob_key: str | None = None
     """Column with the log-probs of the response's tokens, the end token's last, under the policy that wrote it: a list
     of numbers, needed by objectives that weigh demonstrations by it, such as `pear`."""
-    per_step: PositiveInt = 8
-    """Demonstrations of each step; a loss term trains on them with `select = "demonstrated"`."""
+    per_step: NonNegativeInt = 8
+    """Demonstrations of each step; a loss term trains on them with `select = "demonstrated"`. 0: none, where they are
+    those of an earlier stage that prompts are only compared with (`data.disjoint`)."""
 
     @model_validator(mode="after")
     def _columns_agree(self) -> Self:

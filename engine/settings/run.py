@@ -114,7 +114,7 @@ class TrainConfig(Section):
             if self.data.is_empty:
                 raise ValueError("give one of `data.tasks`, `data.path` and `data.source`, and none of them is given")
             return self
-        if not self.demonstrations:
+        if not any(table.per_step for table in self.demonstrations):
             raise ValueError(
                 "`trainer.prompts_per_step` = 0 samples nothing, and there are no `demonstrations` to train on; give "
                 "one of them"
@@ -235,6 +235,11 @@ class TrainConfig(Section):
             raise ValueError(
                 "`data.source` has no held-out problems; name a file of them in `data.eval_path`, or set "
                 "`evaluation.problems` to 0"
+            )
+        if self.data.disjoint and not self.demonstrations:
+            raise ValueError(
+                "`data.disjoint` leaves out prompts of `demonstrations`, and the run has none; give them, with "
+                "`demonstrations.per_step` = 0 if they are an earlier stage's, or leave it out"
             )
         if longest > rollout.kv_tokens:
             raise ValueError(f"{sequence} does not fit in `rollout.kv_tokens` = {rollout.kv_tokens}; raise it")

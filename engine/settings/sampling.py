@@ -111,6 +111,9 @@ class DataConfig(Section):
     pictures."""
     n_key: str | None = None
     """Column of `path` or `source` with the number of responses to a problem. Default: `rollout.n` for all problems."""
+    disjoint: bool = False
+    """Leave out problems whose prompt a demonstration has: the same text before the template, blanks at its ends apart,
+    with the same pictures. Held-out problems stay. The plan and the run's first lines count both."""
     template: str = "{prompt}"
     """Text given to the tokenizer; `{prompt}` is replaced by the problem."""
     chat: bool = False

@@ -93,6 +93,7 @@ def test_a_file_adds_to_the_stages_of_a_recipe_by_their_names(tmp_path: Path) ->
 def test_every_stage_of_a_recipe_is_a_configuration(tmp_path: Path, name: str) -> None:
     stages: Any = read_recipe(name).keys["stages"]
     head = FILE.partition("[[stages]]")[0].replace('name = "s"', f'name = "s"\nrecipe = "{name}"')
+    head += '[demonstrations]\npath = "given.jsonl"\n' if "demonstrations" in json.dumps(stages) else ""
     found = load_stages(write(tmp_path, head))
     assert [c.name for c in found] == [f"s_{stage['name']}" for stage in stages]
     assert [c.recipe for c in found] == [stage["recipe"] for stage in stages]

@@ -168,6 +168,7 @@ ELSEWHERE = {
         ),
         "test_recipes_of_losses.py and test_recipes_of_credit.py",
     ),
+    "sft_grpo": "its stages and its prompts: tests/engine/loop/test_disjoint.py",
     "eksft": "test_calm.py",
     "next": "its stages and its extrapolation: tests/engine/{app/test_stages,loop/test_extrapolation}.py",
     "turn_rewards": "it needs a chat template and tools: test_turn_rewards.py",
