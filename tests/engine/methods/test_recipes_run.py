@@ -124,7 +124,7 @@ ELSEWHERE = {
         ),
         "test_recipes_of_problems.py",
     ),
-    **dict.fromkeys(("mrt", "eight_x"), "test_recipes_of_segments.py"),
+    **dict.fromkeys(("mrt", "eight_x", "gtr"), "test_recipes_of_segments.py"),
     **dict.fromkeys(("ttrl", "empo", "pref_grpo", "brpo"), "tests/engine/rewards/test_group_judges.py"),
     **dict.fromkeys(("reasoning_sql", "chatshopbuddy"), "test_recipes_of_problems.py"),
     "hybrid_verifier": "it needs a server: tests/engine/rewards/{test_parts,test_remote}.py",
