@@ -128,6 +128,7 @@ ELSEWHERE = {
     **dict.fromkeys(("ttrl", "empo", "pref_grpo", "brpo"), "tests/engine/rewards/test_group_judges.py"),
     **dict.fromkeys(("reasoning_sql", "chatshopbuddy"), "test_recipes_of_problems.py"),
     "hybrid_verifier": "it needs a server: tests/engine/rewards/{test_parts,test_remote}.py",
+    **dict.fromkeys(("rubicon", "dr_sci"), "they need a server: tests/engine/rewards/test_rubric.py"),
     **dict.fromkeys(("general_reasoner", "grlo"), "they need a server: tests/engine/rewards/test_remote.py"),
     "codev_r1": "it needs tests of programs: tests/engine/rewards/test_verifiers.py",
     "sapo_swarm": "it needs files of other runs: test_recipes_of_problems.py",
