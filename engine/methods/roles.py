@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..data.characters import token_that_completes
 from ..data.columns import Array
 from ..data.policies import in_role, role_texts
 from ..data.tree import TokenTree
@@ -143,5 +143,4 @@ def _step_ends(ids: Array, separator: str, decode: Any) -> list[int]:  # [n] int
         if step.strip():
             ends.append(at)
         at += len(separator)
-    places = [bisect_left(range(len(ids)), end, key=lambda token: len(decode(ids[: token + 1]))) for end in ends]
-    return [min(place, len(ids) - 1) for place in places]
+    return [token_that_completes(ids, end, decode) for end in ends]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..data.characters import tokens_between
 from ..data.columns import Array
 from ..data.segment import Origin
 from ..data.statistics import reads
@@ -131,6 +133,43 @@ def _given(tree: TokenTree) -> Array:  # [T] bool
     return injected(tree) & (tree.response_leaves > 0)
 
 
+def between(
+    tree: TokenTree,
+    tokenizer: Any,
+    *,
+    begin: str = "<think>",
+    end: str = "</think>",
+    inside: bool = True,
+    given: bool = False,
+    least: float = -math.inf,
+) -> Array:  # [T]
+    """Span losses (GTR, IM-RAG, Cog-Rethinker): select the sampled tokens whose text lies between ``begin`` and
+    ``end``, such as thoughts, so that they and the others may be in different terms of the loss.
+
+    A token with some text of each side counts as inside, and so does one that several responses share if it is inside
+    in one of them. The two texts themselves are outside. Special tokens count as their text.
+
+    Args:
+        begin, end: the texts; several parts of a response may be between them, and the last may lack its end. An empty
+            ``begin`` is the beginning of the response, an empty ``end`` its end.
+        inside: select the tokens between the texts; false: all others.
+        given: select among the given tokens instead of the sampled ones.
+        least: only in responses with a reward of at least this.
+
+    Raises:
+        UserError: both texts are empty.
+    """
+    if not begin and not end:
+        raise UserError("The selection 'between' needs a text in `begin` or in `end`.")
+    chosen, found = np.zeros(tree.num_tokens, bool), np.zeros(tree.num_tokens, bool)
+    for leaf in np.flatnonzero(_rewards(tree) >= least):
+        rows = tree.response_rows(int(leaf))
+        chosen[rows] = True
+        for part in tokens_between(tree.token_id[rows], begin, end, tokenizer.decode):
+            found[rows[part]] = True
+    return chosen & (injected(tree) if given else sampled(tree)) & (found == inside)
+
+
 def unaided(tree: TokenTree) -> Array:  # [L]
     """HPT: select the responses of groups to which nothing was given, so that a problem with a demonstration is learned
     from that alone."""
@@ -221,6 +260,7 @@ SELECTIONS: dict[str, Callable[..., Any]] = {
     "sampled_and_given": sampled_and_given,
     "sampled_and_uncertain": sampled_and_uncertain,
     "calm": Calm,
+    "between": between,
     "unaided": unaided,
     "rewarded": rewarded,
     "best": best,

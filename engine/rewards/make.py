@@ -14,10 +14,12 @@ from .parts import RewardParts, task_names
 from .policy import PolicyScorer, Score
 from .pool import RewardPool
 from .remote import Judge, RewardModel
+from .rubric import Rubric
 from .verdict import Verdict
 
 OWN: dict[str, Callable[..., Rewards]] = {
     "judge": Judge,
+    "rubric": Rubric,
     "reward_model": RewardModel,
     "policy": PolicyScorer,
     "program": FromProgram,
@@ -60,6 +62,7 @@ def make_rewards(
         return RewardPool(config, tasks)
     known: dict[str, dict[str, Any]] = {
         "judge": {"config": config},
+        "rubric": {"config": config},
         "reward_model": {"config": config},
         "policy": {"score": score},
     }

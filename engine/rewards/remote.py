@@ -189,7 +189,7 @@ class Judge(RemoteRewards):
 
     async def _ask(self, item: RewardItem) -> float:
         messages: list[Any] = [{"role": "system", "content": self._system}] if self._system else []
-        messages.append({"role": "user", "content": filled(self._prompt, item)})
+        messages.append({"role": "user", "content": self._question(item)})
         if self._words[0]:
             return await self._share(messages)
         found = await self._client.chat.completions.create(
@@ -204,6 +204,9 @@ class Judge(RemoteRewards):
         if not lowest <= score <= highest:
             raise ValueError(f"the judge gave no score from {lowest:g} to {highest:g}, but {score:g}")
         return (score - lowest) / (highest - lowest)
+
+    def _question(self, item: RewardItem) -> str:
+        return filled(self._prompt, item)
 
     async def _share(self, messages: list[Any]) -> float:
         """Return the share of ``yes`` in the probability of both words as the first token."""
@@ -258,12 +261,13 @@ def past_proxies(base_url: str) -> dict[str, None]:
     return {f"all://{f'[{host}]' if ':' in host else host}": None} if here else {}
 
 
-def filled(template: str, item: RewardItem) -> str:
-    """Return ``template`` with the fields of ``item`` filled in; other words in braces stay."""
+def filled(template: str, item: RewardItem, **more: str) -> str:
+    """Return ``template`` with the fields of ``item`` and ``more`` filled in; other words in braces stay."""
     values = {
+        **more,
         "prompt": item.prompt,
         "problem": item.problem,
         "response": item.response_text,
         "answer": str(item.entry.get("answer", "")),
     }
-    return re.sub(r"\{(prompt|problem|response|answer)\}", lambda match: values[match[1]], template)
+    return re.sub(rf"\{{({'|'.join(values)})\}}", lambda match: values[match[1]], template)

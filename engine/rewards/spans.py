@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ..data.characters import token_that_completes
 from ..data.columns import Array
 from ..data.tree import TokenTree
 
@@ -26,12 +26,7 @@ def put_spans(tree: TokenTree, spans: Sequence[Sequence[Span]], decode: Callable
     first = np.cumsum(length) - length
     for leaf, of_leaf in enumerate(spans):
         ids = tree.token_id[tree.response_rows(leaf)]
-
-        def characters(token: int, ids: Array = ids) -> int:
-            """Return the number of characters up to and including a token."""
-            return len(decode(ids[: token + 1]))
-
         for _, end, value in of_leaf:
-            at = first[leaf] + min(bisect_left(range(len(ids)), end, key=characters), len(ids) - 1)
+            at = first[leaf] + token_that_completes(ids, end, decode)
             found[at] = np.nan_to_num(found[at]) + value
     tree.set("token_reward", found)

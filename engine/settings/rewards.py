@@ -11,7 +11,9 @@ from .section import NonNegativeInt, PositiveInt, Schedule, Section
 
 GROUP_JUDGES = ("majority", "answer_share", "pairwise", "against_one")
 """Verifiers that compare the responses of a group."""
-VERIFIERS = ("task", "math", "exact", "regex", "code", "judge", "reward_model", "policy", "program", *GROUP_JUDGES)
+VERIFIERS = (
+    "task", "math", "exact", "regex", "code", "judge", "rubric", "reward_model", "policy", "program", *GROUP_JUDGES,
+)  # fmt: skip
 OF_PARTS = (*VERIFIERS, "verdict")
 """The verifiers of `reward.parts`."""
 REWARD_NAMES = ("reward", "verifier")
@@ -109,9 +111,10 @@ class RewardPartConfig(Section):
 class RewardConfig(Section):
     verifier: str = "task"
     """Verifier of responses: `task` (the dataset's own), `math` (math-verify against the reference answer), `exact`,
-    `regex`, `code` (runs the response's program on tests), `judge` or `reward_model` (a model on a server), `policy`
-    (the policy's log-probs), `program` (the rollout program's own rewards), `majority`, `answer_share`, `pairwise` or
-    `against_one` (compare the responses of a group), or `file.py:function`; see docs/rewards.md."""
+    `regex`, `code` (runs the response's program on tests), `judge`, `rubric` (by the problem's criteria) or
+    `reward_model` (a model on a server), `policy` (the policy's log-probs), `program` (the rollout program's own
+    rewards), `majority`, `answer_share`, `pairwise` or `against_one` (compare the responses of a group), or
+    `file.py:function`; see docs/rewards.md."""
     group: bool = False
     """The verifier is a function of yours that judges all responses of a group at once: it gets their texts and the
     problem's row, and returns a verdict for each. `timeout_s` is then the time for a group."""

@@ -75,6 +75,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "eight_x": (
         "--rollout.program_options={{segment_tokens=0,probes=2,stop=['e'],ask='',answer_tokens=0}}", "--rollout.n=2",
     ),
+    "gtr": (
+        "--algorithm.select_options={{begin='',end='e'}}", "--loop.callback_options.column=solution",
+        "--algorithm.terms=[{{name='thoughts',select_options={{begin='',end='='}}}}]",
+    ),
     "masa": (
         "--rollout.program_options={{question='? ',members=2}}", "--model.path={folder}/digits",
         "--trainer.prompts_per_step=24",

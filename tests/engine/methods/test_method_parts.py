@@ -12,6 +12,7 @@ from rolltree.engine import load_config
 from rolltree.engine.app.build_learning import shapings
 from rolltree.engine.data.segment import LeafStatus, Origin, Segment
 from rolltree.engine.data.tree import TokenTree
+from rolltree.engine.errors import UserError
 from rolltree.engine.methods.advantages import ADVANTAGES
 from rolltree.engine.methods.groups import More, top_up
 from rolltree.engine.methods.priors import Values
@@ -201,6 +202,50 @@ def test_consistent_responses(keep, want):
 def test_consistent_fills_up_with_the_side_that_has_responses():
     tree = steps_of(tree_of(rewards=[1.0, 1.0, 1.0, 1.0, 0.0]), *STEPS)
     np.testing.assert_array_equal(np.flatnonzero(SELECTIONS["consistent"](tree, keep=4)), [0, 1, 2, 4])
+
+
+class Words:
+    """A tokenizer whose tokens hold parts of tags."""
+
+    def decode(self, ids):
+        text = {10: "<think", 11: "> a", 12: " b", 13: " c</think> d", 14: "</", 15: "think>", 16: " e", 17: "< "}
+        return "".join(text[int(i)] for i in ids)
+
+
+def test_tokens_between_two_texts_and_the_others():
+    """Tags are split over tokens, which share their text with thoughts and actions, and with other responses."""
+    sampled = lambda *ids: Segment.sampled(list(ids), [-1.0] * len(ids))  # noqa: E731
+    nodes = [
+        (-1, Segment.prompt([1])),
+        (0, sampled(10, 11)), (1, sampled(13, 16)), (1, sampled(12, 14)), (3, sampled(15, 16)), (3, sampled(17, 16)),
+        (0, sampled(16, 10, 14)),
+        (0, Segment.make([10, 11, 12, 14, 15, 16], origin=Origin.INJECTED)),
+    ]  # fmt: skip
+    tree = TokenTree.from_nodes([n[0] for n in nodes], [n[1] for n in nodes], [2, 4, 5, 6, 7], [LeafStatus.STOP] * 5)
+    tree.rewards["reward"] = np.array([1, 0, 1, 0, 1], np.float32)
+    words = Words()
+    of = lambda **options: SELECTIONS["between"](tree, words, **options)  # noqa: E731
+    rows = [tree.response_rows(leaf) for leaf in range(5)]
+    inside = [[0, 1, 1, 0], [0, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1], [0, 0, 0], [0] * 6]
+    # "</" ends the thought of the second response, and belongs to that of the third, which shares it
+    want = np.zeros(tree.num_tokens, bool)
+    for leaf, own in enumerate(inside):
+        want[rows[leaf]] = own
+    live = tree.origin == Origin.SAMPLED
+    np.testing.assert_array_equal(of(), want)
+    np.testing.assert_array_equal(of(inside=False), live & ~want)
+    right = np.zeros(tree.num_tokens, bool)
+    right[np.concatenate([rows[0], rows[2]])] = True
+    np.testing.assert_array_equal(of(least=1.0), want & right)
+    np.testing.assert_array_equal(of(least=1.0, inside=False), live & right & ~want)
+    given = np.zeros(tree.num_tokens, bool)
+    given[rows[4]] = [False, True, True, False, False, False]
+    np.testing.assert_array_equal(of(given=True), given)
+    first = np.zeros(tree.num_tokens, bool)
+    first[rows[1][:3]] = first[rows[0][:3]] = first[rows[2]] = first[rows[3]] = True
+    np.testing.assert_array_equal(of(begin=""), first)
+    with pytest.raises(UserError, match="in `begin` or in `end`"):
+        of(begin="", end="")
 
 
 def test_batch_std():

@@ -362,7 +362,7 @@ OF_SHAPING: dict[str, str] = {
     "ensemble": "{names=['a','b']}",
     "exploration": "{pattern='(\\S)'}",
 }
-OF_SELECTION = {"most_varied": "{keep=2}", "consistent": "{keep=2}"}
+OF_SELECTION = {"most_varied": "{keep=2}", "consistent": "{keep=2}", "between": "{begin='',end='e'}"}
 
 
 @pytest.mark.methods

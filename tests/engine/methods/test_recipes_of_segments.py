@@ -1,4 +1,4 @@
-"""Recipes whose programs look at segments while they are sampled: probes at their ends, and responses cut early."""
+"""Recipes for segments of responses: probes at their ends, and losses of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from .problem_runs import given_part, norm
+from .problem_runs import clipped, given_part, norm
 from .real_step import check_gradient, plain_logprobs, plain_model
 
 # -- probes ------------------------------------------------------------------------------------------------------------
@@ -115,3 +115,51 @@ def test_8x_gives_each_step_the_rise_of_its_continuations(step_of):
             cuts += len(ends)
     assert cuts > 3
     assert len(rises) > 2
+
+
+# -- spans -------------------------------------------------------------------------------------------------------------
+
+
+def before(steps, tree, leaf: int, end: str) -> np.ndarray:
+    """Tell of each token of a response if some of its text is before ``end``."""
+    tokens, decode = tree.token_id[tree.response_rows(leaf)].tolist(), steps.orchestrator.tokenizer.decode
+    place = next((i for i in range(len(tokens)) if end in decode(tokens[: i + 1])), len(tokens))
+    shares = place < len(tokens) and decode(tokens[place : place + 1]).find(end) > 0
+    return np.arange(len(tokens)) < place + shares
+
+
+@pytest.mark.methods
+def test_gtr_clones_thoughts_and_reinforces_actions(step_of):
+    steps = step_of("gtr")
+    start, both = plain_model(steps, steps.updates[0]), 0
+    for number, update in enumerate(steps.updates):
+
+        def loss(model, trees=update.trees):
+            policy, thoughts = [], []
+            for tree in trees:
+                A = norm(tree.rewards["reward"])
+                for leaf in range(tree.num_leaves):
+                    lp = plain_logprobs(model, tree, leaf)
+                    if given_part(tree, leaf)[0]:
+                        thoughts.append(-lp[torch.from_numpy(before(steps, tree, leaf, "="))])
+                        assert 0 < len(thoughts[-1]) < len(lp)
+                        continue
+                    with torch.no_grad():
+                        old = plain_logprobs(start, tree, leaf)
+                    acts = torch.from_numpy(~before(steps, tree, leaf, "e"))
+                    if acts.any():
+                        policy.append(clipped(lp, old, float(A[leaf]))[acts].mean())
+            assert len(thoughts) == len(trees)
+            return torch.stack(policy).mean() + torch.cat(thoughts).mean()
+
+        model = plain_model(steps, update)
+        loss(model).backward()
+        off = sum(float((update.gradient[k] - p.grad).norm() ** 2) for k, p in model.named_parameters())
+        assert off <= 25e-6 * sum(float(p.grad.norm() ** 2) for p in model.parameters()), number
+        both += any(
+            0 < before(steps, tree, leaf, "e").sum() < len(tree.response_rows(leaf))
+            for tree in update.trees
+            for leaf in range(tree.num_leaves)
+            if not given_part(tree, leaf)[0]
+        )
+    assert both == len(steps.updates), "no response has both kinds of tokens"

@@ -125,10 +125,11 @@ ELSEWHERE = {
         ),
         "test_recipes_of_problems.py",
     ),
-    **dict.fromkeys(("mrt", "eight_x"), "test_recipes_of_segments.py"),
+    **dict.fromkeys(("mrt", "eight_x", "gtr"), "test_recipes_of_segments.py"),
     **dict.fromkeys(("ttrl", "empo", "pref_grpo", "brpo"), "tests/engine/rewards/test_group_judges.py"),
     **dict.fromkeys(("reasoning_sql", "chatshopbuddy"), "test_recipes_of_problems.py"),
     "hybrid_verifier": "it needs a server: tests/engine/rewards/{test_parts,test_remote}.py",
+    **dict.fromkeys(("rubicon", "dr_sci"), "they need a server: tests/engine/rewards/test_rubric.py"),
     **dict.fromkeys(("general_reasoner", "grlo"), "they need a server: tests/engine/rewards/test_remote.py"),
     "sapo_swarm": "it needs files of other runs: test_recipes_of_problems.py",
     **dict.fromkeys(
