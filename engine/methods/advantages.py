@@ -245,7 +245,12 @@ def canon_entropy(trees: Sequence[TokenTree], *, share: float = 0.75) -> Credit:
     def entropy(tree: TokenTree) -> Array:  # [L]
         rows = [tree.response_rows(leaf) for leaf in range(tree.num_leaves)]
         live = [some[tree.loss_mask[some]] for some in rows]
-        return np.array([tree.policy_entropy[some].astype(np.float64).mean() if len(some) else 0.0 for some in live])
+        found = np.array([tree.policy_entropy[some].astype(np.float64).mean() if len(some) else 0.0 for some in live])
+        if np.isnan(found).any():
+            raise UserError(
+                "algorithm.advantage = 'canon_entropy' needs the policy's entropy of every token in the loss."
+            )
+        return found
 
     return Credit("leaf", [_halved(rewards_of(tree), entropy(tree), share) for tree in trees])
 

@@ -130,6 +130,34 @@ def step_verdicts(
     return tree.rewards["reward"]
 
 
+def learnability(tree: TokenTree, *, of: str = "proposer", by: str = "solver", solved: str = "solved") -> Array:  # [L]
+    """Absolute Zero and Search Self-play (the form is inferred): the named reward `learnability` of a proposed problem
+    is ``1 - p`` for a success rate p of the answers to it that is neither 0 nor 1, else 0; the response's reward stays.
+
+    A leaf whose problem was never answered has none (NaN), so that `by_role` gives the proposer no credit there.
+
+    Args:
+        of, by: the role that proposes, and the one that answers.
+        solved: the named reward of an answer, 1 where it is right.
+
+    Raises:
+        UserError: the tree has no such role, or no verifier gave a reward of this name.
+    """
+    roles = tree.meta.get("roles", [])
+    if of not in roles or by not in roles:
+        raise UserError(f"learnability needs the roles '{of}' and '{by}'; rollout.program has {list(roles) or 'one'}.")
+    if solved not in tree.rewards:
+        raise UserError(f"The verifier named no reward '{solved}'; it named {', '.join(sorted(tree.rewards))}.")
+    found, values = np.full(tree.num_leaves, np.nan, np.float32), tree.rewards[solved].astype(np.float64)
+    proposed = _last_rows(tree, roles.index(of))
+    judged = (_last_rows(tree, roles.index(by)) >= 0) & ~np.isnan(values)
+    for problem in np.unique(proposed[judged & (proposed >= 0)]):
+        rate = values[judged & (proposed == problem)].mean()
+        found[proposed == problem] = 1 - rate if 0 < rate < 1 else 0.0
+    tree.rewards["learnability"] = found
+    return tree.rewards["reward"]
+
+
 def _mean(verdicts: Sequence[float | None]) -> float:
     known = [verdict for verdict in verdicts if verdict is not None]
     return sum(known) / len(known) if known else float("nan")

@@ -20,7 +20,7 @@ from ..data.tree import TokenTree
 from ..errors import UserError
 from ..parts.calling import call
 from ..parts.shares import length_in, share_in
-from .roles import step_verdicts
+from .roles import learnability, step_verdicts
 
 Shaping = Callable[[TokenTree], Array]
 GIVEN = "verifier"
@@ -322,6 +322,7 @@ SHAPINGS: dict[str, Callable[..., Any]] = {
     "clip_steps": clip_steps,
     "step_differences": step_differences,
     "step_verdicts": step_verdicts,
+    "learnability": learnability,
     "length_budget": length_budget,
     "length_peak": length_peak,
     "ensemble": ensemble,

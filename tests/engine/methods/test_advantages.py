@@ -225,6 +225,9 @@ MADE = {
     "cumulative": lambda: ADVANTAGES["cumulative"](),
     "constrained": lambda: ADVANTAGES["constrained"]({"reward": 0.7}),
     "prior_fusion": lambda: partial(ADVANTAGES["prior_fusion"](), step=1),
+    "reweighted": lambda: ADVANTAGES["reweighted"](["reward"]),
+    "by_role_mean": lambda: ADVANTAGES["by_role_mean"]({"policy": "reward"}),
+    "dispersed": lambda: lambda trees: ADVANTAGES["dispersed"](trees, [["answer: 1"] * t.num_leaves for t in trees]),
 }
 """Estimators with options, state or the problem's row."""
 
@@ -237,7 +240,7 @@ def test_groups_of_one_and_empty_responses(name):
     estimator = MADE.get(name, lambda: ADVANTAGES[name])()
     for responses, rewards in (([[3]], [1.0]), ([[], [3]], [1.0, 0.0]), ([[3], [3]], [1.0, 1.0])):
         tree = tree_of(responses, rewards)
-        for column, value in (("logprob", -1.0), ("sum_p2", 0.3)):
+        for column, value in (("logprob", -1.0), ("sum_p2", 0.3), ("entropy", 0.5)):
             tree.set(f"policy_{column}", value)
         tree.set("ref_logprob", -1.5)
         tree.set("teacher_logprob", -1.0)
@@ -258,6 +261,8 @@ def test_every_name_is_another_credit():
         "by_beginning",
         "remax",
         "progress_bonus",
+        "canon_entropy",
+        "wrong_steps",
     }  # test_pairs.py has what they read
     for name in sorted(
         set(ADVANTAGES) - {"gae", "gdpo", "noise_forward", "pods", "process", "nft", "by_role", *MADE, *elsewhere}

@@ -301,7 +301,9 @@ def test_no_two_objectives_behave_alike(toml, recorded):
     assert not undeclared
 
 
-NOT_RECORDED = {"remax", "progress_bonus", "by_role", "step_verdicts", "canon", "own_prompt", "other_prompt"}
+NOT_RECORDED = {
+    "remax", "progress_bonus", "by_role", "step_verdicts", "learnability", "canon", "own_prompt", "other_prompt",
+}  # fmt: skip
 """Parts that need a greedy response, probes, two policies, responses of several lengths or of another prompt, which
 the recorded groups do not have; test_advantages.py, test_roles.py and test_recipes_of_losses.py test them."""
 

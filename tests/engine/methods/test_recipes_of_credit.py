@@ -97,6 +97,8 @@ def test_a_group_of_one_entropy_has_its_mean():
     tree.set("policy_entropy", 0.5)
     (found,) = ADVANTAGES["canon_entropy"]([tree]).values
     np.testing.assert_allclose(found, tree.rewards["reward"] - 0.5)
+    with pytest.raises(UserError, match="needs the policy's entropy"):
+        ADVANTAGES["canon_entropy"]([tree_of()])
 
 
 @pytest.mark.methods

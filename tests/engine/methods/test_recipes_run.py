@@ -88,6 +88,7 @@ ELSEWHERE = {
     "expo": "it needs a column of answers: tests/engine/loop/test_train_context.py",
     "rl_tango": "it trains two policies: tests/engine/methods/test_roles.py",
     "rlac": "it trains two policies: tests/engine/methods/test_roles.py",
+    "azr": "its program has roles: tests/engine/methods/test_roles.py",
     "unity_mas_o": "its program has roles: tests/engine/methods/test_roles.py",
     **dict.fromkeys(("optimal_token", "oblr", "rover", "laser"), "test_statistics_columns.py"),
     **dict.fromkeys(

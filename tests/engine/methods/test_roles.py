@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rolltree.engine import UserError, load_config
 from rolltree.engine.data.segment import LeafStatus, Origin, Segment
 from rolltree.engine.data.tree import TokenTree
-from rolltree.engine.methods.roles import by_role, step_verdicts
+from rolltree.engine.methods.roles import by_role, learnability, step_verdicts
 from rolltree.engine.parts.context import Context
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.rewards.parts import RewardParts, task_names
@@ -142,6 +142,23 @@ def test_step_verdicts_are_laid_on_the_last_tokens_of_steps() -> None:
     for found, values in zip(along(tree, tree.token_reward), expected, strict=True):
         assert found[: len(values)] == pytest.approx(values, nan_ok=True, abs=1e-6)
         assert np.isnan(found[len(values) :]).all()
+
+
+def test_a_problem_is_worth_what_its_answers_leave_to_learn() -> None:
+    tree = spoken(("ab", ["x", "yy", "z"]), ("c", ["z", "z"]), ("d", ["w", "v"]), ("long", []))
+    tree.rewards = {
+        "reward": np.full(8, 2.0, np.float32),
+        "solved": np.array([1, 0, 0, 1, 1, 0, np.nan, 1], np.float32),
+    }
+    assert learnability(tree, of="generator", by="verifier").tolist() == [2.0] * 8
+    # a third of the first, all of the second, none of the third with a verdict; the last was not answered
+    found = tree.rewards["learnability"]
+    assert found[:7] == pytest.approx([2 / 3] * 3 + [0.0] * 4)
+    assert np.isnan(found[7])
+    with pytest.raises(UserError, match="learnability needs the roles 'proposer' and 'solver'"):
+        learnability(tree)
+    with pytest.raises(UserError, match="named no reward 'right'; it named learnability, reward, solved"):
+        learnability(tree, of="generator", by="verifier", solved="right")
 
 
 def test_equal_verdicts_teach_nothing_and_roles_are_needed() -> None:
@@ -413,3 +430,30 @@ def test_rlac(toml: Path, tmp_path: Path) -> None:
         assert along(tree, tree.path_advantage)[leaf] == pytest.approx(list(expected), abs=1e-4)
         compared += bool((role_tokens(tree, leaf, 1) * expected).any())
     assert compared > 20
+
+
+@pytest.mark.methods
+def test_azr(toml: Path, tmp_path: Path) -> None:
+    two = take_recipe(
+        toml, tmp_path, "azr", [{"name": "'solved'", "verifier": f"'{toml.parent}/judges.py:third'"}],
+        f"--models.solver.path={toml.parent}/other",
+    )  # fmt: skip
+    worth = set()
+    for tree in (tree for trees in two.trees for tree in trees):
+        solved = tree.rewards["solved"].tolist()
+        answers: dict[tuple[int, ...], list[float]] = {}
+        keys = [tuple(tree.response_rows(k)[role_tokens(tree, k, 0)].tolist()) for k in range(tree.num_leaves)]
+        for leaf, key in enumerate(keys):
+            if role_tokens(tree, leaf, 1).any():
+                answers.setdefault(key, []).append(solved[leaf])
+        rates = {key: sum(values) / len(values) for key, values in answers.items()}
+        gain = {key: 1 - rate if 0 < rate < 1 else 0.0 for key, rate in rates.items()}
+        worth |= set(gain.values())
+        proposals = normal(list(gain.values())) if len(gain) > 1 else [0.0] * len(gain)
+        first, second = dict(zip(gain, proposals, strict=True)), baseline(tree, 1, solved)
+        check_credit(tree, [
+            role_tokens(tree, leaf, 0) * first.get(keys[leaf], 0.0)
+            + role_tokens(tree, leaf, 1) * second.get(leaf, 0.0)
+            for leaf in range(tree.num_leaves)
+        ])  # fmt: skip
+    assert worth == {0.0, 0.5}  # two answers to each problem
