@@ -100,10 +100,12 @@ class TrainConfig(Section):
             if isinstance(term, TermConfig) and term.pairs == "chosen_and_rejected":
                 options = {"chosen_and_rejected": term.pairs_options}
             for part, given in options.items():
-                if given.get("of", names[0] if names else None) not in names:
+                if not names:
+                    raise ValueError(f"`{part}` chooses demonstrations, and the run has none; give `demonstrations`")
+                if given.get("of", names[0]) not in names:
                     raise ValueError(
-                        f"`{part}` chooses demonstrations '{given.get('of', '')}', and the tables of `demonstrations` "
-                        f"are called {', '.join(names) or 'nothing, as there are none'}"
+                        f"`{part}` chooses demonstrations '{given['of']}', and the tables of `demonstrations` are "
+                        f"called {', '.join(names)}"
                     )
         return self
 

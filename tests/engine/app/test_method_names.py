@@ -62,7 +62,7 @@ def test_methods_lists_every_verifier_of_a_run():
 
 def test_another_name_is_served_by_what_is_there():
     known, parts = {key.key for key in config_keys()}, {key: kind.parts for kind in KINDS for key in kind.keys}
-    options = {"schedule", "floor", *Objective.__dataclass_fields__}
+    options = {"schedule", "floor", "policy_loss", *Objective.__dataclass_fields__}
     for name, served in OTHER_NAMES.items():
         found = re.findall(r"`([^`]*)`", served)
         assert found or served.startswith("always: "), name

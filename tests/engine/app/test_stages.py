@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,9 @@ def test_a_stage_has_the_keys_of_the_file_of_its_recipe_and_its_own(tmp_path: Pa
     assert (a.trainer.steps, b.trainer.steps) == (3, 4)
     assert (a.trainer.lr, b.trainer.lr) == (1e-3, 2e-3)
     assert (a.rollout.n, b.rollout.n) == (6, 2)  # a recipe of the stage is over the file
-    assert a.trainer.prompts_per_step == b.trainer.prompts_per_step == 4
-    assert a.demonstrations is not None
-    assert b.demonstrations is None
+    assert (a.trainer.prompts_per_step, b.trainer.prompts_per_step) == (0, 4)
+    assert [table.path for table in a.demonstrations] == ["given.jsonl"]
+    assert b.demonstrations == ()
     assert [term.name for term in a.algorithm.terms] == ["sft"]
     assert b.algorithm.terms == ()
     assert (a.model.path, b.model.path) == ("m", "out/s_a/export")
@@ -83,21 +84,22 @@ def test_a_file_adds_to_the_stages_of_a_recipe_by_their_names(tmp_path: Path) ->
     found = load_stages(write(tmp_path, head + given))
     assert [c.name for c in found] == ["s_sft_1", "s_sft_2", "s_dpo", "s_rl"]
     assert [c.recipe for c in found] == ["sft", "sft", "online_dpo", "grpo"]
-    assert [c.demonstrations.path if c.demonstrations else None for c in found] == [
-        "sft_1.jsonl", "sft_2.jsonl", None, None,
-    ]  # fmt: skip
-    assert [c.algorithm.objective for c in found] == ["reinforce", "reinforce", "reinforce", "grpo"]
+    assert [[table.path for table in c.demonstrations] for c in found] == [["sft_1.jsonl"], ["sft_2.jsonl"], [], []]
+    assert [c.algorithm.objective for c in found[2:]] == ["reinforce", "grpo"]
 
 
 @pytest.mark.parametrize("name", [n for n in recipe_names() if "stages" in read_recipe(n).keys])
 def test_every_stage_of_a_recipe_is_a_configuration(tmp_path: Path, name: str) -> None:
     stages: Any = read_recipe(name).keys["stages"]
     head = FILE.partition("[[stages]]")[0].replace('name = "s"', f'name = "s"\nrecipe = "{name}"')
-    head += '[demonstrations]\npath = "given.jsonl"\n' if "demonstrations" in json.dumps(stages) else ""
+    head += '[demonstrations]\npath = "given.jsonl"\n' if re.search('demonstrations|"sft"', json.dumps(stages)) else ""
     found = load_stages(write(tmp_path, head))
     assert [c.name for c in found] == [f"s_{stage['name']}" for stage in stages]
     assert [c.recipe for c in found] == [stage["recipe"] for stage in stages]
-    assert all(c.algorithm.objective == read_recipe(str(c.recipe)).keys["algorithm"]["objective"] for c in found)
+    for stage in found:
+        keys = read_recipe(str(stage.recipe)).keys["algorithm"]
+        assert stage.algorithm.objective == keys.get("objective", stage.algorithm.objective)
+        assert [term.name for term in stage.algorithm.terms] == [term["name"] for term in keys.get("terms", [])]
 
 
 REFUSED = {
