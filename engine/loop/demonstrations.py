@@ -16,7 +16,7 @@ from ..data.tree import TokenTree
 from ..errors import UserError
 from ..settings import DataConfig, DemonstrationsConfig
 from ..tasks import Problem, read_problems
-from .prompts import Prompt, asked, make_prompts, pictures_of
+from .prompts import Prompt, make_prompts, pictures_of, question
 from .sources import PromptSource
 
 
@@ -26,7 +26,7 @@ class Demonstrations:
     Their tokens are injected: they are no part of a policy loss, only of terms that select them.
 
     Attributes:
-        prompts: `asked` of each.
+        prompts: `question` of each.
 
     Raises:
         UserError: the file cannot be used.
@@ -41,7 +41,7 @@ class Demonstrations:
             config.path, "demonstrations.path", config.prompt_key, config.response_key, data.image_key
         )
         self._trees = [self._tree(problem, data, tokenizer) for problem in problems]
-        self.prompts = {asked(problem) for problem in problems}
+        self.prompts = {question(problem) for problem in problems}
 
     def next(self) -> list[TokenTree]:
         """Return the next ``per_step`` demonstrations; the file is shuffled anew for each pass over it."""
@@ -57,9 +57,9 @@ class Demonstrations:
 
     def overlap(self, data: DataConfig, source: PromptSource, held_out: Sequence[Prompt]) -> str:
         """Return a sentence about the problems of the run that have a prompt of a demonstration."""
-        shared, where = source.demonstrated, f"a prompt of '{self.config.path}' (demonstrations.path)"
-        asked_too = sum(asked(prompt) in self.prompts for prompt in held_out)
-        of_held_out = f"{asked_too} of {len(held_out)} held-out problems"
+        shared, where = source.demonstrated, f"the text of a prompt in '{self.config.path}' (demonstrations.path)"
+        solved = sum(question(prompt) in self.prompts for prompt in held_out)
+        of_held_out = f"{solved} of {len(held_out)} held-out problems"
         if shared is None:
             left = "; those that come are left out (data.disjoint)" if data.disjoint else ""
             return f"{of_held_out} have {where}; how many training problems have is not known before they come{left}"
