@@ -19,7 +19,7 @@ from ..errors import UserError
 from ..programs.conversation import conversation
 from ..settings import DataConfig, DemonstrationsConfig
 from ..tasks import Problem, problem_of, read_file
-from .prompts import Prompt, asked, make_prompts, pictures_of
+from .prompts import Prompt, make_prompts, pictures_of, question
 from .sources import PromptSource
 
 
@@ -31,7 +31,7 @@ class Demonstrations:
     the better one first. ``meta["demonstrations"]`` is the name of the table.
 
     Attributes:
-        prompts: `asked` of each.
+        prompts: `question` of each.
 
     Raises:
         UserError: a file cannot be used.
@@ -45,7 +45,7 @@ class Demonstrations:
         seed: int,
     ) -> None:
         readers = [_Reader(config, data, tokenizer) for config in tables]
-        self.prompts = {asked(problem) for reader in readers for problem in reader.problems}
+        self.prompts = {question(problem) for reader in readers for problem in reader.problems}
         self._tables = [
             _Table(reader.config, [seed] if index == 0 else [seed, index], reader.trees())
             for index, reader in enumerate(readers)
@@ -58,9 +58,9 @@ class Demonstrations:
     def overlap(self, data: DataConfig, source: PromptSource, held_out: Sequence[Prompt]) -> str:
         """Return a sentence about the problems of the run that have a prompt of a demonstration."""
         files = dict.fromkeys(f"'{table.config.path}'" for table in self._tables)
-        shared, where = source.demonstrated, f"a prompt of {', '.join(files)} (demonstrations.path)"
-        asked_too = sum(asked(prompt) in self.prompts for prompt in held_out)
-        of_held_out = f"{asked_too} of {len(held_out)} held-out problems"
+        shared, where = source.demonstrated, f"the text of a prompt in {', '.join(files)} (demonstrations.path)"
+        solved = sum(question(prompt) in self.prompts for prompt in held_out)
+        of_held_out = f"{solved} of {len(held_out)} held-out problems"
         if shared is None:
             left = "; those that come are left out (data.disjoint)" if data.disjoint else ""
             return f"{of_held_out} have {where}; how many training problems have is not known before they come{left}"

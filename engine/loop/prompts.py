@@ -53,7 +53,7 @@ class Prompt:
         return self.entry | ({"messages": self.messages, "tools": self.tools} if self.messages else {})
 
 
-def asked(problem: Problem | Prompt) -> str:
+def question(problem: Problem | Prompt) -> str:
     """Return what the problems of two sources have in common if they are one: the text without template and without
     blanks at its ends, and a hash of the pictures if there are any."""
     text = problem.problem if isinstance(problem, Prompt) else problem.text

@@ -17,7 +17,7 @@ from ..parts.context import Context
 from ..settings import DataConfig
 from ..tasks import GymProblems, Problem
 from .curriculum import Curriculum
-from .prompts import GIVE_UP, TRAIN, Prompt, asked, make_prompts, read_rows
+from .prompts import GIVE_UP, TRAIN, Prompt, make_prompts, question, read_rows
 from .user_source import UserProblems
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class PromptSource:
 
     Args:
         held_out: prompts whose problems are never returned.
-        demonstrations: `asked` of the problems that demonstrations solve; `data.disjoint` leaves them out.
+        demonstrations: `question` of the problems that demonstrations solve; `data.disjoint` leaves them out.
         entries: called with a row and its description, returns what checkpoints can store of it; None if they store
             no rows.
         context: the run's values, for what a source or a curriculum asks.
@@ -79,7 +79,7 @@ class PromptSource:
             # all rows are checked now, so that one that is too long does not end a run after hours
             prompts = make_prompts(problems, config, tokenizer)
             prompts = [prompt for prompt in prompts if prompt.identity not in self._excluded]
-            self.demonstrated = sum(asked(prompt) in demonstrations for prompt in prompts)
+            self.demonstrated = sum(question(prompt) in demonstrations for prompt in prompts)
             self._rows = self._fit([prompt for prompt in prompts if self._may_come(prompt)])
             if not self._rows:
                 why = " or have a prompt of demonstrations (data.disjoint)" if config.disjoint else ""
@@ -106,7 +106,7 @@ class PromptSource:
 
     def _may_come(self, problem: Problem | Prompt) -> bool:
         """Return whether a problem is neither held out nor left out."""
-        return problem.identity not in self._excluded and asked(problem) not in self._left_out
+        return problem.identity not in self._excluded and question(problem) not in self._left_out
 
     def _next_rows(self, count: int) -> list[Prompt]:
         if self.curriculum is None:

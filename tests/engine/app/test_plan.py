@@ -82,6 +82,8 @@ def test_an_update_is_three_forward_passes_at_the_assumed_utilisation(home: Path
     assert linear < layout.outcome.update_s < 1.5 * linear  # attention is the rest
     (with_reference,) = plan_of(home, 2, "--roles.reference={}").layouts
     assert with_reference.outcome.update_s == pytest.approx(layout.outcome.update_s * 4 / 3)
+    (twice,) = plan_of(home, 2, "--roles.reference={}", "--trainer.epochs=2").layouts
+    assert twice.outcome.update_s == pytest.approx(layout.outcome.update_s * 7 / 3)  # the reference scores once
     two = plan_of(home, 4).layouts[1]
     assert two.outcome.update_s == pytest.approx(layout.outcome.update_s / 2, rel=0.05)
 
@@ -167,6 +169,8 @@ def test_a_run_that_is_planned_by_its_own_rates_takes_its_own_time(home: Path, t
     assert alone.outcome.step_s == pytest.approx(LENGTH * STEP_S + update + judging, abs=2 * STEP_S + 0.02)
     assert alone.outcome.update_s == pytest.approx(update)
     assert alone.fits is None
+    (thrice,) = plan_of(home, 1, *LIKE_IT, "--trainer.epochs=3", run=run).layouts
+    assert thrice.outcome.update_s == pytest.approx(3 * update)
     split = plan_of(home, 3, *LIKE_IT, run=run).layouts[1]
     assert split.outcome.update_s == pytest.approx(update / 2)
     assert split.outcome.step_s == pytest.approx(LENGTH * STEP_S + update / 2 + judging + SYNC_S, abs=2 * STEP_S + 0.02)

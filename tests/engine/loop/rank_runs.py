@@ -22,6 +22,8 @@ from rolltree.engine import load_config
 from rolltree.engine.app.build_learning import learning_parts
 from rolltree.engine.app.build_sampling import make_engine, prepare_model, rollout_program, sampling_params
 from rolltree.engine.data import distribute as distributing
+from rolltree.engine.data.segment import LeafStatus, Origin, Segment
+from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.loop import learner as learning
 from rolltree.engine.loop.learner import Learner
 from rolltree.engine.loop.metrics import Stopwatch, Sums
@@ -47,6 +49,8 @@ class Case:
     groups: int = 5
     tied: bool = True
     lora: bool = False
+    given: int = 0
+    """Demonstrations of each step."""
     micro_batches_of: int = 0
     """One process takes the micro-batches of so many ranks, for a loss that depends on them; 0: its own."""
 
@@ -98,10 +102,13 @@ CASES = {
     ),
     "pairs, recomputed log-probs": Case(
         (
-            '--algorithm.terms=[{name="dpo",pairs="every_unequal",weight=0.5}]',
+            '--algorithm.terms=[{name="dpo",pairs="every_unequal",weight=0.5},{name="calm",objective="sft",select="calm"}]',
             "--roles.reference={reset_every=2}",
             "--algorithm.old_logprob=recompute",
+            "--demonstrations={path='theirs.jsonl'}",
+            "--trainer.epochs=2",
         ),
+        given=3,
     ),
 }
 FIXED = ("--algorithm.advantage=group_norm", "--trainer.max_grad_norm=1e9")
@@ -150,6 +157,12 @@ def sampled(toml: Path, steps: int, groups: int) -> list[list[Any]]:
     return out
 
 
+def demonstration(step: int, number: int) -> TokenTree:
+    ids = np.random.default_rng([step, number]).integers(3, 20, 12).tolist()
+    segments = [Segment.prompt(ids[:4]), Segment.make(ids[4:], origin=Origin.INJECTED)]
+    return TokenTree.from_nodes([-1, 0], segments, [1], [LeafStatus.STOP])
+
+
 def make(toml: Path, case: Case, group: Group, *options: str) -> Learner:
     given = [option.replace("mine.py", f"{toml.parent}/mine.py") for option in case.options]
     config = load_config(toml, [*FIXED, *given, *options])
@@ -179,7 +192,8 @@ def learn(learner: Learner, trees: Sequence[list[Any]], case: Case, first: int =
     with mock.patch.object(trainer, "_apply", spy):
         for step, of_step in list(enumerate(trees, start=1))[first:]:
             sums = Sums()
-            learner.update(copy.deepcopy(of_step[: case.groups]), [], step, sums)
+            given = [demonstration(step, number) for number in range(case.given)]
+            learner.update(copy.deepcopy(of_step[: case.groups]), given, step, sums)
             rows.append(sums.means())
     named = zip(trainer._named, trainer._masters, strict=True)
     return Result(rows, {name: full(master) for (name, _), master in named}, gradients)

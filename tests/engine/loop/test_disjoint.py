@@ -65,7 +65,7 @@ def test_problems_are_compared_by_their_text_before_the_template(tmp_path, token
     want = [r["prompt"] for i, r in enumerate(rows) if i < 9 and not (disjoint and i in (1, 4, 7))]
     for _ in range(3):
         assert sorted(texts(stream.next(len(want)))) == sorted(want)
-    assert said.startswith("3 of 9 training problems and 1 of 3 held-out problems have a prompt of '")
+    assert said.startswith("3 of 9 training problems and 1 of 3 held-out problems have the text of a prompt in '")
     assert said.endswith(
         "data.disjoint leaves out the 3 of training"
         if disjoint
@@ -103,7 +103,7 @@ def test_generated_problems_are_passed_over_as_they_come(tmp_path, tokenizer):
     again.load_state_dict(state)
     assert texts(again.next(20)) == want[20:40]
     count = sum(text in left_out for text in held)
-    assert said.startswith(f"{count} of 5 held-out problems have a prompt of")
+    assert said.startswith(f"{count} of 5 held-out problems have the text of a prompt in")
     assert said.endswith("not known before they come; those that come are left out (data.disjoint)")
 
 
@@ -188,7 +188,7 @@ def test_a_run_samples_none_of_them_and_says_so_first(toml, tmp_path):
     asked = texts(parts.sampling.source.next(40))
     assert set(asked) == {f"{a} + 2 =" for a in range(6, 14)}  # 4 and 5 have demonstrations, 14 and 15 are held out
     assert parts.demonstrations.next() == []
-    said = "2 of 10 training problems and 0 of 2 held-out problems have a prompt of '"
+    said = "2 of 10 training problems and 0 of 2 held-out problems have the text of a prompt in '"
     (note,) = (note for note in notes if note.startswith(said))
     assert note.endswith("data.disjoint leaves out the 2 of training.")
     line = next(line for line in plan_lines(load_config(toml, options)) if line.startswith("demonstrations"))
