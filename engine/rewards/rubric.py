@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..errors import UserError
 from ..settings import RewardConfig
 from .interface import RewardItem, RewardResult
@@ -138,7 +140,7 @@ def criteria_of(entry: Mapping[str, Any], column: str) -> list[Criterion]:
             given = json.loads(given)
         except ValueError as error:
             raise ValueError(f"the column '{column}' is a text that is no JSON: {error}") from None
-    given = given.tolist() if hasattr(given, "tolist") else given
+    given = given.tolist() if isinstance(given, np.ndarray) else given
     if not isinstance(given, list | tuple) or not given:
         raise ValueError(f"the column '{column}' has no list of criteria")
     found = [_criterion(one, number) for number, one in enumerate(given, start=1)]
