@@ -140,8 +140,7 @@ def criteria_of(entry: Mapping[str, Any], column: str) -> list[Criterion]:
             given = json.loads(given)
         except ValueError as error:
             raise ValueError(f"the column '{column}' is a text that is no JSON: {error}") from None
-    if isinstance(given, np.ndarray):
-        given = given.tolist()
+    given = given.tolist() if isinstance(given, np.ndarray) else given
     if not isinstance(given, list | tuple) or not given:
         raise ValueError(f"the column '{column}' has no list of criteria")
     found = [_criterion(one, number) for number, one in enumerate(given, start=1)]

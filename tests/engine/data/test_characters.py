@@ -22,7 +22,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize(("begin", "end"), [("<a>", "</a>"), ("", "</a>"), ("<a>", "")])
+@pytest.mark.parametrize(("begin", "end"), [("<a>", "</a>"), ("", "</a>"), ("<a>", ""), ("a>", "a>")])
 def test_a_token_is_between_if_one_of_its_bytes_is(text, begin, end):
     pattern = {"": f"\\A(.*?)(?:{end}|\\Z)"}.get(begin, f"{begin}(.*?)(?:{end or '$^'}|\\Z)")
     spans = [match.span(1) for match in re.finditer(pattern, text, re.DOTALL)]

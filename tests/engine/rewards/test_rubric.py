@@ -135,19 +135,16 @@ def test_what_a_criterion_says_is_not_filled_in(grader: tuple[Grader, str]) -> N
     assert grader[0].asked[-1] == "is {response}|has {criterion} and {response}"
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_rubrics_are_read_before_a_run(grader: tuple[Grader, str]) -> None:
+    wrong = [
         ([], "no list of criteria"), ("{", "no JSON"), ([3], "criterion 1 is neither"), ([{"weight": 1}], "no text in"),
         (["a", one("b", math.inf)], "criterion 2 has a weight that is no"), ([one("a", 1, vetos=True)], "'vetos'"),
         ([one("a", 1, veto=1)], "neither true nor false"), ([one("a", -1)], "no criterion has a weight above 0"),
-    ],
-)  # fmt: skip
-def test_rubrics_are_read_before_a_run(grader: tuple[Grader, str], given: Any, said: str) -> None:
+    ]  # fmt: skip
     with rubric(grader[1]) as rewards:
-        fine, why = rewards.check([{"rubric": ["a"]}, {"rubric": given}])
+        fine, *found = rewards.check([{"rubric": ["a"]}, *({"rubric": given} for given, _ in wrong)])
     assert fine is None
-    assert said in str(why)
+    assert [said in str(why) for why, (_, said) in zip(found, wrong, strict=True)] == [True] * len(wrong), found
 
 
 @pytest.mark.parametrize(
