@@ -25,9 +25,9 @@ a paper, an abstract nor public code states.
 
 This page is generated from `engine/recipes`. `make methods` lets recipes train a tiny model: it compares gradients,
 credit, rewards, selections, or the problems and numbers of responses that were chosen with the formulas; of the others
-it sees that the policy changes. `tool_turns`, `ghpo`, `scale_rl`, `areal` and `april` are read only, their parts have
-tests of their own. It also compares all objectives, credits, shapings and selections with each other: none behaves like
-another, unless `rolltree methods` says that it is the same.
+it sees that the policy changes. `tool_turns`, `ghpo`, `scale_rl`, `areal`, `asyncflow` and `april` are read only, their
+parts have tests of their own. It also compares all objectives, credits, shapings and selections with each other: none
+behaves like another, unless `rolltree methods` says that it is the same.
 """
 
 

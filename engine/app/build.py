@@ -31,7 +31,14 @@ from ..rewards.interface import FromProgram
 from ..rollout import RolloutEngine
 from ..settings import TrainConfig
 from ..train import checkpoint
-from .build_checks import check_learning, check_lengths, check_old_logprobs, check_ranks, kept_entries
+from .build_checks import (
+    check_early_scores,
+    check_learning,
+    check_lengths,
+    check_old_logprobs,
+    check_ranks,
+    kept_entries,
+)
 from .build_learning import learning_parts, rescores, stateful
 from .build_policies import check_policies, further_policies, make_policies, roles_of
 from .build_sampling import (
@@ -72,6 +79,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
     check_policies(config)
     check_old_logprobs(config)
     check_ranks(config)
+    check_early_scores(config)
     roles_of(config, rollout_program(config.rollout))
     if config.models and replay is not None:
         raise UserError(

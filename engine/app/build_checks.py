@@ -59,6 +59,34 @@ def check_ranks(config: TrainConfig) -> None:
         )
 
 
+def check_early_scores(config: TrainConfig) -> None:
+    """Check that something can be scored before a batch is complete, as `loop.score_early` asks.
+
+    Raises:
+        UserError: nothing can.
+    """
+    if not config.loop.score_early:
+        return
+    roles = config.roles
+    fixed = roles.reference is not None and roles.reference.reset_every == 0 and roles.reference.ema is None
+    colocated = config.placement.layout == "colocated"
+    for wrong, why in (
+        (not fixed and roles.teacher is None, "a reference or a teacher of fixed weights in [roles]"),
+        (config.trainer.ranks > 1, "trainer.ranks = 1, because several ranks score a batch together"),
+        (bool(config.models), "a run of one policy, without [models]"),
+        (
+            colocated,
+            'placement.layout = "split", because colocated engines keep the memory while they sample',
+        ),
+        (
+            config.loop.staleness > 0 and not isinstance(config.loop.temperature_scale, float),
+            "a loop.temperature_scale that does not change, because the step that will train a group is not known",
+        ),
+    ):
+        if wrong:
+            raise UserError(f"loop.score_early needs {why}; change it, or leave loop.score_early out.")
+
+
 def check_lengths(config: TrainConfig, positions: int | None) -> None:
     """Check that the longest prompt and response fit in the model's context.
 

@@ -96,6 +96,7 @@ def learning_parts(
         max_tokens=trainer.max_tokens,
         drop_zero_variance=config.algorithm.drop_zero_variance,
         self_check=trainer.self_check,
+        score_early=loop.score_early,
         replay_routes=config.model.replay_routes,
         inert=inert(config),
         group=group,

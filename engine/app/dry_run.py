@@ -24,7 +24,14 @@ from ..rewards.interface import FromProgram
 from ..rollout.sampling_params import eos_token_ids
 from ..settings import RewardPartConfig, TrainConfig
 from ..tasks import GymProblems, read_problems
-from .build_checks import check_learning, check_lengths, check_old_logprobs, check_ranks, kept_entries
+from .build_checks import (
+    check_early_scores,
+    check_learning,
+    check_lengths,
+    check_old_logprobs,
+    check_ranks,
+    kept_entries,
+)
 from .build_learning import corrects, inert, objective
 from .build_policies import check_policies, check_same_tokens, of_policy, roles_of
 from .build_sampling import budget, check_backend, check_hints, group_callback, prompts_of, rollout_program
@@ -54,6 +61,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     program = program.with_verifier(ProgramVerifier(rewards))
     check_old_logprobs(config)
     check_ranks(config)
+    check_early_scores(config)
     check_backend(config.rollout)
     check_workers(config)
     callback = group_callback(config, context)

@@ -83,6 +83,8 @@ class Group:
     """Number of requests made for the group before the present one."""
     sampled: int = 0
     """Number of tokens sampled in its responses that are finished."""
+    offered: bool = False
+    """It was offered to be scored before its batch is complete."""
     place: int | None = None
     """`Flight.place` of its newest responses."""
     parts: list[Responses] = field(default_factory=list)

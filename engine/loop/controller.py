@@ -74,6 +74,7 @@ class Controller:
         self.judging = Judging(parts.tokenizer, self._notify, on_failure=parts.on_failure, trace=trace)
         self._thread: threading.Thread | None = None
         self._pauses, self._resting, self._closing = 0, False, False
+        self._settles_at_once = False  # at staleness 0, a group is ready before its round has ended
         self._error: BaseException | None = None
         self.restarted: Counter[str] = Counter()  # unfinished groups that began again, by reason
         self.callback = Callback(parts, buffer, lambda *given: self.judging.given(*given))
@@ -93,11 +94,14 @@ class Controller:
                 if self._thread is not None:
                     self._thread.join()
 
-    def next_batch(self, params: SamplingParams | None = None) -> list[Group]:
+    def next_batch(
+        self, params: SamplingParams | None = None, ahead: Callable[[TokenTree], object] | None = None
+    ) -> list[Group]:
         """Wait for the judged groups of the next update and return them.
 
         Args:
             params: sampling parameters from now on; None to keep the present ones.
+            ahead: called with the tree of each ready group, the oldest first, while the batch is not complete.
 
         Raises:
             UserError: the sampler cannot serve a request, or the group callback gave an invalid answer.
@@ -112,12 +116,25 @@ class Controller:
         if self.parts.overlaps and self._thread is None:
             self._thread = threading.Thread(target=self._keep_sampling, name="rolltree-sampling", daemon=True)
             self._thread.start()
-        with self.cores.left_to_sampler():
-            while True:
-                with self._changed:
-                    if (batch := self.buffer.batch()) is not None:
-                        return batch
-                self.advance() if self._thread is None else self._await_change()
+        self._settles_at_once = ahead is not None and self.parts.callback is None and not self.judging.in_turn
+        while True:
+            with self.cores.left_to_sampler():
+                while (found := self._batch_or_group(offers=ahead is not None)) is None:
+                    self.advance() if self._thread is None else self._await_change()
+            if isinstance(found, list):
+                return found
+            assert ahead is not None
+            ahead(found.tree)
+
+    def _batch_or_group(self, *, offers: bool) -> list[Group] | Group | None:
+        """Return the next batch if it is complete, else the oldest ready group that was not returned before."""
+        with self._changed:
+            if (batch := self.buffer.batch()) is not None or not offers:
+                return batch
+            group = next((group for group in self.buffer.among(State.READY) if not group.offered), None)
+            if group is not None:
+                group.offered = True
+            return group
 
     def end_step(
         self, batch: Sequence[Group], weights: WeightSource | None, version: int, others: Further = NONE
@@ -379,9 +396,10 @@ class Controller:
     def _settle(self) -> None:
         """Make judged groups ready, or follow the answer of the group callback.
 
-        At staleness 0 it waits for all groups of a round, so that the next samples do not depend on their speed.
+        At staleness 0 it waits for all groups of a round, so that the next samples do not depend on their speed, unless
+        nothing depends on it and ready groups are scored meanwhile.
         """
-        in_rounds = self.buffer.budget.staleness == 0
+        in_rounds = self.buffer.budget.staleness == 0 and not self._settles_at_once
         if not (in_rounds and self._sampling):
             with self._timed(None, "reward"):
                 judged = self.judging.take(all_or_none=in_rounds)

@@ -69,6 +69,11 @@ class Judging:
                 rewards.close()
 
     @property
+    def in_turn(self) -> bool:
+        """True if verdicts come from the rollout engine, between two of its steps."""
+        return self._rewards.in_turn
+
+    @property
     def busy(self) -> bool:
         """True if verdicts are outstanding or not taken."""
         return bool(self._waiting or self._asked or self._judged)

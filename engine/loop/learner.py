@@ -34,7 +34,7 @@ from ..train.terms import TokenTerm
 from ..train.trainer import Metrics, Weighted
 from .learned import Learned
 from .metrics import Stopwatch, Sums
-from .parts import LearningParts
+from .parts import Ahead, LearningParts
 from .utilization import Mfu
 
 Score = Callable[[Sequence[TokenTree], float], object]
@@ -61,6 +61,7 @@ class Learner(Learned):
         self.policies: dict[str, Learner] = {}  # no other one learns with this one
         self.mfu = Mfu.of(parts.model, self.group.count)
         self.cost = CostModel.of(parts.model)
+        self._alone = [role for role in self.roles if role.fixed] if parts.score_early else []
         self.max_tokens = parts.max_tokens  # halved by each update that runs out of memory
         self._flat: bool | None = None  # None: not tested yet
 
@@ -290,14 +291,38 @@ class Learner(Learned):
 
     def score(self, trees: Sequence[TokenTree], temperature: float) -> None:
         """Let the roles and the critic score ``trees`` into their columns."""
-        self._let_score(self.roles, trees, temperature)
-        if trees and self.critic is not None:
+        if not trees:
+            return
+        if self._alone:
+            with self.watch.part("old_log_prob"):
+                self._shares_nothing(trees)  # tested on all of them
+            for tree in trees:
+                self._score_alone(tree, temperature)
+        self._let_score([role for role in self.roles if role not in self._alone], trees, temperature)
+        if self.critic is not None:
             with self.watch.part("old_log_prob"):
                 batches = self._to_score(trees)
                 self.critic.score(trees, batches)
                 self._exchange(trees, batches, "value")
 
+    @property
+    def ahead(self) -> Ahead | None:
+        """Scores the tree of a ready group before its batch is complete, if `loop.score_early` is set: with the roles
+        of fixed weights, each tree by itself, so that log-probs do not depend on which groups were ready first. None
+        before the first update, which tests how trees are computed."""
+        return self._score_ahead if self._alone and self._flat is not None else None
+
+    def _score_ahead(self, tree: TokenTree, step: int) -> None:
+        if not np.isnan(tree.rewards["reward"]).any():  # at its update a tree loses responses that were not judged
+            self._score_alone(tree, self.temperature(step))
+
+    def _score_alone(self, tree: TokenTree, temperature: float) -> None:
+        if not tree.meta.get("scored", False):
+            self._let_score(self._alone, [tree], temperature)
+            tree.meta["scored"] = True
+
     def _let_score(self, roles: Sequence[Role], trees: Sequence[TokenTree], temperature: float) -> None:
+        """Let ``roles`` score ``trees``, packed together."""
         if not trees or not roles:
             return
         with self.watch.part("old_log_prob"):

@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from .replay_store import ReplayStore
 
 
+Ahead = Callable[[TokenTree, int], object]
+"""Scores the tree of a ready group, which will be trained in this step or a later one."""
+
+
 class RanksLostError(RuntimeError):
     """The ranks that train were started anew and have lost their state: the run must go back to its checkpoint."""
 
@@ -63,6 +67,11 @@ class Learning(Protocol):
     @property
     def policies(self) -> Mapping[str, Learning]:
         """The learners of further policies, by name; empty for a run of one policy."""
+        ...
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """The function that scores a group before its batch is complete; None where all are scored together."""
         ...
 
     @property
@@ -145,6 +154,7 @@ class LearningParts:
         drop_zero_variance: leave groups out of updates that no loss term and no critic learns from.
         inert: sentences about parts of loss terms that never act, told at the first update.
         self_check: compare some responses as a tree and one by one before the first update.
+        score_early: roles of fixed weights score each group by itself, and before its batch is complete.
         replay_routes: train with the experts that the rollouts recorded.
         group: the ranks that train together; ``model`` and those of roles and critic are sharded over them.
         context: the run's values that its functions ask for; the learner keeps step and metrics of it up to date.
@@ -172,6 +182,7 @@ class LearningParts:
     max_tokens: int
     drop_zero_variance: bool
     self_check: bool
+    score_early: bool = False
     replay_routes: bool = False
     inert: Sequence[str] = ()
     group: Group = ALONE

@@ -35,6 +35,8 @@ class Policies:
         others: of the further policies, by name, in the order of their numbers from 1 on.
     """
 
+    ahead = None  # the columns of all policies are written together
+
     def __init__(self, first: Learner, others: Mapping[str, Learner]) -> None:
         self.first, self.policies = first, dict(others)
         self._all = [first, *self.policies.values()]

@@ -58,6 +58,7 @@ class Ranks:
     """
 
     device = torch.device("cpu")
+    ahead = None  # all ranks score their shares of a batch together
 
     def __init__(
         self,

@@ -62,8 +62,8 @@ class Replay(Controller):
             raise UserError("A replay samples nothing, so nothing is stale; set loop.staleness to 0.")
         self.path, self.recorded = path, read_groups(path)
 
-    def next_batch(self, params: SamplingParams | None = None) -> list[Group]:
-        """Return the next recorded groups.
+    def next_batch(self, params: SamplingParams | None = None, ahead: object = None) -> list[Group]:
+        """Return the next recorded groups, all at once, so none is scored ahead.
 
         Raises:
             UserError: too few groups are left.

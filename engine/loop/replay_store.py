@@ -95,6 +95,7 @@ class ReplayStore:
             tree = group.tree
             copied = _copy(tree)
             del copied.meta["entry"]  # the prompt has it
+            copied.meta.pop("scored", None)  # another run may have another reference
             found.append((group.prompt, [Responses(copied, list(group.texts), {})]))
         return found
 

@@ -79,6 +79,7 @@ OTHER_NAMES: dict[str, str] = {
     "stage_schedule": "`stages`, `recipe light_r1`, `recipe miromind_m1_stages`",
     "staleness_one_knob": "`loop.staleness`",
     "std_floor": "`algorithm.advantage = group_norm` with `algorithm.advantage_options` that give `floor`",
+    "stream_bus": "`loop.score_early`, `recipe asyncflow`",
     "task_balanced": "`data.tasks`, `algorithm.advantage = task_norm`, `recipe qwenlong_l15`",
     "temperature_target": "`loop.temperature_scale = steer`, `recipe acereason_11`",
     "tool_loop": "`rollout.program = tools`, `rollout.program = environment`, `recipe tool_turns`",

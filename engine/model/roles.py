@@ -58,6 +58,13 @@ class Role:
         self.seen = 0  # updates of the policy
 
     @property
+    def fixed(self) -> bool:
+        """True if no update of the policy changes the role's weights."""
+        if self.weights is None:
+            return not any(p.requires_grad for p in self.model.parameters()) or not self.adapted
+        return self.reset_every == 0 and self.ema is None
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """The columns that `score` writes."""
         return (self.column,)

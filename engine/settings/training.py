@@ -98,6 +98,9 @@ class LoopConfig(Section):
     """Share of `rollout.max_new_tokens` that responses may use, at most 1, given as `algorithm.weight` is."""
     length_scale_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the schedule function."""
+    score_early: bool = False
+    """Let a reference and a teacher of fixed weights score each group by itself as soon as it is ready, while others of
+    its batch are sampled or judged, instead of all groups together when the batch is complete."""
     callback: str | None = None
     """Function that keeps, drops or extends a judged group: a name that `rolltree methods` lists, or `file.py:function`
     that takes a tree. Default: every group is kept."""

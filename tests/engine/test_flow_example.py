@@ -95,7 +95,7 @@ def test_the_gradient_to_external_logprobs_is_that_of_the_clipped_ratio(example:
     torch.testing.assert_close(given.grad.double(), mine.grad, atol=1e-8, rtol=1e-4)
 
 
-@pytest.mark.parametrize("splits", ["FLAT", "TREE"])
+@pytest.mark.parametrize("splits", [pytest.param("FLAT", marks=pytest.mark.slow), "TREE"])
 def test_the_reward_rises(example: ModuleType, splits: str) -> None:
     torch.manual_seed(0)
     rewards = example.train(getattr(example, splits), updates=10, prompts=12, fit=30)

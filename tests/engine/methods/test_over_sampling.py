@@ -133,6 +133,7 @@ def test_a_resumed_run_samples_as_many(
     assert all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
 
 
+@pytest.mark.methods
 def test_a_factor_out_of_range_ends_the_run(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     with pytest.raises(UserError, match=r"loop.over_sampling must be from 1 to 64; at step 3 it is 0\.5"):

@@ -81,6 +81,7 @@ ELSEWHERE = {
     "ghpo": "it needs a column `solution`: tests/engine/programs",
     "tool_turns": "it needs a chat template and tools: tests/engine/programs",
     "scale_rl": "it samples asynchronously: tests/engine/loop/test_staleness.py",
+    "asyncflow": "it samples asynchronously: tests/engine/loop/test_early_scores.py",
     "areal": "it samples asynchronously: tests/engine/loop/test_staleness.py",
     "april": "it samples asynchronously: tests/engine/loop/test_staleness.py",
     "scaf_grpo": "it needs columns of hints: tests/engine/loop/test_train_context.py",
