@@ -312,7 +312,7 @@ class Learner(Learned):
         before the first update, which tests how trees are computed."""
         return self._score_ahead if self._alone and self._flat is not None else None
 
-    def _score_ahead(self, tree: TokenTree, step: int) -> None:
+    def _score_ahead(self, step: int, tree: TokenTree) -> None:
         if not np.isnan(tree.rewards["reward"]).any():  # at its update a tree loses responses that were not judged
             self._score_alone(tree, self.temperature(step))
 

@@ -205,8 +205,8 @@ class Orchestrator:
             sums.add(f"schedule/{name}", option.now())
         self._over_sample(step, sums)
         params = self.learner.sampling(step, self.parts.sampling.params)
-        ahead = self.learner.ahead
-        batch = self.controller.next_batch(params, None if ahead is None else lambda tree: ahead(tree, step))
+        ahead = None if self.learner.ahead is None else partial(self.learner.ahead, step)
+        batch = self.controller.next_batch(params, ahead)
         trees = [group.tree for group in batch]
         for group, tree in zip(batch, trees, strict=True):
             tree.meta["entry"] = group.prompt.entry

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from .replay_store import ReplayStore
 
 
-Ahead = Callable[[TokenTree, int], object]
-"""Scores the tree of a ready group, which will be trained in this step or a later one."""
+Ahead = Callable[[int, TokenTree], object]
+"""Scores, in a step, the tree of a ready group, which will be trained in this step or a later one."""
 
 
 class RanksLostError(RuntimeError):
