@@ -43,7 +43,7 @@ def compare(
     """Return the stream of prompts, the sentence about demonstrations in a file, and held-out problems."""
     config = DataConfig.model_validate(data)
     problems = held_out(config, held, tokens)
-    given = Demonstrations(DemonstrationsConfig(path=demonstrations), config, tokens, 0)
+    given = Demonstrations([DemonstrationsConfig(path=demonstrations)], config, tokens, 0)
     stream = PromptSource(config, tokens, 0, problems, demonstrations=given.prompts)
     return stream, given.overlap(config, stream, problems), problems
 
@@ -210,6 +210,7 @@ def test_the_second_stage_of_sft_grpo_is_disjoint_from_the_first(toml):
     )
     first, second = load_stages(staged)
     assert (first.recipe, second.recipe) == ("sft", "grpo")
-    assert first.demonstrations.path == second.demonstrations.path
-    assert (first.demonstrations.per_step, second.demonstrations.per_step) == (8, 0)
+    ((one,), (two,)) = first.demonstrations, second.demonstrations
+    assert one.path == two.path
+    assert (one.per_step, two.per_step) == (8, 0)
     assert (first.data.disjoint, second.data.disjoint) == (False, True)
