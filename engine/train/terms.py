@@ -170,6 +170,9 @@ class TokenTerm:
         old = None if on_policy else self.compared_with(batch)
         select = None if self.select is None else self.name
         fields = batch.fields(self.objective, old_logprob=old, select=select)
+        ref = fields.ref_logprob
+        if ref is not None and not self.objective.kl_coef and bool(ref[fields.mask].isnan().any()):
+            fields = replace(fields, ref_logprob=None)  # demonstrations have none, and the metric would be NaN
         if self.objective.aggregation == "batch_token_mean":
             assert fields.paths is not None
             normalizer = max(float(fields.paths.leaf_length.sum()), 1.0) * batch.of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -286,7 +287,7 @@ def differences(one: Result, other: Result) -> dict[str, float]:
         assert a.keys() == b.keys()
         for name, value in a.items():
             scale = 1.0 if name.endswith(ABSOLUTE) or "kl" in name else max(abs(value), 1e-3)
-            error = abs(b[name] - value) / scale
+            error = 0.0 if math.isnan(value) and math.isnan(b[name]) else abs(b[name] - value) / scale
             if not error <= BOUND and not name.startswith("perf/"):
                 bad[name] = max(error, bad.get(name, 0.0))
     return bad

@@ -123,6 +123,7 @@ def test_the_loss_is_the_mean_nll_of_the_tokens_that_are_left(steps):
     want, plain = torch.from_numpy(selected(steps, 0)), [tree for tree in update.trees if tree.loss_mask.any()]
     assert plain
     assert steps.rows[0]["eksft/pg_loss"] > 0
+    assert all(row[name] is not None for row in steps.rows for name in row if name.startswith("eksft/"))
 
     def loss(model):
         nll = torch.cat([-plain_logprobs(model, tree, 0, 0.8 * T) for tree in update.given])
