@@ -1,15 +1,18 @@
-"""Recipes for segments of responses: probes at their ends, and losses of their own."""
+"""Recipes for segments of responses: probes at their ends, plans, temperatures, and losses of their own."""
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
+from rolltree.engine.data.tree import TokenTree
+
 from .problem_runs import clipped, given_part, norm
-from .real_step import check_gradient, plain_logprobs, plain_model
+from .real_step import along, check_gradient, leaves_of, plain_logprobs, plain_model
 
 # -- probes ------------------------------------------------------------------------------------------------------------
 
@@ -115,6 +118,70 @@ def test_8x_gives_each_step_the_rise_of_its_continuations(step_of):
             cuts += len(ends)
     assert cuts > 3
     assert len(rises) > 2
+
+
+# -- plans and temperatures --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.methods
+def test_e2c_gives_credit_to_plans_and_executions(step_of):
+    trees = step_of("e2c").trees
+    planned = 0
+    for tree in trees:
+        R = tree.rewards["reward"].astype(np.float64)
+        below = [[] for _ in range(tree.num_nodes)]
+        for leaf, node in enumerate(tree.leaf_node.tolist()):
+            while node >= 0:
+                below[node].append(R[leaf])
+                node = int(tree.parent[node])
+        children = {k: [c for c in range(1, tree.num_nodes) if tree.parent[c] == k] for k in range(tree.num_nodes)}
+        assert len(children[0]) == 4
+        for k, some in children.items():
+            if some:
+                V = np.array([np.mean(below[c]) for c in some])
+                want = norm(V) if len(some) > 1 else np.zeros(1)
+                np.testing.assert_allclose(tree.node_advantage[some], want, atol=1e-5)
+            if k and len(some) == 2:
+                rows = tree.token_id[tree.start[k] : tree.start[k] + tree.length[k]]
+                assert "e" in step_of("e2c").orchestrator.tokenizer.decode(rows)
+                planned += 1
+    assert planned
+
+
+@pytest.mark.methods
+def test_ead_anneals_the_temperature_and_trains_at_it(step_of):
+    steps = step_of("ead")
+    seen = set()
+    for tree, leaf in leaves_of(steps.trees):
+        T = along(tree, leaf, "temperature").numpy()
+        want = [1.2 if t < 2 else max(2.2 - math.exp((t - t % 2) / 8), 0.5) for t in range(len(T))]
+        np.testing.assert_allclose(T, want, rtol=1e-5)
+        seen |= set(T.tolist())
+    assert len(seen) > 3
+    credit = {id(tree): norm(tree.rewards["reward"]) for tree in steps.trees}
+    update, start = steps.updates[1], plain_model(steps, steps.updates[0])
+    leaves = [(t, leaf) for t, leaf in leaves_of(update.trees) if np.ptp(t.rewards["reward"]) > 0]
+
+    def tempered(model, tree, leaf):
+        every = plain_logits(model, tree, leaf) / along(tree, leaf, "temperature")[:, None]
+        rows = torch.from_numpy(tree.token_id[tree.response_rows(leaf)].astype(np.int64))
+        return every.log_softmax(-1).gather(1, rows[:, None])[:, 0]
+
+    def loss(model):
+        parts = []
+        for tree, leaf in leaves:
+            with torch.no_grad():
+                old = tempered(start, tree, leaf)
+            parts.append(clipped(tempered(model, tree, leaf), old, float(credit[id(tree)][leaf])).mean())
+        return torch.stack(parts).mean()
+
+    check_gradient(steps, loss, update=1, tolerance=5e-3)
+
+
+def plain_logits(model, tree: TokenTree, leaf: int) -> torch.Tensor:
+    first = int(tree.leaf_prompt[leaf])
+    path = torch.from_numpy(tree.token_id[tree.path_rows(leaf)].astype(np.int64))
+    return model(input_ids=path[None]).logits[0, first - 1 : -1].float()
 
 
 # -- spans -------------------------------------------------------------------------------------------------------------
