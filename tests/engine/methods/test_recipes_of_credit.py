@@ -51,6 +51,15 @@ def test_capo_takes_off_wrong_steps(step_of):
     assert min(wrong, right, outside) > 3
 
 
+def test_a_wrong_step_begins_after_the_one_before_it():
+    tree = tree_of()
+    none = np.nan  # responses of 3, 2, 1 and 4 tokens
+    tree.set("token_reward", [1.0, -0.5, none, none, none, -1.0, none, 0.0, -2.0, none])
+    (found,) = ADVANTAGES["wrong_steps"]([tree], penalty=0.5).values
+    A = np.repeat(norm(np.array([1.0, 0, 0, 1])), [3, 2, 1, 4])
+    np.testing.assert_allclose(found, A - 0.5 * np.array([0, 1, 0, 0, 0, 1, 0, 0, 1, 0]))
+
+
 @pytest.mark.methods
 def test_process_rewards_are_summed_from_each_token_on(step_of):
     steps = step_of("process_rewards")
@@ -101,6 +110,19 @@ def test_a_group_of_one_entropy_has_its_mean():
         ADVANTAGES["canon_entropy"]([tree_of()])
 
 
+def test_halves_by_entropy_are_compared_with_each_other():
+    tree = TokenTree.from_sequences([1], [[3], [4], [5], [6]], behaviour_logprobs=[[-1.0]] * 4)
+    tree.rewards["reward"] = np.array([1, 1, 0, 1], np.float32)
+    entropy = np.zeros(tree.num_tokens)
+    for leaf, value in enumerate((0.1, 0.9, 0.2, 0.8)):
+        entropy[tree.response_rows(leaf)] = value
+    tree.set("policy_entropy", entropy)
+    (found,) = ADVANTAGES["canon_entropy"]([tree], share=0.75).values
+    # the high half has the mean 1, the low one 1/2
+    low, high = [0.75 * (r - 1) + 0.25 * (r - 0.5) for r in (1, 0)], 0.75 * 0.5 + 0.25 * 0
+    np.testing.assert_allclose(found, [low[0], high, low[1], high])
+
+
 @pytest.mark.methods
 def test_puzzlecraft_weighs_groups_by_difficulty_and_dispersion(step_of):
     steps = step_of("puzzlecraft")
@@ -122,7 +144,7 @@ def test_puzzlecraft_weighs_groups_by_difficulty_and_dispersion(step_of):
 def test_a_collapsed_group_counts_nothing():
     dispersed = ADVANTAGES["dispersed"]
     same, apart = tree_of(), tree_of()
-    texts = [["answer: 7"] * 4, ["answer: 7", "answer: 8", "", "the answer is: 9\n"]]
+    texts = [["answer: 7"] * 4, ["answer: 7", "the answer is: 9\n", "", "none"]]
     collapsed, spread = dispersed([same, apart], texts).values
     assert not collapsed.any()
     np.testing.assert_allclose(spread, norm(np.array([1.0, 0, 0, 1])), rtol=1e-6)  # p = 1/2 and four answers
