@@ -134,6 +134,22 @@ def test_offline_dpo_is_its_formula(toml: Path, tmp_path: Path) -> None:
     assert rows[1]["actor/loss"] < rows[0]["actor/loss"]
 
 
+def test_hypo_adds_the_kl_of_rollouts_whatever_their_reward(toml: Path, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"{a} + 2 =", "response": f"{a + 2}", "worse": f"{a} {a}"} for a in range(4)]
+    table = f'--demonstrations={{path="{write(tmp_path / "pairs.jsonl", pairs)}",per_step=4,rejected_key="worse"}}'
+    keys = ["--recipe=hypo", "--trainer.prompts_per_step=3", "--trainer.lr=1e-2", "--trainer.updates_per_step=2"]
+    plain = toml.with_name("plain.toml")
+    plain.write_text(toml.read_text().replace('objective = "dapo"', ""))
+    config = load_config(plain, [*ALONE[2:], *keys, "--trainer.steps=2", f"--output_dir={tmp_path}", table])
+    run = Orchestrator(build(config, console=Console()))
+    run.run()
+    rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()][1:]
+    assert rows[1]["actor/kl_loss"] > 0  # the policy has left its reference
+    assert rows[1]["filter/unseen_groups"] == 0  # groups of equal rewards count
+    assert rows[1]["dpo/margins"] > rows[0]["dpo/margins"]
+    assert rows[1]["actor/pg_loss"] == pytest.approx(0.0, abs=1e-6)
+
+
 def chat_reader(toml: Path, path: str, **keys: Any) -> list[Any]:
     tokenizer = AutoTokenizer.from_pretrained(toml.parent / "model")
     tokenizer.chat_template = CHAT

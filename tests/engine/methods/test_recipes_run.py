@@ -56,9 +56,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "prof": ("--reward.verifier={folder}/mine.py:steps",),
     "prm_clip": ("--reward.verifier={folder}/mine.py:steps",),
     "prm_delta": ("--reward.verifier={folder}/mine.py:steps",),
-    "sft": (DEMONSTRATIONS,),
+    "sft": (DEMONSTRATIONS, "--trainer.prompts_per_step=0"),
     "ink_grpo": (DEMONSTRATIONS,),
-    "pear": (RECORDED,),
+    "pear": (RECORDED, "--trainer.prompts_per_step=0"),
     "opd": ("--roles.teacher={{path='{folder}/model'}}",),
     "brorl": ("--rollout.n=16",),
     "dump": (
@@ -171,6 +171,7 @@ ELSEWHERE = {
     ),
     "sft_grpo": "its stages and its prompts: tests/engine/loop/test_disjoint.py",
     "eksft": "test_calm.py",
+    **dict.fromkeys(("dpo", "hypo"), "they need a file of pairs: tests/engine/loop/test_demonstrations.py"),
     "next": "its stages and its extrapolation: tests/engine/{app/test_stages,loop/test_extrapolation}.py",
     "turn_rewards": "it needs a chat template and tools: test_turn_rewards.py",
 }
