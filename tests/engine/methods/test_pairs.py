@@ -311,8 +311,9 @@ NOT_RECORDED = {
     "own_prompt",
     "other_prompt",
 }
-"""Parts that need a greedy response, two policies, responses of several lengths or of another prompt, or steps of negative reward, which
-the recorded groups do not have; test_advantages.py, test_roles.py and test_recipes_of_{losses,credit}.py test them."""
+"""Parts that need a greedy response, two policies, responses of several lengths or of another prompt, or steps of
+negative reward, which the recorded groups do not have; test_advantages.py, test_roles.py and
+test_recipes_of_{losses,credit}.py test them."""
 
 # -- credit ------------------------------------------------------------------------------------------------------------
 
