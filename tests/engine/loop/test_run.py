@@ -246,6 +246,6 @@ def test_report_and_methods(finished, capsys):
     assert "gspo                  ppo, sequence ratio, seq_mean_token_mean; inferred: eps_low, eps_high" in listed
     heads = (
         "recipes", "objectives", "advantages", "shaping", "schedules", "selections", "losses", "pairs", "curricula",
-        "group", "rollout",
+        "group", "rollout", "verifiers", "other names",
     )  # fmt: skip
     assert all(line.startswith((" ", *heads)) for line in listed.splitlines())

@@ -302,10 +302,19 @@ def test_no_two_objectives_behave_alike(toml, recorded):
 
 
 NOT_RECORDED = {
-    "remax", "progress_bonus", "by_role", "step_verdicts", "learnability", "canon", "own_prompt", "other_prompt",
-}  # fmt: skip
-"""Parts that need a greedy response, probes, two policies, responses of several lengths or of another prompt, which
-the recorded groups do not have; test_advantages.py, test_roles.py and test_recipes_of_losses.py test them."""
+    "remax",
+    "progress_bonus",
+    "by_role",
+    "step_verdicts",
+    "learnability",
+    "canon",
+    "wrong_steps",
+    "own_prompt",
+    "other_prompt",
+}
+"""Parts that need a greedy response, probes, two policies, responses of several lengths or of another prompt, or steps
+of negative reward, which the recorded groups do not have; test_advantages.py, test_roles.py and
+test_recipes_of_{losses,credit}.py test them."""
 
 # -- credit ------------------------------------------------------------------------------------------------------------
 
