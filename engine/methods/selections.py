@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -178,7 +179,7 @@ def _rewards(tree: TokenTree) -> Array:  # [L] float64
     return tree.rewards["reward"].astype(np.float64)
 
 
-SELECTIONS: dict[str, Callable[..., Array]] = {
+SELECTIONS: dict[str, Callable[..., Any]] = {
     "sampled": sampled,
     "injected": injected,
     "sampled_and_given": sampled_and_given,
