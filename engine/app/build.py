@@ -15,6 +15,7 @@ from ..loop import preflight
 from ..loop.fleet import Fleet
 from ..loop.learner import Learner
 from ..loop.parts import EvaluationParts, Parts, RunOptions, Trained
+from ..loop.policy_handle import Policy
 from ..loop.prompts import held_out
 from ..loop.publication import TrainedModel
 from ..loop.ranks import Ranks
@@ -137,6 +138,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
             trained, learner = ranks, lambda watch, note: ranks
         engines = {name: policy.engine for name, policy in policies.items()}
         sampling = sampling_parts(config, trained, sampler, tokenizer, source, rewards, context, engines)
+        context.policy = Policy(sampling, tokenizer, context, config.seed, chat=config.data.chat)
         check_hints(sampling.callback, source)
         store = replay_store(config, tokenizer, context)
         check_lengths(config, sampler.longest)

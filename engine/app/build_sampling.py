@@ -29,7 +29,7 @@ from ..model import routes
 from ..model.loading import choose_device, load_model, load_tokenizer
 from ..model.lora import add_lora, has_lora, plain_copy
 from ..parts.calling import call
-from ..parts.context import OF_TREES, Context
+from ..parts.context import OF_TREES, SAMPLING, Context
 from ..parts.resolve import import_object, resolve
 from ..programs import RolloutProgram, make_program
 from ..rewards import ProgramVerifier, Rewards, make_rewards
@@ -197,7 +197,7 @@ def group_callback(config: TrainConfig, context: Context) -> GroupCallback | Non
     options = scheduled(context, "callback", "loop.callback_options", loop.callback_options)
     found: GroupCallback = resolve(
         "loop.callback", loop.callback, options, known=GROUP_CALLBACKS, inputs=("tree",), context=context,
-        offers=OF_TREES,
+        offers=(*OF_TREES, *SAMPLING),
     )  # fmt: skip
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..parts.calling import call
-from ..parts.context import OF_TREES, Context
+from ..parts.context import ALWAYS, OF_TREES, SAMPLING, Context
 from ..parts.resolve import resolve
 from ..settings import DataConfig
 from ..tasks import Games, Problem, problem_of
@@ -45,7 +45,7 @@ class UserProblems:
 
     def __getitem__(self, number: int) -> Problem:
         while self._asked <= number:
-            rows = self._context.call(self._what, self._own.next, 1)
+            rows = self._context.call(self._what, self._own.next, 1, offers=(*ALWAYS, *SAMPLING))
             if not isinstance(rows, list) or len(rows) != 1 or not isinstance(rows[0], dict):
                 raise UserError(f"{self._what}: next(1) must answer a list of one row, a dict.")
             self._ready[self._asked] = rows[0]
@@ -77,7 +77,7 @@ class UserProblems:
         if hasattr(self._own, "load_state_dict"):
             call(self._what, self._own.load_state_dict, state["own"])
         elif self._asked < asked:
-            self._context.call(self._what, self._own.next, asked - self._asked)
+            self._context.call(self._what, self._own.next, asked - self._asked, offers=(*ALWAYS, *SAMPLING))
         elif self._asked > asked:
             asked, ready = self._asked, ready | self._ready
         self._asked, self._ready, self._from = asked, ready, 0

@@ -4,7 +4,8 @@
 - ``metrics``: the last step's metrics by name, empty in the first;
 - ``tokenizer``: the policy's;
 - ``entry``: the problem's row of the data;
-- ``texts``: the responses' texts, one a leaf.
+- ``texts``: the responses' texts, one a leaf;
+- ``policy``: samples and scores with the present weights (`loop.policy_handle.Policy`), for callbacks and sources.
 
 A function of several trees gets a list of entries, and a list of lists of texts.
 
@@ -26,6 +27,8 @@ ALWAYS = ("step", "metrics", "tokenizer")
 """The names that any part of a run may ask for."""
 OF_TREES = (*ALWAYS, "entry", "texts")
 """The names that a function of a tree, or of trees, may ask for."""
+SAMPLING = ("policy",)
+"""The names that parts may ask for in addition that work beside the sampler."""
 
 
 class NotReadyError(UserError):
@@ -38,9 +41,11 @@ class Context:
 
     Args:
         tokenizer: the policy's; None before it is loaded.
+        policy: None before the run begins, and where nothing is sampled.
     """
 
     tokenizer: Any = None
+    policy: Any = None
     step: int = 1
     metrics: Mapping[str, float] = field(default_factory=dict)
     schedules: dict[str, Changing] = field(default_factory=dict)
@@ -68,6 +73,10 @@ class Context:
     def _value(self, name: str, of: Any) -> Any:
         if name in ("step", "metrics"):
             return getattr(self, name)
+        if name == "policy":
+            if self.policy is None:
+                raise NotReadyError("'policy' is known to parts of a run alone, once it samples.")
+            return self.policy
         if self.tokenizer is None:
             raise NotReadyError(f"'{name}' is not known before the run has loaded its model.")
         if name == "tokenizer":
