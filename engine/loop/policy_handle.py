@@ -76,8 +76,8 @@ class Policy:
         ]
 
     def score(self, prompts: Sequence[str], continuations: Sequence[str]) -> list[Array]:
-        """Return the log-probs ``[tokens]`` (fp32, nats, at temperature 1) of a continuation of each prompt; of an empty
-        one, none."""
+        """Return the log-probs ``[tokens]`` (fp32, nats, at temperature 1) of a continuation of each prompt; none of an
+        empty one."""
         wanted = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in continuations]
         found = self._parts.sampler.score(self._ids(prompts), [[ids] if ids else [] for ids in wanted])
         return [some[0] if some else np.zeros(0, np.float32) for some in found]

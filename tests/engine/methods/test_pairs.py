@@ -216,7 +216,7 @@ def of_selection(learner: Learner, trees: Sequence[TokenTree], gradients: list[t
         chosen = tree.columns.get("select_token/actor", tree.loss_mask)[tree.path_tokens].astype(np.float64)
         leaf = np.ones(tree.num_leaves) if per_leaf is None else per_leaf
         found.append(chosen * np.repeat(leaf, tree.response_length))
-    return found
+    return found + of_gradients(learner, trees, gradients)  # which demonstrations have too
 
 
 def alike(one: Signature, other: Signature) -> bool:
