@@ -258,7 +258,7 @@ def check(config: TrainConfig, loss: Objective) -> None:
     Raises:
         UnsupportedError: TRL has no such option, or it means something else.
     """
-    algorithm, roles = config.algorithm, config.roles != RolesConfig() or config.demonstrations is not None
+    algorithm, roles = config.algorithm, config.roles != RolesConfig() or bool(config.demonstrations)
     for there, what in (
         (algorithm.advantage not in SCALES or algorithm.advantage_options, "algorithm.advantage"),
         (loss.aggregation not in LOSSES or loss.surrogate != "ppo", "algorithm.objective"),
