@@ -20,7 +20,7 @@ from rolltree.engine.loop.archive import Archive
 from rolltree.engine.loop.buffer import Group
 from rolltree.engine.loop.prompts import Prompt
 from rolltree.engine.loop.unfinished import group_state
-from rolltree.engine.methods.groups import HintLadder
+from rolltree.engine.methods.groups import Accept, HintLadder
 
 from ..methods.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
 from ..tiny import write_job
@@ -366,3 +366,14 @@ class TestReroot:
         tree.pictures = (object(),)  # type: ignore[assignment]
         with pytest.raises(ValueError, match="pictures"):
             tree.reroot([1])
+
+
+def test_a_hinted_response_replaces_the_member_of_the_lowest_reward() -> None:
+    """Partial rewards, and one member without a verdict, which goes first."""
+    for given, replaced in (([0.4, 0.1, 0.7], 1), ([0.4, np.nan, 0.1], 1), ([0.2, 0.2, 0.1], 2)):
+        tree = TokenTree.from_sequences([1], [[2 + i] for i in range(6)])
+        tree.rewards["reward"] = np.array([*given, 0.0, 1.0, 1.0], np.float32)
+        tree.set("other_prompt", [0, 0, 0, 1, 1, 1])
+        tree.meta |= {"attempt": 1, "prompt_id": "p"}
+        answer = HintLadder(["h"])(tree)
+        assert answer == Accept([*(i for i in range(3) if i != replaced), 4])
