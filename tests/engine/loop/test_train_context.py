@@ -377,3 +377,11 @@ def test_a_hinted_response_replaces_the_member_of_the_lowest_reward() -> None:
         tree.meta |= {"attempt": 1, "prompt_id": "p"}
         answer = HintLadder(["h"])(tree)
         assert answer == Accept([*(i for i in range(3) if i != replaced), 4])
+
+
+def test_all_members_are_replaced_by_those_of_the_last_hint_alone() -> None:
+    tree = TokenTree.from_sequences([1], [[2 + i] for i in range(6)])
+    tree.rewards["reward"] = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1.0], np.float32)
+    tree.set("other_prompt", [0, 0, 1, 1, 2, 2])
+    tree.meta |= {"attempt": 2, "prompt_id": "p"}
+    assert HintLadder(["h", "g"], replace="all")(tree) == Accept([4, 5])
