@@ -385,3 +385,14 @@ def test_all_members_are_replaced_by_those_of_the_last_hint_alone() -> None:
     tree.set("other_prompt", [0, 0, 1, 1, 2, 2])
     tree.meta |= {"attempt": 2, "prompt_id": "p"}
     assert HintLadder(["h", "g"], replace="all")(tree) == Accept([4, 5])
+
+
+def test_patience_counts_failures_in_a_row() -> None:
+    """A group with a right response between two failed ones begins the count anew."""
+    ladder, answers = HintLadder(["h"], patience=1), []
+    for rewards in ([0.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0]):
+        tree = TokenTree.from_sequences([1], [[2], [3]])
+        tree.rewards["reward"] = np.array(rewards, np.float32)
+        tree.meta |= {"attempt": 0, "prompt_id": "p", "problem": "1", "entry": {"h": "x"}}
+        answers.append(ladder(tree))
+    assert [answer is not None for answer in answers] == [False, False, False, True]
