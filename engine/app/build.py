@@ -141,7 +141,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         context.policy = Policy(sampling, tokenizer, context, config.seed, chat=config.data.chat)
         check_hints(sampling.callback, source)
         store = replay_store(config, tokenizer, context)
-        check_lengths(config, sampler.longest)
+        check_lengths(config, sampler.longest, demonstrations.longest)
         if model is not None:
             preflight.check_placeholders([*source.known, *problems], placeholders(model))
             preflight.check_pictures([*source.known, *problems], model, config.rollout.backend)

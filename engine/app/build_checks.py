@@ -87,15 +87,24 @@ def check_early_scores(config: TrainConfig) -> None:
             raise UserError(f"loop.score_early needs {why}; change it, or leave loop.score_early out.")
 
 
-def check_lengths(config: TrainConfig, positions: int | None) -> None:
+def check_lengths(config: TrainConfig, positions: int | None, given: int = 0) -> None:
     """Check that the longest prompt and response fit in the model's context.
 
     Args:
         positions: longest sequence of the model, in tokens; None if it has no limit.
+        given: length of the longest demonstration, in tokens.
 
     Raises:
         UserError: they do not fit.
     """
+    if given > (most := min(config.trainer.max_tokens, positions or given)):
+        limit = "trainer.max_tokens" if most == config.trainer.max_tokens else "the model's positions"
+        raise UserError(
+            f"The longest demonstration has {given} tokens, over {limit}, {most}; leave it out"
+            + (", or raise trainer.max_tokens." if most == config.trainer.max_tokens else ".")
+        )
+    if not config.judges:
+        return
     answer = max(config.rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
     longest = config.data.max_prompt_tokens + answer
     if positions is not None and longest > positions:

@@ -55,6 +55,12 @@ class Demonstrations:
         """Return the next ``per_step`` demonstrations of each table; a file is shuffled anew for each pass over it."""
         return [tree for table in self._tables for tree in table.next()]
 
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest prompt with its response; 0 without demonstrations."""
+        lengths = [int(tree.path_length.max()) for table in self._tables for tree in table.trees]
+        return max(lengths, default=0)
+
     def overlap(self, data: DataConfig, source: PromptSource, held_out: Sequence[Prompt]) -> str:
         """Return a sentence about the problems of the run that have a prompt of a demonstration."""
         files = dict.fromkeys(f"'{table.config.path}'" for table in self._tables)
@@ -156,13 +162,13 @@ class _Reader:
 
     def _tree(self, problem: Problem, answer: Any) -> TokenTree:
         (prompt,) = make_prompts([problem], self.data, self.tokenizer)
-        answers = [answer]
+        answers = {"messages_key" if self.config.messages_key else "response_key": answer}
         if self.config.rejected_key is not None:
-            answers.append(problem.entry.get(self.config.rejected_key))
+            answers["rejected_key"] = problem.entry.get(self.config.rejected_key)
         segments, parents, ends = [Segment.prompt(prompt.token_ids)], [-1], []
-        for one in answers:
+        for key, one in answers.items():
             above = 0
-            for segment in self._response(problem, prompt, one):
+            for segment in self._response(problem, prompt, one, key):
                 segments.append(segment)
                 parents.append(above)
                 above = len(segments) - 1
@@ -182,11 +188,12 @@ class _Reader:
         tree.meta["demonstrations"] = self.config.name
         return tree
 
-    def _response(self, problem: Problem, prompt: Prompt, answer: Any) -> list[Segment]:
-        """Return the segments of a response: those of the assistant are given, those between are observations."""
+    def _response(self, problem: Problem, prompt: Prompt, answer: Any, key: str) -> list[Segment]:
+        """Return the segments of a response, which column ``key`` of the configuration has: those of the assistant are
+        given, those between are observations."""
         if isinstance(answer, str | int | float):
             return [self._given(str(answer))]
-        messages = self._checked(problem, answer)
+        messages = self._checked(problem, answer, key)
         if not prompt.messages:
             raise UserError(
                 f"The demonstration '{problem.id}' is a conversation, which the chat template writes; set data.chat."
@@ -208,7 +215,7 @@ class _Reader:
         ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.end]
         return Segment.make(ids, origin=Origin.INJECTED)
 
-    def _checked(self, problem: Problem, answer: Any) -> list[dict[str, Any]]:
+    def _checked(self, problem: Problem, answer: Any, key: str) -> list[dict[str, Any]]:
         """Return the messages of a response.
 
         Raises:
@@ -221,9 +228,9 @@ class _Reader:
         twice = ("assistant", "assistant") in pairwise(roles)
         if not roles or roles[0] != "assistant" or roles[-1] != "assistant" or twice:
             raise UserError(
-                f"The demonstration '{problem.id}' needs a response (demonstrations.response_key) that is a text, or a "
-                "list of messages with texts as contents that begins and ends with one of the assistant and has others "
-                "between two of them."
+                f"The demonstration '{problem.id}' needs a response (demonstrations.{key}) that is a text, or a list "
+                "of messages with texts as contents that begins and ends with one of the assistant and has others between "
+                "two of them."
             )
         if any(m.get("tool_calls") for m in messages):
             raise UserError(

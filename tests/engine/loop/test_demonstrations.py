@@ -207,7 +207,7 @@ def test_of_a_conversation_what_the_assistant_says_is_trained_on(toml: Path, tmp
         ({"prompt": "1", "response": None}, {}, "needs a response"),
         ({"prompt": "1", "response": "2", "w": -1}, {"weight_key": "w"}, r"needs 2 weights \(finite, at least 0"),
         ({"prompt": "1", "response": "2", "w": [1]}, {"weight_key": "w"}, r"needs 2 weights .* it has 1\."),
-        ({"prompt": "1", "response": "2"}, {"rejected_key": "worse"}, "needs a response"),
+        ({"prompt": "1", "response": "2"}, {"rejected_key": "worse"}, r"response \(demonstrations\.rejected_key\)"),
     ],
 )  # fmt: skip
 def test_a_row_that_is_no_demonstration_is_refused(
@@ -238,6 +238,18 @@ def test_a_row_that_is_no_demonstration_is_refused(
 def test_a_run_that_cannot_be_is_refused(toml: Path, keys: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         load_config(toml, [*ALONE, *keys])
+
+
+def test_lengths_are_those_of_the_demonstrations(toml: Path, tmp_path: Path) -> None:
+    """The model has 128 positions; where nothing is sampled, no room is left for an answer."""
+    short = write(tmp_path / "short.jsonl", [{"prompt": "1 + 1 =", "response": "2"}])
+    keys = ["--data.max_prompt_tokens=200", "--trainer.max_tokens=512", "--trainer.steps=1"]
+    train(toml, tmp_path, f'--demonstrations={{path="{short}"}}', SFT, *keys, steps=1)
+    long = write(tmp_path / "long.jsonl", [{"prompt": "1 + 1 =", "response": "2 " * 80}])
+    with pytest.raises(UserError, match=r"longest demonstration has \d+ tokens, over the model's positions, 128"):
+        train(toml, tmp_path / "b", f'--demonstrations={{path="{long}"}}', SFT, *keys)
+    with pytest.raises(UserError, match=r"over trainer\.max_tokens, 100; leave it out, or raise trainer\.max_tokens\."):
+        train(toml, tmp_path / "c", f'--demonstrations={{path="{long}"}}', SFT, "--trainer.max_tokens=100")
 
 
 def test_it_goes_on_where_it_stopped(toml: Path, tmp_path: Path) -> None:
