@@ -234,7 +234,8 @@ def inert(config: TrainConfig) -> list[str]:
     Ratios are 1 where one update a step follows from the policy that sampled, and where the correction of the lag
     replaces the old policy by the current one.
     """
-    if config.trainer.updates > 1 or mixes_policies(config) or config.loop.train_context == "plain":
+    sampled = config.trainer.prompts_per_step > 0
+    if not sampled or config.trainer.updates > 1 or mixes_policies(config) or config.loop.train_context == "plain":
         return []
     lag = config.loop.staleness > 0
     if lag and (config.loop.correction == "none" or config.algorithm.old_logprob == "recompute"):

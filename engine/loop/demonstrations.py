@@ -162,7 +162,7 @@ class _Reader:
 
     def _tree(self, problem: Problem, answer: Any) -> TokenTree:
         (prompt,) = make_prompts([problem], self.data, self.tokenizer)
-        answers = {"messages_key" if self.config.messages_key else "response_key": answer}
+        answers: dict[str, Any] = {"messages_key" if self.config.messages_key else "response_key": answer}
         if self.config.rejected_key is not None:
             answers["rejected_key"] = problem.entry.get(self.config.rejected_key)
         segments, parents, ends = [Segment.prompt(prompt.token_ids)], [-1], []
@@ -177,13 +177,13 @@ class _Reader:
         tree = TokenTree.from_nodes(parents, segments, ends, [LeafStatus.STOP] * len(ends), pictures=pictures)
         rows = tree.response_rows(0)
         given = rows[tree.origin[rows] == Origin.INJECTED]
-        for key, column, name in (
+        for of, column, name in (
             (self.config.logprob_key, "behaviour_logprob", "logprob_key"),
             (self.config.weight_key, "demonstration_weight", "weight_key"),
         ):
-            if key is not None:
+            if of is not None:
                 values = np.full(tree.num_tokens, np.nan if column == "behaviour_logprob" else 1.0, np.float32)
-                values[given] = self._numbers(problem, key, name, len(given))
+                values[given] = self._numbers(problem, of, name, len(given))
                 tree.set(column, values)
         tree.meta["demonstrations"] = self.config.name
         return tree
@@ -229,8 +229,8 @@ class _Reader:
         if not roles or roles[0] != "assistant" or roles[-1] != "assistant" or twice:
             raise UserError(
                 f"The demonstration '{problem.id}' needs a response (demonstrations.{key}) that is a text, or a list "
-                "of messages with texts as contents that begins and ends with one of the assistant and has others between "
-                "two of them."
+                "of messages with texts as contents that begins and ends with one of the assistant and has others "
+                "between two of them."
             )
         if any(m.get("tool_calls") for m in messages):
             raise UserError(
