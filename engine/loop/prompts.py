@@ -54,8 +54,8 @@ class Prompt:
 
 
 def question(problem: Problem | Prompt) -> str:
-    """Return what the problems of two sources have in common if they are one: the text without template and without
-    blanks at its ends, and a hash of the pictures if there are any."""
+    """Return a key that is equal for equal problems of different files: the text without template and without blanks at
+    its ends, and a hash of the pictures if there are any."""
     text = problem.problem if isinstance(problem, Prompt) else problem.text
     return text.strip() + problem.identity[len(text) :]
 

@@ -15,7 +15,6 @@ from ..data.segment import Origin
 from ..data.statistics import reads
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..parts.context import NotReadyError
 from . import credit, remembered, scored
 from .credit import EPS, Credit, centred, group, node_values, rewards_of
 from .progress import progress_bonus
@@ -70,13 +69,7 @@ def remax(trees: Sequence[TokenTree]) -> Credit:
     Raises:
         UserError: no group has a response that is not trained on.
     """
-    if all(tree.trained.all() for tree in trees):
-        if not any("entry" in tree.meta for tree in trees):
-            raise NotReadyError("A made-up group has no greedy response.")
-        raise UserError(
-            "algorithm.advantage = 'remax' needs groups with a greedy response that is not trained on; set "
-            'rollout.program to "greedy_baseline".'
-        )
+    credit.check_untrained(trees, "remax", "a greedy response", "greedy_baseline")
     found = []
     for tree in trees:
         rewards, counted = rewards_of(tree), tree.trained

@@ -21,6 +21,7 @@ from ..data.columns import Array, Per
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..parts.calling import call
+from ..parts.context import NotReadyError
 
 EPS = 1e-6  # added to a standard deviation that divides, as in verl (TRL adds 1e-4)
 COLUMN: dict[Per, str] = {
@@ -320,6 +321,28 @@ def _continued_values(tree: TokenTree) -> Array:  # [K] float64
     begun, of_begun = continuations(tree)
     live = np.where(count, below(rewards * trained) / np.maximum(count, 1), node_values(tree))
     return np.where(begun, of_begun / np.maximum(begun, 1), live)
+
+
+def check_untrained(trees: Sequence[TokenTree], name: str, wanted: str, program: str) -> None:
+    """Check that groups have responses that are not trained on.
+
+    Args:
+        name: of the estimator that reads them.
+        wanted: what they are, for messages.
+        program: the rollout program that samples them.
+
+    Raises:
+        NotReadyError: there is none, in groups that are made up.
+        UserError: there is none.
+    """
+    if not all(tree.trained.all() for tree in trees):
+        return
+    if not any("entry" in tree.meta for tree in trees):
+        raise NotReadyError(f"A made-up group does not have {wanted}.")
+    raise UserError(
+        f"algorithm.advantage = '{name}' needs groups with {wanted} that no update counts; set rollout.program to "
+        f"'{program}'."
+    )
 
 
 def continuations(tree: TokenTree) -> tuple[Array, Array]:  # [K] int64, [K] float64

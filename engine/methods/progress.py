@@ -10,8 +10,7 @@ import numpy as np
 from ..data.columns import Array
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..parts.context import NotReadyError
-from .credit import EPS, Credit, centred, continuations, rewards_of
+from .credit import EPS, Credit, centred, check_untrained, continuations, rewards_of
 
 
 def progress_bonus(trees: Sequence[TokenTree], *, alpha: float = 0.2, per: str = "segment") -> Credit:
@@ -34,13 +33,7 @@ def progress_bonus(trees: Sequence[TokenTree], *, alpha: float = 0.2, per: str =
     """
     if per not in ("segment", "response"):
         raise UserError(f"algorithm.advantage_options.per must be 'segment' or 'response', got {per!r}.")
-    if all(tree.trained.all() for tree in trees):
-        if not any("entry" in tree.meta for tree in trees):
-            raise NotReadyError("A made-up group has no probes.")
-        raise UserError(
-            "algorithm.advantage = 'progress_bonus' needs groups with probes, which are not trained on; set "
-            'rollout.program to "prefix_value_probe".'
-        )
+    check_untrained(trees, "progress_bonus", "probes", "prefix_value_probe")
     if per == "response":
         return Credit("leaf", [_normalised(tree, _gained(tree, alpha)) for tree in trees])
     return Credit("path", [_of_tokens(tree, alpha) for tree in trees])

@@ -46,8 +46,8 @@ RULES: dict[str, Callable[..., bool]] = {"unlikely": unlikely, "repetition": rep
 
 
 class EarlyStop(RolloutProgram):
-    """Early abort (as in MASA and ActiveVLN): ``n`` independent responses that a rule looks at every ``segment_tokens``
-    tokens, and cuts where they are unlikely to succeed; their keys are free at once.
+    """Early abort (as in MASA and ActiveVLN): ``n`` independent responses, each tested by a rule after every
+    ``segment_tokens`` tokens and cut where it is unlikely to succeed; its keys are free at once.
 
     A cut response is judged as it is (``then`` = "judge", with the status of one that is too long), judged but in no
     update ("mask"), or discarded. Where all of a group would be discarded, they are masked: a group cannot be empty,

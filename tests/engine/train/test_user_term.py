@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rolltree.engine import TokenTree, UserError
+from rolltree.engine import TokenTree, UserError, pack
 from rolltree.engine.data.columns import Column, declare
 from rolltree.engine.methods.losses import Laser
 from rolltree.engine.methods.selections import SELECTIONS
@@ -107,8 +107,6 @@ class Ratio:
 
 
 def test_the_ratio_is_one_on_policy_and_of_the_sampler_elsewhere():
-    from rolltree.engine import pack
-
     tree = TokenTree.from_sequences(
         [1, 2], [[5, 6], [5, 7, 8]], advantages=[1.0, -0.5], behaviour_logprobs=[[-1.0, -2.0], [-1.0, -0.5, -3.0]]
     )
@@ -157,6 +155,63 @@ def test_tokens_that_do_not_count_are_zero_and_given_ones_count_if_selected(own,
     other = TokenTerm(NLL, "other", None if select else SELECTIONS["injected"])  # computes the other tree's log-probs
     assert run([mine, other], [tree], [given])[1]["mine"] == pytest.approx(float(loss.detach()), rel=1e-5)
     agree(got, loss, got[3])
+
+
+class Keeps:
+    """Keeps the fields that it gets."""
+
+    def loss(self, logprob, fields):
+        self.fields = fields
+        return logprob.sum()
+
+
+def test_fields_are_zero_where_no_token_counts_and_unknown_log_probs_are_none():
+    """A log-prob that a masked token alone lacks is unknown where a selection counts that token."""
+    masks = [[True, False, True], [True, True]]
+    tree = TokenTree.from_sequences([1, 2, 3], [[5, 6, 7], [8, 9]], advantages=[1.0, -0.5], loss_masks=masks)
+    tree.set("ref_logprob", np.where(tree.loss_mask, -1.5, np.nan))
+    found = []
+    for select in (None, lambda tree: np.ones(tree.num_tokens)):
+        mine = term(Keeps(), select)
+        mine.prepare([tree])
+        (batch,) = pack([tree], max_tokens=100)
+        mine.on(batch, mine.normalizer([tree]), True, 1.0).loss(torch.linspace(-2, -1, batch.target.numel()))
+        found.append(mine.own.fields)
+    mask, raw, (fields, every) = batch.loss_mask, batch.fields(FIELDS), found
+    assert (raw.weight[~mask] != 0).any()  # a masked token has a weight, so that the zeros below say something
+    for values in (fields.weight, fields.adv_pos, fields.adv_neg):
+        assert (values[~mask] == 0).all()
+    assert (fields.ref_logprob == torch.where(mask, -1.5, 0.0)).all()
+    assert raw.ref_logprob is not None
+    assert every.ref_logprob is None
+
+
+class Divides(Keeps):
+    def __init__(self, by):
+        self.by = by
+
+    def normalizer(self, trees):
+        return self.by
+
+
+@pytest.mark.parametrize("by", [-1.0, float("nan"), float("inf"), "many", None])
+def test_a_normaliser_that_is_no_number_is_refused(by):
+    with pytest.raises(UserError, match="its normalizer must return a finite number of at least 0, not"):
+        term(Divides(by)).normalizer([group()])
+
+
+class Compares(Keeps):
+    whole_trees = True
+
+
+def test_a_tree_that_is_divided_is_refused_where_the_loss_compares_its_responses():
+    tree = group()
+    mine = term(Compares())
+    mine.prepare([tree])
+    first, *others = pack([tree], max_tokens=8)
+    assert others
+    with pytest.raises(ValueError, match="The loss term 'mine' needs whole trees"):
+        mine.on(first, 1.0, True, 1.0)
 
 
 class Raises:
