@@ -30,7 +30,6 @@ from rolltree.engine.app.build_sampling import prepare_model
 from rolltree.engine.app.config import load_config
 from rolltree.engine.errors import RunError, UserError
 from rolltree.engine.loop.evaluation import Evaluation
-from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.model.loading import choose_device
 from rolltree.engine.rewards import Rewards
 from rolltree.engine.settings import TrainConfig
@@ -175,10 +174,12 @@ def train(config: TrainConfig) -> tuple[list[Reading], list[dict[str, float]]]:
     """
     every = config.checkpoint.model_copy(update={"every": config.trainer.steps, "best": None})
     clock: Any = _Clock()
-    run = Orchestrator(build(config.model_copy(update={"checkpoint": every, "trackers": ()}), console=clock))
+    run = build(config.model_copy(update={"checkpoint": every, "trackers": ()}), console=clock)
     sampler: Any = run.sampler
-    evaluation = _Aside(run.evaluation.parts, run.sampler, run.tokenizer, clock)
-    clock.engine, evaluation.clock, run.evaluation = sampler.engine, clock, evaluation
+    old = run.evaluation
+    evaluation = _Aside(old.problems, old.params, old.every, run.sampler, run.tokenizer, clock)
+    clock.engine, evaluation.clock = sampler.engine, clock
+    run.evaluation = run.checkpoints.evaluation = evaluation
     run.run()
     lines = (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return clock.readings, [json.loads(line) for line in lines[1:]]

@@ -223,7 +223,6 @@ def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
         rollout_program,
     )
     from rolltree.engine.loop.evaluation import Evaluation
-    from rolltree.engine.loop.parts import EvaluationParts
     from rolltree.engine.loop.prompts import held_out
     from rolltree.engine.parts.context import Context as Asked
     from rolltree.engine.rollout.sampler import LocalSampler
@@ -237,9 +236,8 @@ def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
     quiet: Any = Quiet()
     program = rollout_program(config.rollout)
     problems = held_out(config.data, config.evaluation.problems, tokenizer)
-    evaluation = Evaluation(
-        EvaluationParts(problems, greedy_params(config), 0), LocalSampler(engine, program), tokenizer, quiet
-    )
+    sampler = LocalSampler(engine, program)
+    evaluation = Evaluation(problems, greedy_params(config), 0, sampler, tokenizer, quiet)
     with make_run_rewards(config, engine, tokenizer, Asked(tokenizer)) as rewards:
         for number, file in enumerate(files):
             if file is not None:

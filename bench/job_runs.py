@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from rolltree.engine.app.build import build
 from rolltree.engine.app.build_sampling import make_run_rewards
 from rolltree.engine.loop.evaluation import Evaluation
-from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.loop.prompts import Prompt, held_out
 from rolltree.engine.loop.sources import PromptSource
 from rolltree.engine.model.loading import choose_device
@@ -139,13 +138,14 @@ def rolltree(config: TrainConfig, recorder: Recorder, **changes: dict[str, Any])
         for section, values in changes.items():
             rest[section] = getattr(config, section).model_copy(update=values)
         steps: Any = _Steps(recorder)
-        run = Orchestrator(build(config.model_copy(update=rest), console=steps))
+        run = build(config.model_copy(update=rest), console=steps)
         old = run.evaluation
         sampler: Any = run.sampler
         learner: Any = run.learner
-        kept = _Kept(old.parts, sampler, run.tokenizer, steps)
+        kept = _Kept(old.problems, old.params, old.every, sampler, run.tokenizer, steps)
         kept.recorder, kept.model, kept.engine = recorder, learner.model, sampler.engine
-        steps.engine, run.evaluation = sampler.engine, kept
+        steps.engine = sampler.engine
+        run.evaluation = run.checkpoints.evaluation = kept
         run.run()
 
 

@@ -16,8 +16,9 @@ from rolltree.engine.loop.buffer import Buffer
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.learner import Learner
 from rolltree.engine.loop.metrics import Stopwatch, Sums
-from rolltree.engine.loop.parts import SamplingParts
 from rolltree.engine.loop.prompts import Prompt
+from rolltree.engine.loop.publication import Publication
+from rolltree.engine.loop.sampling import SamplingParts
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.rollout.sampler import LocalSampler
 from rolltree.engine.settings import TrainConfig
@@ -116,13 +117,12 @@ class Loop:
             program=program,
             program_name="long tail",
             params=params,
-            budget=buffer.budget,
             seed=0,
             overlaps=config.loop.overlaps(on_cpu=on_cpu),
             on_cpu=on_cpu,
-            keep_keys=config.loop.keep_keys,
         )
-        self.controller = Controller(parts, buffer, watch, quiet)
+        sends = Publication(parts.sampler, quiet.note, keep_keys=config.loop.keep_keys)
+        self.controller = Controller(parts, buffer, sends, watch, quiet)
         self.learner = Learner(learning_parts(config, model), watch, quiet.note)
         self.model = model
         self._running = contextlib.ExitStack()

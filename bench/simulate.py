@@ -41,8 +41,9 @@ from rolltree.engine.loop.buffer import Buffer
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.fleet import Fleet
 from rolltree.engine.loop.metrics import Stopwatch
-from rolltree.engine.loop.parts import SamplingParts
 from rolltree.engine.loop.prompts import Prompt
+from rolltree.engine.loop.publication import Publication
+from rolltree.engine.loop.sampling import SamplingParts
 from rolltree.engine.loop.simulate import LLAMA_3_FAILURES, Outcome, Scenario, Simulation, look_s
 from rolltree.engine.programs import make_program
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
@@ -198,11 +199,10 @@ def _drive(length: int, groups: int, engines: int, batch: int, staleness: int) -
         program=make_program("flat"),
         program_name="flat",
         params=SamplingParams(n=RESPONSES, max_new_tokens=length),
-        budget=Budget(batch, staleness),
         seed=0,
     )
-    buffer = Buffer(parts.budget)
-    controller = Controller(parts, buffer, Stopwatch(), quiet)
+    buffer = Buffer(Budget(batch, staleness))
+    controller = Controller(parts, buffer, Publication(parts.sampler, quiet.note), Stopwatch(), quiet)
     rounds: list[float] = []
     inner = controller.advance
 

@@ -1,26 +1,36 @@
-"""Builds the parts of a run from its configuration; `Orchestrator` runs them."""
+"""Builds a run from its configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..errors import UserError
 from ..loop import preflight
+from ..loop.checkpoints import Keeping
+from ..loop.demonstrations import Demonstrations
+from ..loop.evaluation import Evaluation
 from ..loop.fleet import Fleet
+from ..loop.hosted import HostedRewards
 from ..loop.learner import Learner
-from ..loop.parts import EvaluationParts, Parts, RunOptions, Trained
+from ..loop.learning import Learning
+from ..loop.metrics import Stopwatch
+from ..loop.orchestrator import Orchestrator, RunOptions
 from ..loop.policy_handle import Policy
-from ..loop.prompts import held_out
-from ..loop.publication import TrainedModel
+from ..loop.prompts import Prompt, held_out
+from ..loop.publication import Trained, TrainedModel
 from ..loop.ranks import Ranks
 from ..loop.replay_store import ReplayStore
 from ..loop.runtime import Progress
+from ..loop.sampling import SamplingParts
+from ..loop.sources import PromptSource
+from ..loop.workers import Workers
 from ..methods.groups import KEEPS
 from ..methods.schedules import scheduled
 from ..model.loading import load_tokenizer
@@ -41,8 +51,11 @@ from .build_checks import (
     kept_entries,
 )
 from .build_learning import learning_parts, rescores, stateful
+from .build_policies import Policy as FurtherPolicy
 from .build_policies import check_policies, further_policies, make_policies, roles_of
 from .build_sampling import (
+    budget,
+    callback_rule,
     check_backend,
     check_hints,
     greedy_params,
@@ -50,7 +63,9 @@ from .build_sampling import (
     make_engine,
     make_model_directory,
     make_run_rewards,
+    over_sampling,
     prompts_of,
+    publication,
     rollout_program,
     sampled_model,
     sampling_parts,
@@ -59,9 +74,11 @@ from .build_workers import make_fleet, make_ranks, make_reward_hosts, make_worke
 from .config import resolved_toml, training_config
 from .stages import EXPORT
 
+MakeLearner = Callable[[Stopwatch, Callable[[str], object]], Learning]
 
-def build(config: TrainConfig, *, console: Progress, resume: bool = False, replay: Path | None = None) -> Parts:
-    """Make the parts of a training run.
+
+def build(config: TrainConfig, *, console: Progress, resume: bool = False, replay: Path | None = None) -> Orchestrator:
+    """Make a training run, for ``build(config, console=...).run()``.
 
     Args:
         config: the configuration, see `load_config`.
@@ -69,13 +86,70 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         resume: continue from the newest checkpoint in the run's directory.
         replay: file of recorded groups (`rolltree rollout --record`) to learn from instead of sampling.
 
-    Returns:
-        The parts, for `Orchestrator(parts).run()`.
-
     Raises:
         UserError: the directory holds another run, there is nothing to resume, or a part of the configuration names
             something that does not exist or cannot be used.
     """
+    _check(config, replay)
+    kept = training_config(config)
+    saved = checkpoint.load_latest(config.run_dir / "checkpoints", kept) if resume else None
+    if not resume:
+        preflight.check_directory(config.run_dir)
+    check_backend(config.rollout)
+    with ExitStack() as started:
+        workers = make_workers(config)  # before a model is made, which may take minutes
+        if workers is not None:
+            started.enter_context(closing(workers))
+        policy = _Policy.load(config, workers, console)
+        context = Context(policy.tokenizer)
+        problems, source, demonstrations = _prompts(config, policy.tokenizer, context, console)
+        rewards = _rewards(config, policy, context)
+        trained, learner = _learner(config, policy)
+        engines = {name: further.engine for name, further in policy.others.items()}
+        sampling = sampling_parts(config, policy.sampler, policy.tokenizer, source, rewards, engines)
+        sends = publication(config, sampling, trained, console.note, own_weights=not policy.sampled_itself)
+        rule = callback_rule(config, context)
+        context.policy = _handle(config, sampling, context)
+        check_hints(None if rule is None else rule.function, source)
+        store = replay_store(config, policy.tokenizer, context)
+        _check_made(config, policy, sampling, [*source.known, *problems], demonstrations)
+        if policy.ranks is not None:
+            policy.ranks.ready()
+        made = Orchestrator(
+            run_options(config, kept),
+            sampling=sampling,
+            publication=sends,
+            budget=budget(config),
+            learner=learner,
+            evaluation=Evaluation(
+                problems, greedy_params(config), config.evaluation.every, sampling.sampler, policy.tokenizer, console
+            ),
+            rewards=rewards,
+            check_rewards=_reference_check(config, rewards, [*source.known, *problems]),
+            demonstrations=demonstrations,
+            console=console,
+            rule=rule,
+            over_sampling=over_sampling(config.loop),
+            saved=saved,
+            replay=replay,
+            store=store,
+            context=context,
+            workers=workers,
+            stateful=stateful(
+                {
+                    "replay": store,
+                    "rollout.program": sampling.program.shared,
+                    "data.curriculum": source.curriculum,
+                    "loop.callback": None if rule is None else rule.function,
+                }
+            ),
+        )
+        started.pop_all()
+    return made
+
+
+def _check(config: TrainConfig, replay: Path | None) -> None:
+    """Check what needs no model."""
     check_learning(config)
     check_policies(config)
     check_old_logprobs(config)
@@ -87,16 +161,29 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
             f"Recorded groups are of one policy, and the run trains `models.{next(iter(config.models))}` too; leave "
             "--replay or [models] out."
         )
-    kept = training_config(config)
-    checkpoints = config.run_dir / "checkpoints"
-    saved = checkpoint.load_latest(checkpoints, kept) if resume else None
-    if not resume:
-        preflight.check_directory(config.run_dir)
-    check_backend(config.rollout)
-    with ExitStack() as started:
-        workers = make_workers(config)  # before a model is made, which may take minutes
-        if workers is not None:
-            started.enter_context(closing(workers))
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """The policy, what samples it, and what trains it elsewhere.
+
+    Attributes:
+        model: the module that this process trains; None if ranks train it.
+        sampler: the engine of this process, or those of others.
+        ranks: the processes that train; None if this one does.
+        hosted: the reward hosts; None if this process judges.
+        others: the further policies, by name.
+    """
+
+    model: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+    sampler: Fleet | RolloutEngine
+    ranks: Ranks | None
+    hosted: HostedRewards | None
+    others: Mapping[str, FurtherPolicy]
+
+    @classmethod
+    def load(cls, config: TrainConfig, workers: Workers | None, console: Progress) -> _Policy:
         set_seed(config.seed)
         console.phase("loading the model")
         if config.model.create is not None and not Path(config.model.path).exists():
@@ -113,80 +200,83 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         else:
             assert model is not None
             sampler = make_engine(config, sampled_model(config, model), tokenizer)
-        policies = {}
+        others = {}
         if isinstance(sampler, RolloutEngine):
-            policies = further_policies(config, rollout_program(config.rollout), sampler, tokenizer)
-        problems = held_out(config.data, config.evaluation.problems, tokenizer)
-        context = Context(tokenizer)
-        source, demonstrations = prompts_of(config, tokenizer, problems, kept_entries(config), context)
-        if config.demonstrations and not config.data.is_empty:
-            console.note(f"{demonstrations.overlap(config.data, source, problems)}.")
-        if not config.judges:
-            rewards: Rewards = FromProgram()  # of nothing, so that no verifier is started
-        else:
-            rewards = make_run_rewards(config, sampler, tokenizer, context) if hosted is None else hosted
-        if ranks is None:
-            assert model is not None
-            trained: Trained = TrainedModel(model)
-            merges = getattr(sampler, "model", None) is not model
-            learning = learning_parts(config, model, context=Context(tokenizer), merges=merges)
-            learner: Any = partial(Learner, learning)
-            others = {name: policy.learning(tokenizer) for name, policy in policies.items()}
-            if others:
-                learner = partial(make_policies, learning, others)
-        else:
-            trained, learner = ranks, lambda watch, note: ranks
-        engines = {name: policy.engine for name, policy in policies.items()}
-        sampling = sampling_parts(config, trained, sampler, tokenizer, source, rewards, context, engines)
-        context.policy = Policy(sampling, tokenizer, context, config.seed, chat=config.data.chat)
-        check_hints(sampling.callback, source)
-        store = replay_store(config, tokenizer, context)
-        check_lengths(config, sampler.longest, demonstrations.longest)
-        if model is not None:
-            preflight.check_placeholders([*source.known, *problems], placeholders(model))
-            preflight.check_pictures([*source.known, *problems], model, config.rollout.backend)
-        preflight.check_program(
-            sampling.program,
-            sampling.program_name,
-            sampling.params.n,
-            tokenizer,
-            sampler.end_token_ids,
-            source.peek(preflight.TRIED) if config.trainer.prompts_per_step else [],
-        )
-        if ranks is not None:
-            ranks.ready()
-        started.pop_all()
-    known = [*source.known, *problems]
-    return Parts(
-        options=run_options(config, kept),
-        sampling=sampling,
-        learner=learner,
-        evaluation=EvaluationParts(problems, greedy_params(config), config.evaluation.every),
-        rewards=rewards,
-        check_rewards=partial(
-            check_references,
-            rewards,
-            config.reward,
-            [(p.id, p.entry) for p in known],
-            config.data.tasks,
-            all_known=config.data.path is not None,
-        ),
-        demonstrations=demonstrations,
-        console=console,
-        saved=saved,
-        replay=replay,
-        store=store,
-        context=context,
-        workers=workers,
-        stateful=stateful(
-            {
-                "replay": store,
-                "rollout.program": sampling.program.shared,
-                "data.curriculum": source.curriculum,
-                "loop.callback": sampling.callback,
-            }
-        ),
+            others = further_policies(config, rollout_program(config.rollout), sampler, tokenizer)
+        return cls(model, tokenizer, sampler, ranks, hosted, others)
+
+    @property
+    def sampled_itself(self) -> bool:
+        """The sampler computes with the module that is trained."""
+        return self.model is not None and getattr(self.sampler, "model", None) is self.model
+
+
+def _prompts(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, context: Context, console: Progress
+) -> tuple[list[Prompt], PromptSource, Demonstrations]:
+    """Return the held-out problems, the source of the run's prompts, and the demonstrations."""
+    problems = held_out(config.data, config.evaluation.problems, tokenizer)
+    source, demonstrations = prompts_of(config, tokenizer, problems, kept_entries(config), context)
+    if config.demonstrations and not config.data.is_empty:
+        console.note(f"{demonstrations.overlap(config.data, source, problems)}.")
+    return problems, source, demonstrations
+
+
+def _rewards(config: TrainConfig, policy: _Policy, context: Context) -> Rewards:
+    if not config.judges:
+        return FromProgram()  # of nothing, so that no verifier is started
+    if policy.hosted is not None:
+        return policy.hosted
+    return make_run_rewards(config, policy.sampler, policy.tokenizer, context)
+
+
+def _learner(config: TrainConfig, policy: _Policy) -> tuple[Trained, MakeLearner]:
+    """Return the trained policy, for comparison with the sampler, and what makes the object that trains it."""
+    if (ranks := policy.ranks) is not None:
+        return ranks, lambda watch, note: ranks
+    assert policy.model is not None
+    context = Context(policy.tokenizer)
+    parts = learning_parts(config, policy.model, context=context, merges=not policy.sampled_itself)
+    others = {name: further.learning(policy.tokenizer) for name, further in policy.others.items()}
+    make = partial(make_policies, parts, others) if others else partial(Learner, parts)
+    return TrainedModel(policy.model), make
+
+
+def _handle(config: TrainConfig, sampling: SamplingParts, context: Context) -> Policy:
+    """Return the policy as callbacks and sources of the user's see it."""
+    return Policy(
+        sampling.sampler,
+        sampling.tokenizer,
+        sampling.params,
+        context,
+        config.seed,
+        chat=config.data.chat,
+        answered_by=sampling.program_name if sampling.program.answers_held_out else None,
     )
+
+
+def _check_made(
+    config: TrainConfig, policy: _Policy, sampling: SamplingParts, known: list[Prompt], given: Demonstrations
+) -> None:
+    """Check prompts and program against the model and its tokenizer."""
+    check_lengths(config, policy.sampler.longest, given.longest)
+    if policy.model is not None:
+        preflight.check_placeholders(known, placeholders(policy.model))
+        preflight.check_pictures(known, policy.model, config.rollout.backend)
+    preflight.check_program(
+        sampling.program,
+        sampling.program_name,
+        sampling.params.n,
+        policy.tokenizer,
+        policy.sampler.end_token_ids,
+        sampling.source.peek(preflight.TRIED) if config.trainer.prompts_per_step else [],
+    )
+
+
+def _reference_check(config: TrainConfig, rewards: Rewards, known: list[Prompt]) -> Callable[[], str]:
+    entries = [(prompt.id, prompt.entry) for prompt in known]
+    tasks, all_known = config.data.tasks, config.data.path is not None
+    return partial(check_references, rewards, config.reward, entries, tasks, all_known=all_known)
 
 
 def run_options(config: TrainConfig, trained: dict[str, Any]) -> RunOptions:
@@ -197,15 +287,17 @@ def run_options(config: TrainConfig, trained: dict[str, Any]) -> RunOptions:
         steps=config.trainer.steps,
         toml=resolved_toml(config),
         document=config.model_dump(mode="json", exclude_none=True),
-        trained=trained,
         trackers=config.trackers,
-        save_every=config.checkpoint.every,
-        keep=config.checkpoint.keep,
-        best=config.checkpoint.best,
         max_bad_steps=config.trainer.max_bad_steps,
         max_failed_steps=config.reward.max_failed_steps,
         max_batch_rows=config.rollout.max_batch_rows,
-        remembered_tokens=config.rollout.drafts.remembered if config.rollout.drafts.rows else 0,
+        keeping=Keeping(
+            every=config.checkpoint.every,
+            keep=config.checkpoint.keep,
+            best=config.checkpoint.best,
+            trained=trained,
+            remembered_tokens=config.rollout.drafts.remembered if config.rollout.drafts.rows else 0,
+        ),
     )
 
 

@@ -19,7 +19,7 @@ from rolltree.kernels.policy_loss import WITHOUT_REFERENCE
 
 from ..data.columns import COLUMNS
 from ..errors import UserError
-from ..loop.parts import LearningParts
+from ..loop.learning import LearningParts
 from ..methods.advantages import ADVANTAGES
 from ..methods.credit import CreditFunction
 from ..methods.losses import LOSSES

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import UserError
 from ..loop.learner import Learner
+from ..loop.learning import LearningParts
 from ..loop.metrics import Stopwatch
-from ..loop.parts import LearningParts
 from ..loop.policies import Policies
 from ..methods.papers import OWN_SELECTION
 from ..model.loading import load_tokenizer

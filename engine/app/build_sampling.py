@@ -17,11 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..errors import UserError
 from ..loop import preflight
 from ..loop.budget import Budget
+from ..loop.callback import CallbackRule
 from ..loop.demonstrations import Demonstrations
 from ..loop.fleet import Fleet
-from ..loop.parts import SamplingParts, Trained
 from ..loop.prompts import Prompt
-from ..loop.publication import TrainedModel
+from ..loop.publication import Publication, Trained
+from ..loop.sampling import SamplingParts
 from ..loop.sources import PromptSource
 from ..methods.groups import GROUP_CALLBACKS, GroupCallback, HintLadder
 from ..methods.schedules import Schedule, at_step, find_schedule, scheduled
@@ -41,29 +42,23 @@ from ..tasks import Problem
 
 def sampling_parts(
     config: TrainConfig,
-    trained: Trained,
     sampler: RolloutEngine | Fleet,
     tokenizer: PreTrainedTokenizerBase,
     source: PromptSource,
     rewards: Rewards,
-    context: Context,
     others: Mapping[str, RolloutEngine] = MappingProxyType({}),
 ) -> SamplingParts:
     """Make the parts with which `Controller` samples and judges.
 
     Args:
-        trained: the policy that is trained.
         sampler: the engine of this process, or the engines of others, which sample on their own during updates.
-        context: the run's values, for what the callback asks.
         others: the engines of further policies, by name.
 
     Raises:
-        UserError: the program or the callback is unknown or refuses its options.
+        UserError: the program is unknown or refuses its options.
     """
-    loop = config.loop
     here = isinstance(sampler, RolloutEngine)
     on_cpu = here and config.rollout.backend == "native" and choose_device(config.model.device).type == "cpu"
-    same = isinstance(trained, TrainedModel) and getattr(sampler, "model", None) is trained.model
     program = rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards))
     return SamplingParts(
         sampler=LocalSampler(sampler, program) if isinstance(sampler, RolloutEngine) else sampler,
@@ -72,20 +67,30 @@ def sampling_parts(
         program=program,
         program_name=config.rollout.program,
         params=sampling_params(config.rollout),
-        budget=budget(config),
         seed=config.seed,
-        over_sampling=over_sampling(loop),
-        callback=group_callback(config, context),
-        callback_name=loop.callback,
-        trains_plain=loop.train_context == "plain",
-        max_dropped_batches=loop.max_dropped_batches,
         on_failure=config.reward.on_failure,
-        overlaps=loop.overlaps(on_cpu=on_cpu),
+        overlaps=config.loop.overlaps(on_cpu=on_cpu),
         on_cpu=on_cpu,
-        keep_keys=loop.keep_keys,
         colocated=config.placement.layout == "colocated",
-        trained=None if same or not config.trainer.self_check else trained,
         others={name: LocalSampler(engine, "flat") for name, engine in others.items()},
+    )
+
+
+def publication(
+    config: TrainConfig, parts: SamplingParts, trained: Trained, note: Callable[[str], object], *, own_weights: bool
+) -> Publication:
+    """Make what sends the policy to the sampler of ``parts``.
+
+    Args:
+        trained: the policy that is trained.
+        own_weights: the sampler has a copy of the weights, which is compared with ``trained``.
+    """
+    return Publication(
+        parts.sampler,
+        note,
+        trained=trained if own_weights and config.trainer.self_check else None,
+        others=parts.others,
+        keep_keys=config.loop.keep_keys,
     )
 
 
@@ -183,6 +188,14 @@ def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedMode
         return model
     copied = plain_copy(model) if has_lora(model) else copy.deepcopy(model)
     return copied.requires_grad_(False)
+
+
+def callback_rule(config: TrainConfig, context: Context) -> CallbackRule | None:
+    """Return the group callback with what its answers may do; None without one. Raises as `group_callback`."""
+    function, loop = group_callback(config, context), config.loop
+    if function is None or loop.callback is None:
+        return None
+    return CallbackRule(function, loop.callback, loop.train_context == "plain", loop.max_dropped_batches)
 
 
 def group_callback(config: TrainConfig, context: Context) -> GroupCallback | None:

@@ -16,7 +16,7 @@ from ..errors import UserError
 from ..loop.fleet import Fleet
 from ..loop.hosted import HostedRewards
 from ..loop.judging import decode
-from ..loop.parts import LearningParts
+from ..loop.learning import LearningParts
 from ..loop.rank import Rank
 from ..loop.ranks import Ranks
 from ..loop.workers import Role, Workers

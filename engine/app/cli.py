@@ -234,7 +234,6 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
 def _run(args: argparse.Namespace, config: TrainConfig, of_several: bool) -> None:
     """Run one training; a stage of several begins anew where there is nothing to resume."""
     from ..freed_memory import keep_freed_memory
-    from ..loop.orchestrator import Orchestrator
     from ..loop.preflight import holds_a_run
     from .build import build
     from .console import Console
@@ -243,7 +242,7 @@ def _run(args: argparse.Namespace, config: TrainConfig, of_several: bool) -> Non
     keep_freed_memory()
     resume = args.resume and (not of_several or holds_a_run(config.run_dir))
     with Console() as console:
-        summary = Orchestrator(build(config, console=console, resume=resume, replay=args.replay)).run()
+        summary = build(config, console=console, resume=resume, replay=args.replay).run()
         console.phase("writing the report")
         if all(importlib.util.find_spec(name) for name in EXTRAS["report"]):
             from .report import write_report

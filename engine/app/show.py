@@ -17,13 +17,14 @@ from ..loop.buffer import Buffer, Group
 from ..loop.controller import Controller
 from ..loop.metrics import Stopwatch
 from ..loop.prompts import held_out
-from ..loop.publication import TrainedModel
+from ..loop.publication import Publication
 from ..loop.replay import write_groups
 from ..parts.context import Context
 from ..settings import TrainConfig
 from .build_checks import kept_entries
 from .build_policies import further_policies
 from .build_sampling import (
+    budget,
     make_engine,
     make_run_rewards,
     prepare_model,
@@ -90,8 +91,9 @@ def _first_groups(
     source, _ = prompts_of(config, tokenizer, problems, kept_entries(config, recorded=recorded))
     context = Context(tokenizer)
     rewards = make_run_rewards(config, engine, tokenizer, context)
-    parts = sampling_parts(config, TrainedModel(model), engine, tokenizer, source, rewards, context)
-    controller = Controller(parts, Buffer(parts.budget), Stopwatch(), console)
+    parts = sampling_parts(config, engine, tokenizer, source, rewards)
+    sends = Publication(parts.sampler, console.note)
+    controller = Controller(parts, Buffer(budget(config)), sends, Stopwatch(), console)
     with rewards, controller.running(rewards):
         for note in filter(None, (rewards.note, parts.program.note)):
             console.note(f"{note}.")

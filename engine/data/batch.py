@@ -11,6 +11,7 @@ a tree larger than the budget can be split by its leaves without changing loss o
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -18,12 +19,15 @@ import torch
 from torch import Tensor
 
 from rolltree.kernels import HeadPlan, Objective, PathIndex, PolicyFields
+from rolltree.kernels.tree_recurrence import RecurrencePlan, find_segments
 
 from .columns import Array
 from .device import to_device
 from .media import Media
 from .paths import response_pairs
 from .pieces import Piece
+from .recurrence import Recurrence
+from .rows import concat_rows, distinct_rows
 from .tree import TokenTree
 
 FIELDS = frozenset(f.name for f in fields(PolicyFields))
@@ -253,3 +257,14 @@ class TreeBatch:
             )
             first_target += count
         return out
+
+
+_made: weakref.WeakKeyDictionary[TreeBatch, Recurrence] = weakref.WeakKeyDictionary()
+
+
+def recurrence_of(batch: TreeBatch) -> Recurrence:
+    """Return the recurrence of a batch of whole trees; its plan is made once, from the trees on the host."""
+    if batch not in _made:
+        end = concat_rows([distinct_rows(tree) for tree in batch.trees]).end
+        _made[batch] = Recurrence(RecurrencePlan.make(find_segments(end), device=batch.input_ids.device))
+    return _made[batch]

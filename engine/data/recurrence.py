@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +12,6 @@ from torch import Tensor
 from rolltree.kernels.tree_recurrence import RecurrencePlan, Segments, find_segments
 
 from .columns import Array
-from .rows import concat_rows, distinct_rows
-
-if TYPE_CHECKING:
-    from .batch import TreeBatch
 
 
 class Recurrence:
@@ -33,17 +28,6 @@ class Recurrence:
     def keep(self, layer: int, name: str, ends: Tensor, out: Tensor) -> Tensor:
         """Take the end states [E, ...] of a layer; return its output, through which their gradient comes."""
         return out
-
-
-_made: weakref.WeakKeyDictionary[TreeBatch, Recurrence] = weakref.WeakKeyDictionary()
-
-
-def recurrence_of(batch: TreeBatch) -> Recurrence:
-    """Return the recurrence of a batch of whole trees; its plan is made once, from the trees on the host."""
-    if batch not in _made:
-        end = concat_rows([distinct_rows(tree) for tree in batch.trees]).end
-        _made[batch] = Recurrence(RecurrencePlan.make(find_segments(end), device=batch.input_ids.device))
-    return _made[batch]
 
 
 class PieceRecurrence(Recurrence):

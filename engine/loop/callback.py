@@ -7,35 +7,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RunError, UserError
-from ..methods.groups import Accept, Add, Drop, More, Retry
+from ..methods.groups import Accept, Add, Drop, GroupCallback, More, Retry
 from ..tasks import Problem
 from .buffer import Buffer, Group, Responses, State
-from .parts import SamplingParts
 from .prompts import Prompt
 
 MOST_ATTEMPTS = 64
 """Most further requests for one group; one more drops it."""
 
 
+@dataclass(frozen=True)
+class CallbackRule:
+    """A group callback, and what its answers may do.
+
+    Attributes:
+        name: the configured name, for messages.
+        trains_plain: responses to another prompt of the callback's are trained under the problem's own.
+        max_dropped_batches: most groups that it may drop for one step, in batches.
+    """
+
+    function: GroupCallback
+    name: str
+    trains_plain: bool = False
+    max_dropped_batches: int = 16
+
+
 class Callback:
     """Follows the answers of `loop.callback`; without one every judged group is ready.
 
     Args:
-        parts: the callback, and what its answers may do.
+        rule: the callback; None for none.
         buffer: holds the groups.
+        prompt: makes another prompt of a problem.
         given: makes responses with rewards of texts that were given.
     """
 
     def __init__(
         self,
-        parts: SamplingParts,
+        rule: CallbackRule | None,
         buffer: Buffer,
+        prompt: Callable[[Problem], Prompt],
         given: Callable[[Group, Sequence[str], Sequence[float]], Responses],
     ) -> None:
-        self.parts, self.buffer, self._given = parts, buffer, given
+        self.rule, self.buffer, self._made, self._given = rule, buffer, prompt, given
         self._dropped_before = 0  # groups dropped before the step began
 
     def begin_step(self) -> None:
@@ -49,30 +67,33 @@ class Callback:
             UserError: the callback failed, or gave an invalid answer.
             RunError: it dropped too many groups.
         """
-        answer = None if self.parts.callback is None else self._ask(group)
+        if (rule := self.rule) is None:
+            self.buffer.to(group, State.READY)
+            return None
+        answer = self._ask(rule, group)
         if isinstance(answer, More | Retry) and group.attempt >= MOST_ATTEMPTS:
             answer = Drop("too_many_attempts")
         match answer:
             case None | Accept(None):
                 self.buffer.to(group, State.READY)
             case Accept(leaves) if leaves is not None:
-                with self._mistakes_told():
+                with _mistakes_told(rule):
                     self.buffer.keep(group, leaves, "replaced")
                 self.buffer.to(group, State.READY)
             case Drop(reason):
                 self.buffer.drop(group, reason)
-                self._check_drops(reason)
+                self._check_drops(rule, reason)
             case More(n, text) if n > 0:
-                if text is not None and not self.parts.trains_plain:
+                if text is not None and not rule.trains_plain:
                     raise UserError(
-                        f"loop.callback = '{self.parts.callback_name}' samples a group under two prompts; set "
+                        f"loop.callback = '{rule.name}' samples a group under two prompts; set "
                         'loop.train_context to "plain".'
                     )
                 group.other = None if text is None else self._prompt(group, text)
                 return answer
             case Retry(text, entry):
                 prompt = self._prompt(group, text, entry)
-                if self.parts.trains_plain:
+                if rule.trains_plain:
                     group.other = prompt
                 else:
                     group.prompt = prompt
@@ -80,43 +101,44 @@ class Callback:
                 return answer
             case Add(responses, rewards, leaves) if len(responses) == len(rewards):
                 if leaves is not None:
-                    with self._mistakes_told():
+                    with _mistakes_told(rule):
                         self.buffer.keep(group, leaves, "replaced")
                 group.parts.append(self._given(group, responses, rewards))
                 self.buffer.to(group, State.READY)
             case _:
                 raise UserError(
-                    f"loop.callback = '{self.parts.callback_name}' answered {answer!r}; it must be None or one of the "
+                    f"loop.callback = '{rule.name}' answered {answer!r}; it must be None or one of the "
                     "answers of rolltree.engine.methods.groups."
                 )
         return None
 
-    def _ask(self, group: Group) -> Any:
-        assert self.parts.callback is not None
+    @staticmethod
+    def _ask(rule: CallbackRule, group: Group) -> Any:
         meta = group.tree.meta
         meta |= {"problem": group.prompt.problem, "entry": group.prompt.entry}
         try:
-            return self.parts.callback(group.tree)
+            return rule.function(group.tree)
         finally:  # an open group is saved with its prompt, which holds them
             del meta["problem"], meta["entry"]
-
-    @contextmanager
-    def _mistakes_told(self) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            raise UserError(f"loop.callback = '{self.parts.callback_name}': {error}.") from error
 
     def _prompt(self, group: Group, text: str, entry: Mapping[str, Any] | None = None) -> Prompt:
         """Return another prompt for the group's problem."""
         own = group.prompt
         given = dict(own.entry if entry is None else entry)
-        return self.parts.source.prompt(Problem(own.id, own.task, text, given, images=own.images))
+        return self._made(Problem(own.id, own.task, text, given, images=own.images))
 
-    def _check_drops(self, reason: str) -> None:
-        most = self.parts.max_dropped_batches * self.buffer.budget.batch
+    def _check_drops(self, rule: CallbackRule, reason: str) -> None:
+        most = rule.max_dropped_batches * self.buffer.budget.batch
         if self.buffer.dropped.total() - self._dropped_before > most:
             raise RunError(
                 f"The group callback dropped more than {most} groups for one step (loop.max_dropped_batches), the last "
                 f"for '{reason}'; the prompts may be too easy or too hard for it."
             )
+
+
+@contextmanager
+def _mistakes_told(rule: CallbackRule) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"loop.callback = '{rule.name}': {error}.") from error

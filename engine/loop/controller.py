@@ -29,13 +29,13 @@ from ..rollout import SamplingParams
 from ..rollout.sampler import Flight, Job, LostError, WeightSource
 from .archive import Archive, NotKeptError
 from .buffer import Buffer, Group, State
-from .callback import Callback
+from .callback import Callback, CallbackRule
 from .judging import Judging, TraceCall, no_trace
 from .metrics import Stopwatch
-from .parts import SamplingParts
 from .prompts import pictures_of
 from .publication import NONE, Further, Publication
 from .runtime import Cores, Progress
+from .sampling import SamplingParts
 from .unfinished import group_state
 
 LOOK_S = 0.05
@@ -48,8 +48,10 @@ class Controller:
     Args:
         parts: the sampler, the prompts and the settings.
         buffer: holds the groups.
+        publication: sends the policy to the sampler.
         watch: accounts for the caller's time.
         console: shows the progress.
+        rule: the group callback; None accepts all judged groups.
         trace: records the times at which the sampler and the verifier worked.
     """
 
@@ -57,13 +59,15 @@ class Controller:
         self,
         parts: SamplingParts,
         buffer: Buffer,
+        publication: Publication,
         watch: Stopwatch,
         console: Progress,
+        rule: CallbackRule | None = None,
         trace: TraceCall = no_trace,
     ) -> None:
         self.parts, self.buffer, self.watch, self.console, self.trace = parts, buffer, watch, console, trace
         self.sampler, self.source = parts.sampler, parts.source
-        self.publication = Publication(parts, console.note)
+        self.publication = publication
         self._params = parts.params  # of the step for which the sampler works
         self._sampling: dict[Group, Flight] = {}
         self._began: dict[Flight, tuple[int, Group]] = {}  # the groups of `_sampling`, with their numbers there
@@ -77,7 +81,9 @@ class Controller:
         self._settles_at_once = False  # at staleness 0, a group is ready before its round has ended
         self._error: BaseException | None = None
         self.restarted: Counter[str] = Counter()  # unfinished groups that began again, by reason
-        self.callback = Callback(parts, buffer, lambda *given: self.judging.given(*given))
+        self.callback = Callback(
+            rule, buffer, lambda problem: self.source.prompt(problem), lambda *given: self.judging.given(*given)
+        )
         self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets and their seeds
         self.cores = Cores(shared=parts.overlaps and parts.on_cpu)
 
@@ -116,7 +122,7 @@ class Controller:
         if self.parts.overlaps and self._thread is None:
             self._thread = threading.Thread(target=self._keep_sampling, name="rolltree-sampling", daemon=True)
             self._thread.start()
-        self._settles_at_once = ahead is not None and self.parts.callback is None and not self.judging.in_turn
+        self._settles_at_once = ahead is not None and self.callback.rule is None and not self.judging.in_turn
         while True:
             with self.cores.left_to_sampler():
                 while (found := self._batch_or_group(offers=ahead is not None)) is None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..rewards import Rewards
+from ..rollout import SamplingParams
 from ..rollout.sampler import Job, Sampler
 from .buffer import Responses
 from .failures import unsampled
 from .judging import decode, item
-from .parts import EvaluationParts
-from .prompts import pictures_of
+from .prompts import Prompt, pictures_of
 from .runtime import Progress
 
 SOLVED = 1.0 - 1e-6
@@ -21,35 +23,40 @@ SOLVED = 1.0 - 1e-6
 class Evaluation:
     """Answers held-out problems with the sampler's weights.
 
+    Args:
+        params: sampling parameters of the answers.
+        every: steps between two evaluations; 0 evaluates only before and after the run.
+
     Attributes:
         first, last: the first and the latest accuracy; None before there is one.
     """
 
     def __init__(
         self,
-        parts: EvaluationParts,
+        problems: Sequence[Prompt],
+        params: SamplingParams,
+        every: int,
         sampler: Sampler,
         tokenizer: PreTrainedTokenizerBase,
         console: Progress,
     ) -> None:
-        self.parts, self.problems, self.sampler = parts, parts.problems, sampler
-        self.tokenizer, self.console = tokenizer, console
+        self.problems, self.params, self.every = problems, params, every
+        self.sampler, self.tokenizer, self.console = sampler, tokenizer, console
         self.first: float | None = None
         self.last: float | None = None
 
     def due(self, step: int, steps: int) -> bool:
         """Return whether the problems are to be answered after ``step`` of ``steps``: always after the last one."""
-        every = self.parts.every
         if not self.problems:
             return False
-        return step == steps or (every > 0 and step % every == 0)
+        return step == steps or (self.every > 0 and step % self.every == 0)
 
     def run(self, step: int, rewards: Rewards) -> dict[str, float]:
         """Answer all problems and return the metrics; empty if there are no problems."""
         if not self.problems:
             return {}
         self.console.phase("evaluating")
-        params = self.parts.params
+        params = self.params
         jobs = [
             Job(p.token_ids, params, params.seed, p.context, pictures=pictures_of(p, self.tokenizer))
             for p in self.problems

@@ -18,7 +18,7 @@ from ..train import checkpoint
 from ..train.checkpoint import Saved
 from ..train.phases import Phases
 from ..train.trainer import Trainer
-from .parts import LearningParts
+from .learning import LearningParts
 
 
 class Learned:

@@ -33,8 +33,8 @@ from ..train.phases import MODEL, Phases, Span
 from ..train.terms import TokenTerm
 from ..train.trainer import Metrics, Weighted
 from .learned import Learned
+from .learning import Ahead, LearningParts
 from .metrics import Stopwatch, Sums
-from .parts import Ahead, LearningParts
 from .utilization import Mfu
 
 Score = Callable[[Sequence[TokenTree], float], object]

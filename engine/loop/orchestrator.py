@@ -8,7 +8,6 @@ a resumed run repeats the uninterrupted one.
 from __future__ import annotations
 
 import gc
-import math
 import shutil
 import time
 from collections import Counter
@@ -17,39 +16,41 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
-from torch import Tensor
-
-from ..data.segment import Text
 from ..data.tree import TokenTree
-from ..errors import RunError, UserError
-from ..methods.schedules import at_step
+from ..errors import UserError
+from ..methods.schedules import Schedule, at_step
 from ..model.processor import copy_processor
-from ..parts.calling import call
+from ..parts.context import Context
+from ..rewards import Rewards
 from ..settings.training import MOST_OVER_SAMPLING
 from ..train import checkpoint
 from . import preflight
-from .archive import Archive, NotKeptError
+from .budget import Budget
 from .buffer import Buffer, Group
+from .callback import CallbackRule
+from .checkpoints import Checkpoints, Keeping
 from .controller import Controller
+from .demonstrations import Demonstrations
 from .describe import describe, describe_lag, describe_replay
 from .evaluation import Evaluation
 from .failures import Failures
+from .learning import Learning, RanksLostError
 from .metrics import Idle, MetricsLog, Stopwatch, Sums
-from .parts import Parts, RanksLostError
-from .publication import Further
+from .publication import Publication, further
 from .replay import Replay
-from .rollout_files import texts_of, write_step
-from .runtime import Stopping
+from .replay_store import ReplayStore
+from .rollout_files import write_step
+from .runtime import Progress, Stopping
+from .sampling import SamplingParts
 from .trace import Trace
-from .trackers import Trackers
-from .unfinished import RESTARTED
+from .trackers import Tracked, Trackers
 from .utilization import GpuMonitor
+from .workers import Workers
 
 T = TypeVar("T")
-OPEN, OWN = "open/", "own/"
-"""Name prefixes in a checkpoint: tensors of open groups, tensors of the prompts' source and other parts."""
 
 
 @dataclass(frozen=True)
@@ -68,52 +69,130 @@ class RunSummary:
     """One line for each kind of failure: responses that could not be sampled or judged."""
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """Directory and length of a run.
+
+    Attributes:
+        toml: the resolved configuration as text, kept in the directory.
+        document: the same configuration as plain values, for trackers.
+        max_bad_steps: consecutive steps without a sampled response after which the run stops.
+        max_failed_steps: consecutive steps without a verdict after which the run stops.
+        max_batch_rows: sequences that the engine decodes together.
+        keeping: what the run's checkpoints keep.
+    """
+
+    name: str
+    directory: Path
+    steps: int
+    toml: str
+    document: dict[str, Any]
+    trackers: Sequence[str]
+    max_bad_steps: int
+    max_failed_steps: int
+    max_batch_rows: int
+    keeping: Keeping
+
+
 class Orchestrator:
-    """A training run in its directory; see the module's description.
+    """A training run in its directory; see the module's description. `rolltree.engine.build` makes one from a
+    configuration.
 
     Args:
-        parts: the parts of the run, as `rolltree.engine.build` makes them from a configuration.
+        sampling: what samples, and from which prompts.
+        publication: sends the policy to the sampler.
+        budget: how many groups may be open.
+        learner: makes the object that trains, from the run's stopwatch and a function that is called with sentences
+            for the user.
+        evaluation: answers the held-out problems.
+        rewards: the verifiers; the run enters them, which starts their processes, and closes them.
+        check_rewards: makes the entered ``rewards`` read each known problem once; returns a sentence about those that
+            cannot be judged, or an empty text.
+        demonstrations: trees that are given, not sampled.
+        console: shows the progress.
+        rule: the group callback; None accepts all judged groups.
+        over_sampling: factor of ``budget`` by the step, at staleness 0.
+        saved: the checkpoint from which a resumed run continues.
+        replay: a file of recorded groups to learn from instead of sampling.
+        store: groups of earlier steps to train on again.
+        context: the run's values that parts outside of the learner ask for.
+        workers: starts the run's other processes; the run closes it. None if it has none.
+        stateful: objects outside of the learner whose state is in checkpoints, by the key of the configuration that
+            names each; they have ``state_dict`` and ``load_state_dict``.
 
     Raises:
         UserError: a replay cannot be read, or the run asks for staleness with it.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts, self.options, self.console = parts, parts.options, parts.console
-        sampling, console = parts.sampling, parts.console
+    def __init__(
+        self,
+        options: RunOptions,
+        *,
+        sampling: SamplingParts,
+        publication: Publication,
+        budget: Budget,
+        learner: Callable[[Stopwatch, Callable[[str], object]], Learning],
+        evaluation: Evaluation,
+        rewards: Rewards,
+        check_rewards: Callable[[], str],
+        demonstrations: Demonstrations,
+        console: Progress,
+        rule: CallbackRule | None = None,
+        over_sampling: Schedule = 1.0,
+        saved: checkpoint.Checkpoint | None = None,
+        replay: Path | None = None,
+        store: ReplayStore | None = None,
+        context: Context | None = None,
+        workers: Workers | None = None,
+        stateful: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.options, self.sampling, self.console = options, sampling, console
         self.tokenizer, self.sampler = sampling.tokenizer, sampling.sampler
-        self.source, self.demonstrations = sampling.source, parts.demonstrations
-        self.log = MetricsLog(self.options.directory / "metrics.jsonl")
-        self.trace = Trace(self.options.directory / "trace.json")
+        self.source, self.demonstrations = sampling.source, demonstrations
+        self.rewards, self.check_rewards = rewards, check_rewards
+        self.rule, self.over_sampling = rule, over_sampling
+        self.saved, self.store, self.workers, self.stateful = saved, store, workers, stateful
+        self.context = context or Context()
+        self.evaluation = evaluation
+        self.log = MetricsLog(options.directory / "metrics.jsonl")
+        self.trace = Trace(options.directory / "trace.json")
         self.watch = Stopwatch(told=partial(self.trace.add, "learner"))
-        self.idle = Idle(self.options.max_batch_rows)
+        self.idle = Idle(options.max_batch_rows)
         self.failures = {
             "rollout": Failures(
                 "rollout",
                 "responses could not be sampled",
-                limit=self.options.max_bad_steps,
+                limit=options.max_bad_steps,
                 key="trainer.max_bad_steps",
                 remedy="look into the weights and the last rollouts",
             ),
             "reward": Failures(
                 "reward",
                 "responses could not be judged",
-                limit=self.options.max_failed_steps,
+                limit=options.max_failed_steps,
                 key="reward.max_failed_steps",
                 remedy="mend the verifier, or raise reward.timeout_s if it needs longer",
             ),
         }
-        self.learner = parts.learner(self.watch, console.note)
-        self.buffer = Buffer(sampling.budget)
-        given = (sampling, self.buffer, self.watch, console, self.trace.add)
-        self.controller = Controller(*given) if parts.replay is None else Replay(parts.replay, *given)
-        self.evaluation = Evaluation(parts.evaluation, self.sampler, self.tokenizer, console)
+        self.learner = learner(self.watch, console.note)
+        self.buffer = Buffer(budget)
+        given = (sampling, self.buffer, publication, self.watch, console, rule, self.trace.add)
+        self.controller = Controller(*given) if replay is None else Replay(replay, *given)
+        self.checkpoints = Checkpoints(
+            options.directory,
+            options.keeping,
+            self.controller,
+            self.learner,
+            demonstrations,
+            evaluation,
+            self.failures,
+            self.context,
+            stateful,
+        )
         self.stopping = Stopping(console.note)
         self._row: dict[str, float] = {}  # of the last step
         self._dropped: Counter[str] = Counter()  # groups dropped up to the last step, by reason
         self._asked_again = 0  # items of `Rewards.asked_again` that are counted
-        self._saved_step = -1
-        self._best: tuple[float, int] | None = None  # value of `checkpoint.best`, and the step
 
     @property
     def step(self) -> int:
@@ -129,10 +208,10 @@ class Orchestrator:
         begin = time.perf_counter()
         self.console.start(self.options.steps)
         # Everything has loaded before the directory is made, so an early mistake leaves no files.
-        workers = self.parts.workers
-        with nullcontext() if workers is None else closing(workers), closing(self.sampler), self.parts.rewards:
+        workers = self.workers
+        with nullcontext() if workers is None else closing(workers), closing(self.sampler), self.rewards:
             self.console.phase("reading the reference answers")
-            if note := self.parts.check_rewards():
+            if note := self.check_rewards():
                 self.console.note(f"{note}.")
             export = self._train()
         return RunSummary(
@@ -148,11 +227,13 @@ class Orchestrator:
 
     def _train(self) -> Path:
         """Take the steps and export the model; return its directory."""
-        steps, saved, rewards = self.options.steps, self.parts.saved, self.parts.rewards
+        steps, saved, rewards = self.options.steps, self.saved, self.rewards
         with preflight.held(self.options.directory), self.controller.running(rewards):
-            for note in filter(None, (rewards.note, self.parts.sampling.program.note)):
+            for note in filter(None, (rewards.note, self.sampling.program.note)):
                 self.console.note(f"{note}.")
-            self.trackers = Trackers(self.options, saved.step if saved else 0, self.console.note)
+            run = Tracked(self.options.name, self.options.directory, self.options.document)
+            done = saved.step if saved else 0
+            self.trackers = Trackers(self.options.trackers, run, done, self.console.note)
             self._recovered(self._begin if saved is None else partial(self._restore, saved))
             self.monitor = GpuMonitor.of(self.learner.device, self.console.note)
             with self.stopping.on_signals(), closing(self.trackers), closing(self.monitor), _only_new_garbage():
@@ -162,7 +243,8 @@ class Orchestrator:
                 if self.step < steps:
                     self._recovered(self._save_last)
                     raise KeyboardInterrupt
-            self._check_best()
+            if note := self.checkpoints.without_best():
+                self.console.note(note)
             self.console.phase("exporting")
             return self._recovered(self._export)
 
@@ -171,7 +253,7 @@ class Orchestrator:
         self.watch.restart()
         self.controller.publication.check(self.learner.weights(), 0)
         row = self._evaluate() | self.watch.read()
-        self._save(row)  # from now on the run can be resumed
+        self.checkpoints.save(0, row)  # from now on the run can be resumed
         self.log.append(0, row)
         self.trackers.log(0, row)
 
@@ -200,46 +282,65 @@ class Orchestrator:
     def _step(self) -> None:
         step = self.step + 1
         sums = Sums()
-        self.parts.context.at(step, self._row)
-        for name, option in self.parts.context.schedules.items():
-            sums.add(f"schedule/{name}", option.now())
-        self._over_sample(step, sums)
-        params = self.learner.sampling(step, self.parts.sampling.params)
+        self._begin_step(step, sums)
+        params = self.learner.sampling(step, self.sampling.params)
         ahead = None if self.learner.ahead is None else partial(self.learner.ahead, step)
         batch = self.controller.next_batch(params, ahead)
-        trees = [group.tree for group in batch]
-        for group, tree in zip(batch, trees, strict=True):
-            tree.meta["entry"] = group.prompt.entry
-        self._record(batch, sums)
-        if self.buffer.budget.staleness:
-            describe_lag(batch, self.step, sums)
-        elif self.parts.sampling.callback is not None:
-            ready = len(self.buffer.open)  # the batch and its surplus
-            sums.add("group/kept_ratio", ready, ready + len(self.buffer.fallen))
-        describe(trees, params.max_new_tokens, sums)
-        self.console.phase("updating")
-        given = self.demonstrations.next()
-        store, kept, replayed = self.parts.store, [], list[TokenTree]()
-        if store is not None:
-            kept, replayed = store.snapshot(batch), store.draw(step)
-            describe_replay(replayed, self.learner.updates, sums)
-        with self.controller.at_rest():
-            changed = self.learner.update(trees + replayed, given, step, sums)
-        if store is not None:
-            store.add(kept, trees, step)
+        self._describe(batch, params.max_new_tokens, sums)
+        changed = self._update(batch, step, sums)
         with self.watch.part("dump_rollout_generations"):
             if batch:
                 write_step(self.options.directory, step, batch)
         weights = self.learner.weights() if changed else None
-        self.controller.end_step(batch, weights, self.learner.updates, self._others())
+        self.controller.end_step(batch, weights, self.learner.updates, further(self.learner))
         self.controller.observe(batch, partial(self.learner.credit, step=step))
+        self._row = self._measured(step, [group.tree for group in batch], sums)
+        self._end_step(step)
+
+    def _begin_step(self, step: int, sums: Sums) -> None:
+        """Set everything that changes with the step."""
+        self.context.at(step, self._row)
+        for name, option in self.context.schedules.items():
+            sums.add(f"schedule/{name}", option.now())
+        self._over_sample(step, sums)
+
+    def _describe(self, batch: Sequence[Group], max_new_tokens: int, sums: Sums) -> None:
+        """Record what was sampled and judged for the step."""
+        self._record(batch, sums)
+        if self.buffer.budget.staleness:
+            describe_lag(batch, self.step, sums)
+        elif self.rule is not None:
+            ready = len(self.buffer.open)  # the batch and its surplus
+            sums.add("group/kept_ratio", ready, ready + len(self.buffer.fallen))
+        describe([group.tree for group in batch], max_new_tokens, sums)
+
+    def _update(self, batch: Sequence[Group], step: int, sums: Sums) -> bool:
+        """Learn from the batch, from groups of earlier steps and from demonstrations; return True if the policy has
+        changed."""
+        self.console.phase("updating")
+        trees = [group.tree for group in batch]
+        for group, tree in zip(batch, trees, strict=True):
+            tree.meta["entry"] = group.prompt.entry
+        given = self.demonstrations.next()
+        kept, replayed = [], list[TokenTree]()
+        if self.store is not None:
+            kept, replayed = self.store.snapshot(batch), self.store.draw(step)
+            describe_replay(replayed, self.learner.updates, sums)
+        with self.controller.at_rest():
+            changed = self.learner.update(trees + replayed, given, step, sums)
+        if self.store is not None:
+            self.store.add(kept, trees, step)
+        return changed
+
+    def _measured(self, step: int, trees: Sequence[TokenTree], sums: Sums) -> dict[str, float]:
+        """Return the metrics of the step, and evaluate if it is time."""
         for reason, count in (self.buffer.dropped - self._dropped).items():
             sums.count(f"group/dropped_{reason}", count)
         self._dropped = self.buffer.dropped.copy()
         for reason, count in self.controller.restarted.items():
             sums.count(f"group/restarted_{reason}", count)
         self.controller.restarted.clear()
-        if again := self.parts.rewards.asked_again - self._asked_again:
+        if again := self.rewards.asked_again - self._asked_again:
             sums.count("reward/asked_again", again)
             self._asked_again += again
         metrics = sums.means()
@@ -252,16 +353,18 @@ class Orchestrator:
         metrics["perf/unique_tokens_per_s"] = sum(t.num_tokens for t in trees) / times["timing_s/step"]
         metrics |= self.idle.read(times, self.sampler.tally) | self.learner.utilization(times)
         metrics |= self.monitor.read()
-        row = metrics | times
-        self._row = row
-        if step % self.options.save_every == 0 or step == self.options.steps or self.stopping.asked:
+        return metrics | times
+
+    def _end_step(self, step: int) -> None:
+        """Save a checkpoint if it is time, then write and show the metrics."""
+        if self.checkpoints.due(step) or step == self.options.steps or self.stopping.asked:
             self.console.phase("saving a checkpoint")
             with self.watch.part("checkpoint"):  # counted in the next step: the checkpoint holds this row
-                self._save(row)
-        self.log.append(step, row)
-        self.trackers.log(step, row)
+                self.checkpoints.save(step, self._row)
+        self.log.append(step, self._row)
+        self.trackers.log(step, self._row)
         self.trace.flush()
-        self.console.step(step, row)
+        self.console.step(step, self._row)
 
     def _record(self, batch: Sequence[Group], sums: Sums) -> None:
         """Record the rewards and failures of a batch."""
@@ -281,12 +384,9 @@ class Orchestrator:
         skipped = sum(verdict.skipped is not None for verdict in verdicts)
         self.failures["reward"].record(reasons, len(verdicts), sums, self.console, skipped=skipped)
 
-    def _others(self) -> Further:
-        return {name: (learner.weights(), learner.updates) for name, learner in self.learner.policies.items()}
-
     def _over_sample(self, step: int, sums: Sums) -> None:
         """Let the rounds of ``step`` admit as many groups as `loop.over_sampling` says."""
-        schedule, buffer = self.parts.sampling.over_sampling, self.buffer
+        schedule, buffer = self.over_sampling, self.buffer
         factor = at_step(schedule, step, self._row)
         if not 1 <= factor <= MOST_OVER_SAMPLING:
             raise UserError(
@@ -298,116 +398,17 @@ class Orchestrator:
 
     def _evaluate(self) -> dict[str, float]:
         with self.controller.paused(), self.watch.part("eval"):
-            return self.evaluation.run(self.step, self.parts.rewards)
+            return self.evaluation.run(self.step, self.rewards)
 
-    # -- directory, checkpoints -------------------------------------------------------------------------------------
+    # -- directory --------------------------------------------------------------------------------------------------
 
     def _save_last(self) -> None:
-        if self._saved_step != self.step:
-            self._save(self._row)
-
-    def _save(self, row: dict[str, float]) -> None:
-        with self.controller.paused():  # so that groups and parts are of one moment
-            open_tensors, groups = self.controller.state_dict()
-            tensors = {f"{OPEN}{name}": tensor for name, tensor in open_tensors.items()}
-            own = Archive()
-            try:
-                stream = own.pack(self.source.state_dict())
-            except NotKeptError as error:
-                raise RunError(
-                    f"The state of data.source cannot be saved: {error} Give its rows plain values."
-                ) from error
-            known = {key: call(key, part.state_dict) for key, part in self.parts.stateful.items()}
-            states = {key: self._kept(key, state, own) for key, state in (known | self.learner.states()).items()}
-            tensors |= {f"{OWN}{name}": tensor for name, tensor in own.tensors.items()}
-        self._best = self._better(row)
-        state: dict[str, Any] = {
-            "best": self._best,
-            "demonstrations": self.demonstrations.state_dict(),
-            "prompts": stream,
-            "parts": states,
-            "buffer": self.buffer.state_dict(),
-            "groups": groups,
-            "metrics": row,
-            "accuracy": [self.evaluation.first, self.evaluation.last],
-            "failures": {name: failures.state_dict() for name, failures in self.failures.items()},
-        }
-        checkpoint.save(
-            self.options.directory / "checkpoints",
-            self.step,
-            learner=self.learner.save,
-            tensors=tensors,
-            state=state,
-            trained=self.options.trained,
-            keep=self.options.keep,
-            spare=None if self._best is None else self._best[1],
-        )
-        self._saved_step = self.step
-
-    @staticmethod
-    def _kept(key: str, state: Any, archive: Archive) -> Any:
-        try:
-            return archive.pack(state)
-        except NotKeptError as error:
-            raise RunError(
-                f"The state of {key} cannot be saved: {error} Let its state_dict return numbers, texts, arrays, and "
-                "lists and dicts of them."
-            ) from error
-
-    def _better(self, row: dict[str, float]) -> tuple[float, int] | None:
-        """Return the best checkpoint so far by `checkpoint.best`, including the present one."""
-        name = self.options.best
-        if name is None or (value := row.get(name.removeprefix("-"))) is None or not math.isfinite(value):
-            return self._best
-        value = -value if name.startswith("-") else value
-        return (value, self.step) if self._best is None or value > self._best[0] else self._best
-
-    def _check_best(self) -> None:
-        if (name := self.options.best) is not None and self._best is None:
-            self.console.note(f"No checkpoint was kept for checkpoint.best = '{name}': no step that was saved has it.")
+        if self.checkpoints.saved_step != self.step:
+            self.checkpoints.save(self.step, self._row)
 
     def _restore(self, saved: checkpoint.Checkpoint) -> None:
-        state = saved.state
-        self._row = state["metrics"] if saved.step else {}
-        self.parts.context.at(saved.step + 1, self._row)
-        self.learner.load(saved.learner, state["learner"])
-        self.demonstrations.load_state_dict(state["demonstrations"])
-        self._best = None if state["best"] is None else (state["best"][0], state["best"][1])
-        self._saved_step = saved.step
-        own = Archive(_named(saved.tensors, OWN))
-        self.source.load_state_dict(own.unpack(state["prompts"]))
-        states = {key: own.unpack(packed) for key, packed in state["parts"].items()}
-        for key, part in self.parts.stateful.items():
-            call(key, part.load_state_dict, states[key])
-        self.learner.restore(states)
-        self.buffer.load_state_dict(state["buffer"])
+        self._row = self.checkpoints.restore(saved, self.log, self.console.note)
         self._dropped = self.buffer.dropped.copy()
-        self.controller.publication.send(self.learner.weights(), self.learner.updates, self._others())
-        self.controller.load_state_dict(_named(saved.tensors, OPEN), state["groups"])
-        self._remember_rollouts(saved.step)
-        for name, failures in self.failures.items():
-            failures.load_state_dict(state["failures"][name])
-        self.evaluation.first, self.evaluation.last = state["accuracy"]
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        there = self.log.rewind(saved.step, self.options.directory / f"metrics.before-resume-{stamp}.jsonl")
-        if saved.step not in there:
-            self.log.append(saved.step, state["metrics"])  # the run was killed between the checkpoint and its row
-        if lost := set(range(saved.step)) - there:
-            self.console.note(f"'{self.log.path}' lacks the rows of {len(lost)} steps before step {saved.step}.")
-        checkpoint.restore_generators(*saved.generators)
-        self.console.note(f"Resuming after step {saved.step}.")
-        for reason, count in self.controller.restarted.items():
-            self.console.note(f"{count} unfinished groups are begun anew: {RESTARTED.get(reason, reason)}.")
-
-    def _remember_rollouts(self, step: int) -> None:
-        """Let the sampler draft from the rollouts up to ``step``: the latest files that fit."""
-        room, files = self.options.remembered_tokens, list[list[Text]]()
-        while room > 0 and step > 0:
-            files.append(texts_of(self.options.directory, step))
-            room -= sum(len(text.before) + len(text.tokens) for text in files[-1])
-            step -= 1
-        for texts in reversed(files):
-            self.sampler.remember(texts)
 
     def _export(self) -> Path:
         """Write a Hugging Face directory that plain transformers loads, and return its path.
@@ -426,11 +427,6 @@ class Orchestrator:
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
         return target
-
-
-def _named(tensors: Mapping[str, Tensor], beginning: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with ``beginning``, by the rest of their names."""
-    return {name.removeprefix(beginning): tensor for name, tensor in tensors.items() if name.startswith(beginning)}
 
 
 @contextmanager

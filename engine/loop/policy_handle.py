@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from ..data.columns import Array
 from ..errors import UserError
 from ..parts.context import Context
-from ..rollout.sampler import Job
-from .parts import SamplingParts
+from ..rollout import SamplingParams
+from ..rollout.sampler import Job, Sampler
 
 
 class Policy:
@@ -22,16 +22,28 @@ class Policy:
     the calls before in it, so that a resumed run gets the same.
 
     Args:
-        parts: the run's sampler, with its sampling parameters.
+        sampler: the run's.
+        params: the run's sampling parameters.
         context: knows the step.
         seed: the run's.
         chat: prompts are texts of the chat template, which have the special tokens that they need.
+        answered_by: name of the run's program if it answers held-out problems itself, so that there are no plain
+            responses; None otherwise.
     """
 
     def __init__(
-        self, parts: SamplingParts, tokenizer: PreTrainedTokenizerBase, context: Context, seed: int, *, chat: bool
+        self,
+        sampler: Sampler,
+        tokenizer: PreTrainedTokenizerBase,
+        params: SamplingParams,
+        context: Context,
+        seed: int,
+        *,
+        chat: bool,
+        answered_by: str | None,
     ) -> None:
-        self._parts, self._tokenizer, self._context, self._seed, self._chat = parts, tokenizer, context, seed, chat
+        self._sampler, self._tokenizer, self._params = sampler, tokenizer, params
+        self._context, self._seed, self._chat, self._answered_by = context, seed, chat, answered_by
         self._calls = (0, 0)  # a step, and the calls in it
 
     def generate(
@@ -52,12 +64,12 @@ class Policy:
             UserError: the run's program answers held-out problems itself, so that it has no plain responses.
             ValueError: an argument is out of range.
         """
-        if self._parts.program.answers_held_out:
+        if self._answered_by is not None:
             raise UserError(
-                f"`policy.generate` samples plain responses, and rollout.program = '{self._parts.program_name}' "
+                f"`policy.generate` samples plain responses, and rollout.program = '{self._answered_by}' "
                 "answers all problems in its own way; use `policy.score`, or another program."
             )
-        own = self._parts.params
+        own = self._params
         params = replace(
             own,
             n=n,
@@ -72,14 +84,14 @@ class Policy:
             self._tokenizer.batch_decode(
                 [tree.token_id[tree.response_rows(leaf)] for leaf in range(tree.num_leaves)], skip_special_tokens=True
             )
-            for tree in self._parts.sampler.generate(jobs)
+            for tree in self._sampler.generate(jobs)
         ]
 
     def score(self, prompts: Sequence[str], continuations: Sequence[str]) -> list[Array]:
         """Return the log-probs ``[tokens]`` (fp32, nats, at temperature 1) of a continuation of each prompt; none of an
         empty one."""
         wanted = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in continuations]
-        found = self._parts.sampler.score(self._ids(prompts), [[ids] if ids else [] for ids in wanted])
+        found = self._sampler.score(self._ids(prompts), [[ids] if ids else [] for ids in wanted])
         return [some[0] if some else np.zeros(0, np.float32) for some in found]
 
     def _ids(self, prompts: Sequence[str]) -> list[list[int]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,8 +28,8 @@ from ..data.tree import TokenTree
 from ..errors import RunError
 from ..model.self_check import sampled_error, trees_fit, usual_tokens
 from ..rollout.digest import Held, digests
-from ..rollout.sampler import WeightSource
-from .parts import SamplingParts
+from ..rollout.sampler import Sampler, WeightSource
+from .learning import Learning
 
 PROMPT_TOKENS, RESPONSES, RESPONSE_TOKENS = 32, 4, 8
 """Size of the canary; inferred, so that the prompt fills a page of the KV cache and the responses share it."""
@@ -38,6 +39,24 @@ NONE: Further = MappingProxyType({})
 REMEDY = (
     "the run would train on another policy's samples; use another version of the backend, or rollout.backend = 'native'"
 )
+
+
+def further(learner: Learning) -> Further:
+    """Return the weights of the further policies of ``learner``."""
+    return {name: (other.weights(), other.updates) for name, other in learner.policies.items()}
+
+
+class Trained(Protocol):
+    """The trained policy, with which a sampler that has a copy of the weights is compared."""
+
+    def usual_tokens(self) -> Array:
+        """Return the tokens [n] int64 of the vocabulary that have no meaning of their own."""
+        ...
+
+    def sampled_error(self, trees: Sequence[TokenTree]) -> float:
+        """Return the mean absolute difference (nats) between recorded log-probs and those of the policy; see
+        `rolltree.engine.model.self_check.sampled_error`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -57,15 +76,26 @@ class Publication:
     """Sends the policy to the sampler.
 
     Args:
-        parts: the sampler, and the trained model if the sampler has a copy of its own.
         note: called with sentences for the user.
+        trained: the trained policy, with which a sampler that has a copy of its own is compared; None for no comparison.
+        others: the samplers of further policies, by name.
+        keep_keys: the sampler continues with keys that older weights computed.
 
     Attributes:
         difference: mean absolute difference (nats) of the last canary's log-probs; None before the first.
     """
 
-    def __init__(self, parts: SamplingParts, note: Callable[[str], object]) -> None:
-        self.parts, self.note = parts, note
+    def __init__(
+        self,
+        sampler: Sampler,
+        note: Callable[[str], object],
+        *,
+        trained: Trained | None = None,
+        others: Mapping[str, Sampler] = MappingProxyType({}),
+        keep_keys: bool = False,
+    ) -> None:
+        self.sampler, self.note = sampler, note
+        self.trained, self.others, self.keep_keys = trained, others, keep_keys
         self.difference: float | None = None
         self._told = False
 
@@ -78,9 +108,9 @@ class Publication:
         Raises:
             RunError: the sampler does not sample the policy of these weights.
         """
-        self.parts.sampler.load(weights, version, keep_keys=self.parts.keep_keys)
+        self.sampler.load(weights, version, keep_keys=self.keep_keys)
         for name, (theirs, updates) in others.items():
-            self.parts.others[name].load(theirs, updates, keep_keys=self.parts.keep_keys)
+            self.others[name].load(theirs, updates, keep_keys=self.keep_keys)
         self.check(weights, version)
 
     def check(self, weights: WeightSource, version: int) -> None:
@@ -89,13 +119,13 @@ class Publication:
         Raises:
             RunError: it does not.
         """
-        if self.parts.trained is None:
+        if self.trained is None:
             return
         dtype = self._check_digests(weights, version)
         trees = self._canary(version)
         if other := {v for tree in trees for v in tree.policy_version[tree.loss_mask].tolist()} - {version}:
             raise RunError(f"After update {version} the sampler records version {min(other)} for its tokens; {REMEDY}.")
-        self.difference = self.parts.trained.sampled_error(trees)
+        self.difference = self.trained.sampled_error(trees)
         if not trees_fit(self.difference, dtype):
             raise RunError(
                 f"After update {version} the sampler's log-probs of a canary prompt differ from the trained model's by "
@@ -104,7 +134,7 @@ class Publication:
 
     def _check_digests(self, weights: WeightSource, version: int) -> torch.dtype:
         """Compare the digests of all weights that the sampler holds as they are; return the lowest precision found."""
-        sent, held = weights.tensors(), self.parts.sampler.digests()
+        sent, held = weights.tensors(), self.sampler.digests()
         expected: dict[str, Held] = {}
         dtypes = {value.dtype for value in held.values()}
         for name, tensor in sent.items():  # one after the other, as ranks gather them
@@ -130,11 +160,10 @@ class Publication:
         The prompt is the same each time, so that keys which an old policy cached would be found. Where the run keeps
         such keys (`loop.keep_keys`), the prompt changes with the version instead.
         """
-        parts = self.parts
-        assert parts.trained is not None
-        longest = parts.sampler.longest or PROMPT_TOKENS + RESPONSE_TOKENS
+        assert self.trained is not None
+        longest = self.sampler.longest or PROMPT_TOKENS + RESPONSE_TOKENS
         tokens = min(RESPONSE_TOKENS, longest // 2)
-        draw = np.random.default_rng(version if parts.keep_keys else 0)
-        usual = parts.trained.usual_tokens()
+        draw = np.random.default_rng(version if self.keep_keys else 0)
+        usual = self.trained.usual_tokens()
         prompt = usual[draw.integers(len(usual), size=min(PROMPT_TOKENS, longest - tokens))]
-        return parts.sampler.probe([prompt.tolist()], n=RESPONSES, tokens=tokens, seed=version)
+        return self.sampler.probe([prompt.tolist()], n=RESPONSES, tokens=tokens, seed=version)

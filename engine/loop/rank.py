@@ -35,8 +35,8 @@ from ..train.checkpoint import Saved
 from ..train.group import Group
 from ..train.phases import Span
 from .learner import Learner
+from .learning import LearningParts
 from .metrics import Stopwatch, Sums
-from .parts import LearningParts
 from .workers import LostError, Reference
 
 # -- what travels -----------------------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ from ..rollout import SamplingParams
 from ..rollout.packed import BUCKET_BYTES, unpack_weights
 from ..train.checkpoint import Saved
 from ..train.phases import Span
+from .learning import RanksLostError
 from .metrics import Sums
-from .parts import RanksLostError
 from .rank import Digest, Facts, Given, Rank, Reply, Written, declarations
 from .workers import LostError, Reference, Worker, Workers
 

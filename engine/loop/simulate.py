@@ -25,8 +25,9 @@ from .buffer import Buffer, Group
 from .controller import Controller
 from .fleet import Fleet
 from .metrics import Stopwatch
-from .parts import SamplingParts
 from .prompts import Prompt
+from .publication import Publication
+from .sampling import SamplingParts
 from .virtual import HostModel, JudgingModel, Lengths, ModelledTree, VirtualWorkers
 
 LLAMA_3_FAILURES = 419 / (54 * 86400 * 16384)
@@ -140,11 +141,10 @@ class Simulation:
             program=make_program("flat"),
             program_name="flat",
             params=SamplingParams(n=scenario.n, max_new_tokens=1),
-            budget=scenario.budget,
             seed=scenario.seed,
-            keep_keys=scenario.keep_keys,
         )
-        self.controller = Controller(parts, self.buffer, Stopwatch(self.workers.clock), quiet)
+        publication = Publication(self.fleet, quiet.note, keep_keys=scenario.keep_keys)
+        self.controller = Controller(parts, self.buffer, publication, Stopwatch(self.workers.clock), quiet)
         judging: Any = JudgingModel(self.workers, scenario.judge_s, scenario.judges)
         self.controller.judging = judging
         self.lags: list[list[int]] = []

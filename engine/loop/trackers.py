@@ -10,13 +10,26 @@ from __future__ import annotations
 import importlib
 import math
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from ..errors import UserError
 from ..parts.calling import failure
-from .parts import RunOptions
 
 PROJECT = "rolltree"
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """The run that trackers show: its name, its directory, and its configuration as plain values."""
+
+    name: str
+    directory: Path
+    document: Mapping[str, Any]
+
+
 Log = Callable[[int, dict[str, float]], object]
 End = Callable[[], object]
 
@@ -25,6 +38,7 @@ class Trackers:
     """The trackers that the option `trackers` names.
 
     Args:
+        names: tensorboard, wandb, trackio.
         step: the last step that has ended; a resumed run continues after it.
         note: called with sentences for the user.
 
@@ -32,12 +46,12 @@ class Trackers:
         UserError: a library is not installed, or does not start.
     """
 
-    def __init__(self, options: RunOptions, step: int, note: Callable[[str], object]) -> None:
+    def __init__(self, names: Sequence[str], run: Tracked, step: int, note: Callable[[str], object]) -> None:
         self._note = note
         self._open: dict[str, tuple[Log, End]] = {}
-        for name in options.trackers:
+        for name in names:
             try:
-                self._open[name] = OPEN[name](options, step)
+                self._open[name] = OPEN[name](run, step)
             except ImportError as error:
                 self.close()
                 raise UserError(f"trackers has '{name}', which is not installed; `pip install {name}`.") from error
@@ -64,10 +78,10 @@ class Trackers:
                 self._note(f"The tracker '{name}' failed and gets no more metrics: {failure(error)}.")
 
 
-def _tensorboard(options: RunOptions, step: int) -> tuple[Log, End]:
+def _tensorboard(run: Tracked, step: int) -> tuple[Log, End]:
     importlib.import_module("tensorboard")
     writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
-        str(options.directory / "tensorboard"), purge_step=step + 1 if step else None
+        str(run.directory / "tensorboard"), purge_step=step + 1 if step else None
     )
 
     def log(step: int, row: dict[str, float]) -> None:
@@ -78,27 +92,27 @@ def _tensorboard(options: RunOptions, step: int) -> tuple[Log, End]:
     return log, writer.close
 
 
-def _wandb(options: RunOptions, step: int) -> tuple[Log, End]:
+def _wandb(run: Tracked, step: int) -> tuple[Log, End]:
     wandb = importlib.import_module("wandb")
-    file = options.directory / "wandb.id"  # so that a resumed run continues the same wandb run
+    file = run.directory / "wandb.id"  # so that a resumed run continues the same wandb run
     if not file.exists():
         file.write_text(uuid.uuid4().hex, encoding="utf-8")
     id_ = file.read_text(encoding="utf-8")
-    run = wandb.init(
-        project=PROJECT, name=options.name, id=id_, dir=str(options.directory), config=options.document, resume="allow"
+    opened = wandb.init(
+        project=PROJECT, name=run.name, id=id_, dir=str(run.directory), config=run.document, resume="allow"
     )
-    return lambda step, row: run.log(row, step=step), run.finish
+    return lambda step, row: opened.log(row, step=step), opened.finish
 
 
-def _trackio(options: RunOptions, step: int) -> tuple[Log, End]:
+def _trackio(run: Tracked, step: int) -> tuple[Log, End]:
     trackio = importlib.import_module("trackio")
-    run = trackio.init(
-        project=PROJECT, name=options.name, config=options.document, resume="allow" if step else "never", embed=False
+    opened = trackio.init(
+        project=PROJECT, name=run.name, config=run.document, resume="allow" if step else "never", embed=False
     )
-    return lambda step, row: run.log(row, step=step), run.finish
+    return lambda step, row: opened.log(row, step=step), opened.finish
 
 
-OPEN: dict[str, Callable[[RunOptions, int], tuple[Log, End]]] = {
+OPEN: dict[str, Callable[[Tracked, int], tuple[Log, End]]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
     "trackio": _trackio,

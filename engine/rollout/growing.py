@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,37 @@ from ..programs import BranchId, Fork, Given, Rewind, SegmentReport
 from .branch import Branch, Node, Request, child_seed, given
 from .sampling_params import TEMPERATURES
 
-if TYPE_CHECKING:
-    from .others import Others, Sampled
-
 Array = npt.NDArray[Any]
+
+
+class Sampled(NamedTuple):
+    """The tokens that another policy sampled for one branch."""
+
+    records: Array  # [tokens], see `sample_dtype`
+    status: LeafStatus | None
+    """As in `SegmentReport`."""
+    stop: str | None
+    error: str | None
+
+
+class FurtherPolicies(Protocol):
+    """The further policies of a run, which sample the branches of their roles; see `Others`."""
+
+    def plays(self, branch: Branch) -> bool:
+        """Return whether another policy plays the role of ``branch``."""
+        ...
+
+    def ask(self, branch: Branch, path: Array, length: int) -> None:
+        """Let the policy of the branch's role sample its next segment."""
+        ...
+
+    def step(self) -> list[tuple[Branch, int, list[Sampled] | Exception]]:
+        """Compute a step; return the branches whose segments have ended."""
+        ...
+
+    def drop(self, branches: Iterable[Branch]) -> None:
+        """Stop sampling those of ``branches`` that another policy samples."""
+        ...
 
 
 class Growing(ABC):
@@ -37,7 +65,7 @@ class Growing(ABC):
         self.vocabulary = vocabulary
         self.version = 0
         self.counts: Counter[str] = Counter()
-        self.others: Others | None = None
+        self.others: FurtherPolicies | None = None
 
     # -- interface of a backend ----------------------------------------------------------------------------------------
 

@@ -8,26 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ..data.columns import Array
-from ..data.segment import LeafStatus
 from ..programs import Action, BranchId, Finish, GroupState, RolloutProgram, SegmentReport
 from .branch import Branch, Request, child_seed, join
 from .engine import RolloutEngine
+from .growing import Sampled
 
 SEGMENTS = 1 << 32
 """Indices of seeds from here on are those of other policies' segments; no branch has as many children."""
-
-
-class Sampled(NamedTuple):
-    """The tokens that another policy sampled for one branch."""
-
-    records: Array  # [tokens], see `sample_dtype`
-    status: LeafStatus | None
-    """As in `SegmentReport`."""
-    stop: str | None
-    error: str | None
 
 
 class OneSegment(RolloutProgram):

@@ -19,7 +19,6 @@ from rolltree.bench.schema import Row, rows_at
 from rolltree.engine.app.build import build
 from rolltree.engine.app.build_sampling import prepare_model
 from rolltree.engine.app.config import load_config
-from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.kernels import Objective
 
 from ..engine.tiny import write_run
@@ -75,7 +74,7 @@ def test_the_weights_are_those_of_a_run_and_so_is_their_accuracy(toml: Path, tmp
     job_runs.flat(load_config(toml, OVERRIDES), Recorder(tmp_path, config))
     quiet: Any = job_runs._Steps(Recorder(tmp_path / "none", config))
     quiet.step = lambda *_: None
-    summary = Orchestrator(build(config.model_copy(update={"output_dir": str(tmp_path)}), console=quiet)).run()
+    summary = build(config.model_copy(update={"output_dir": str(tmp_path)}), console=quiet).run()
     ours, theirs = load_file(weights_of(tmp_path, 2)), load_file(summary.export / "model.safetensors")
     for name, weight in ours.items():
         assert torch.equal(weight, theirs[name]), name

@@ -20,10 +20,10 @@ from ...data.columns import Array
 from ...data.media import Picture
 from ...model.pictures import Features, embedded, encode
 from .routes import path_slots
+from .rows import Fill
 
 if TYPE_CHECKING:
     from ._host import KvTree
-    from .scheduler import Fill
 
 KEPT_ROWS = 1 << 14
 """Rows of the tower's output that are kept; a step's own pictures may exceed it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
@@ -15,6 +16,18 @@ with contextlib.suppress(ImportError):  # `KvCache` reports what is missing
     from ._host import push_tokens
 
 Array = npt.NDArray[Any]
+
+
+@dataclass
+class Fill:
+    """Consecutive tokens of one KV node on the path of a waiting branch."""
+
+    branch: Branch
+    node: int
+    begin: int  # offset of the first token within the node
+    count: int
+    keys_held: bool = False  # the tokens are only queried again: their keys are in the cache
+    samples: bool = False  # the last token is the branch's last: its row is sampled
 
 
 class Sampled(NamedTuple):

@@ -27,7 +27,7 @@ from ..branch import Branch, Request
 from .drafts import Drafts, cut
 from .kv_cache import KvCache, KvExhaustedError
 from .pictures import Shown, whole_part
-from .rows import RowTable
+from .rows import Fill, RowTable
 from .states import StateCache, StateStep
 from .stops import Stops
 
@@ -50,18 +50,6 @@ class Step:
     states: StateStep | None = None  # of a model with recurrent layers
     rotary: Array | None = None  # [3, N] int64, of a model whose rotary positions are not the depth (M-RoPE)
     shown: Shown | None = None  # rows of pictures
-
-
-@dataclass
-class Fill:
-    """Consecutive tokens of one KV node on the path of a waiting branch."""
-
-    branch: Branch
-    node: int
-    begin: int  # offset of the first token within the node
-    count: int
-    keys_held: bool = False  # the tokens are only queried again: their keys are in the cache
-    samples: bool = False  # the last token is the branch's last: its row is sampled
 
 
 class TooLargeError(KvExhaustedError):  # type: ignore[misc, unused-ignore]

@@ -26,11 +26,10 @@ from torch import Tensor
 from rolltree.kernels.tree_recurrence import RecurrencePlan, Segments
 
 from ...data.recurrence import Recurrence
-from .rows import RowTable
+from .rows import Fill, RowTable
 
 if TYPE_CHECKING:
     from ._host import KvTree
-    from .scheduler import Fill
 
 Array = npt.NDArray[Any]
 Key = tuple[int, int]  # serial of a KV node, position

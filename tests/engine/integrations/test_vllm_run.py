@@ -48,7 +48,7 @@ def start(toml: Path, directory: Path, *overrides: str) -> Orchestrator:
     given = ["--rollout.backend=vllm", f"--rollout.vllm_options={{{options}}}", f"--output_dir={directory}/runs"]
     given += ["--evaluation.problems=0", "--evaluation.every=0", "--trainer.lr=0.02", *overrides]
     console = Console(RichConsole(file=io.StringIO(), width=300))
-    return Orchestrator(build(load_config(toml, given), console=console))
+    return build(load_config(toml, given), console=console)
 
 
 Batches = list[list[TokenTree]]

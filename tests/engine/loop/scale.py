@@ -29,7 +29,7 @@ def train(
     """Train to the end; ``watch`` is called before."""
     config = load_config(toml, arguments)
     console = Console(RichConsole(file=io.StringIO(), width=300))
-    run = Orchestrator(build(config, console=console, resume=resume))
+    run = build(config, console=console, resume=resume)
     watch(run)
     run.run()
     return config, run

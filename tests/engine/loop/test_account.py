@@ -51,7 +51,7 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def orchestrate(toml: Path, tmp_path: Path, *extra: str) -> Orchestrator:
     config = load_config(toml, [f"--output_dir={tmp_path}", *QUIET, *extra])
-    return Orchestrator(build(config, console=Console(RichConsole(file=(tmp_path / "out").open("w")))))
+    return build(config, console=Console(RichConsole(file=(tmp_path / "out").open("w"))))
 
 
 def rows(run: Orchestrator) -> list[dict[str, float]]:

@@ -45,7 +45,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 def train(toml: Path, folder: Path, *keys: str, steps: int = 2, resume: bool = False) -> tuple[list[Any], Orchestrator]:
     config = load_config(toml, [*ALONE, f"--trainer.steps={steps}", f"--output_dir={folder}", *keys])
-    run = Orchestrator(build(config, console=Console(), resume=resume))
+    run = build(config, console=Console(), resume=resume)
     run.run()
     return [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()][1:], run
 
@@ -84,7 +84,7 @@ def test_a_run_without_rollouts_is_supervised_fine_tuning(toml: Path, tmp_path: 
     assert rows[0]["actor/grad_norm"] > 0
     assert "actor/pg_loss" not in rows[0]
     assert "reward/mean" not in rows[0] or rows[0]["reward/mean"] is None
-    assert not [name for name in run.parts.options.directory.glob("rollouts/*") if name.stat().st_size > 5000]
+    assert not [name for name in run.options.directory.glob("rollouts/*") if name.stat().st_size > 5000]
     assert run.buffer.open == {}
 
 
@@ -141,7 +141,7 @@ def test_hypo_adds_the_kl_of_rollouts_whatever_their_reward(toml: Path, tmp_path
     plain = toml.with_name("plain.toml")
     plain.write_text(toml.read_text().replace('objective = "dapo"', ""))
     config = load_config(plain, [*ALONE[2:], *keys, "--trainer.steps=2", f"--output_dir={tmp_path}", table])
-    run = Orchestrator(build(config, console=Console()))
+    run = build(config, console=Console())
     run.run()
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()][1:]
     assert rows[1]["actor/kl_loss"] > 0  # the policy has left its reference

@@ -45,7 +45,7 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def orchestrate(config: TrainConfig, *, resume: bool = False) -> tuple[Orchestrator, io.StringIO]:
     out = io.StringIO()
-    return Orchestrator(build(config, console=Console(RichConsole(file=out, width=300)), resume=resume)), out
+    return build(config, console=Console(RichConsole(file=out, width=300)), resume=resume), out
 
 
 def rows(directory: Path, *, whole: bool = True) -> list[dict]:

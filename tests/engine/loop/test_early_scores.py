@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rolltree.engine import Orchestrator, UserError, load_config
+from rolltree.engine import UserError, load_config
 from rolltree.engine.app.build import build
 from rolltree.engine.app.build_checks import check_early_scores
 from rolltree.engine.app.console import Console
@@ -164,8 +163,8 @@ class Run:
         self.calls: list[list[int]] = []
         self.trees: list[TokenTree] = []
         rewards = Late(self.calls, wanted)
-        parts = replace(build(config, console=Console()), rewards=rewards, check_rewards=lambda: "")
-        self.loop = Orchestrator(parts)
+        self.loop = build(config, console=Console())
+        self.loop.rewards, self.loop.check_rewards = rewards, str
         (role,) = self.loop.learner.roles  # type: ignore[attr-defined]
         score, update = role.score, self.loop.learner.update
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from rolltree.engine import Orchestrator, load_config
+from rolltree.engine import load_config
 from rolltree.engine.app.build import build
 from rolltree.engine.app.console import Console
 
@@ -43,7 +43,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(home)
             config = load_config(home / "examples" / f"{example}.toml", [*FAST, *overrides])
-            Orchestrator(build(config, console=Console())).run()
+            build(config, console=Console()).run()
             directory = home / config.run_dir
         rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         return rows, directory

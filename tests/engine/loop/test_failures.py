@@ -17,7 +17,7 @@ from rolltree.engine.app.cli import main
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError
-from rolltree.engine.loop.orchestrator import Orchestrator, RunSummary
+from rolltree.engine.loop.orchestrator import RunSummary
 
 from ..tiny import write_run
 
@@ -41,7 +41,7 @@ class Run:
             given += ["--reward.verifier", f"{directory}/mine.py:judge"]
         self.config = load_config(home / "tiny.toml", given)
         self.out = io.StringIO()
-        self.loop = Orchestrator(build(self.config, console=Console(RichConsole(file=self.out, width=200))))
+        self.loop = build(self.config, console=Console(RichConsole(file=self.out, width=200)))
 
     def run(self) -> RunSummary:
         return self.loop.run()
@@ -115,7 +115,7 @@ def test_counts_survive_a_resume(home: Path, tmp_path: Path) -> None:
     arguments = [*SHORT, "--trainer.steps=4", f"--output_dir={tmp_path}/runs", "--reward.max_failed_steps=3"]
     verifier = ["--reward.verifier", f"{tmp_path}/mine.py:judge"]
     config = load_config(home / "tiny.toml", [*arguments, *verifier])
-    resumed = Orchestrator(build(config, console=Console(RichConsole(file=io.StringIO())), resume=True))
+    resumed = build(config, console=Console(RichConsole(file=io.StringIO())), resume=True)
     with pytest.raises(RunError, match="for 3 steps in a row"):
         resumed.run()
     assert resumed.step == 2

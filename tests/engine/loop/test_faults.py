@@ -36,7 +36,7 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def orchestrate(toml: Path, directory: Path, *, resume: bool = False) -> Orchestrator:
     directory.mkdir(exist_ok=True)
     config = load_config(toml, [*SHORT, f"--output_dir={directory}"])
-    return Orchestrator(build(config, console=Console(RichConsole(file=(directory / "out").open("a"))), resume=resume))
+    return build(config, console=Console(RichConsole(file=(directory / "out").open("a"))), resume=resume)
 
 
 def untimed(run: Orchestrator, without: tuple[str, ...] = ()) -> list[dict[str, float]]:
@@ -109,7 +109,7 @@ def test_a_verifiers_process_that_is_killed_is_replaced(toml, tmp_path, monkeypa
 
     def kills(self, trees, given, step, sums):
         if step == 1:
-            for worker in run.parts.rewards._workers:
+            for worker in run.rewards._workers:
                 os.kill(worker.process.pid, signal.SIGKILL)
                 killed.append(worker.process.pid)
         return update(self, trees, given, step, sums)

@@ -48,7 +48,7 @@ def run(toml: Path, tmp_path: Path, *overrides: str) -> tuple[list[dict[str, flo
     fixed = ["--trainer.steps=2", "--evaluation.problems=0", "--evaluation.every=0", "--rollout.program=flat"]
     options = [*fixed, "--rollout.program_options={}", "--algorithm.advantage=group_norm", "--checkpoint.every=1"]
     config = load_config(toml, [*options, f"--output_dir={tmp_path}/runs", *overrides])
-    orchestrator = Orchestrator(build(config, console=Console()))
+    orchestrator = build(config, console=Console())
     orchestrator.run()
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -148,7 +148,7 @@ def test_parts_of_the_users_own_beside_the_configuration(toml, tmp_path):
     config = load_config(
         own, ["--trainer.steps=1", "--evaluation.problems=0", "--evaluation.every=0", f"--output_dir={tmp_path}"]
     )
-    orchestrator = Orchestrator(build(config, console=Console()))
+    orchestrator = build(config, console=Console())
     orchestrator.run()
     groups: dict[str, list[dict]] = {}
     for row in rollouts(orchestrator):

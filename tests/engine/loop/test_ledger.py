@@ -27,7 +27,7 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def orchestrate(toml: Path, name: str, *more: str, resume: bool = False) -> Orchestrator:
     config = load_config(str(toml), [f"--name={name}", *QUIET, *more])
-    return Orchestrator(build(config, console=Console(RichConsole(file=io.StringIO(), width=300)), resume=resume))
+    return build(config, console=Console(RichConsole(file=io.StringIO(), width=300)), resume=resume)
 
 
 def written(run: Orchestrator) -> int:

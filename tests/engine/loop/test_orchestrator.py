@@ -21,7 +21,6 @@ from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError, UserError
 from rolltree.engine.loop import learner
-from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.train.trainer import Trainer
 
 RECORDED = [
@@ -86,7 +85,7 @@ def configure(home, tmp_path, *overrides):
 
 
 def orchestrate(config, resume=False):
-    return Orchestrator(build(config, console=Console(RichConsole(file=io.StringIO())), resume=resume))
+    return build(config, console=Console(RichConsole(file=io.StringIO())), resume=resume)
 
 
 def rows_of(config):
@@ -299,7 +298,7 @@ def test_a_model_that_trees_do_not_fit_trains_flat(home, tmp_path, monkeypatch):
         check = str(name != "unasked").lower()
         config = configure(home, tmp_path, f"--name={name}", "--trainer.steps=1", f"--trainer.self_check={check}")
         screen = io.StringIO()
-        run = Orchestrator(build(config, console=Console(RichConsole(file=screen, width=500))))
+        run = build(config, console=Console(RichConsole(file=screen, width=500)))
         run.run()
         assert ("mean difference 0.25" in screen.getvalue()) == says
         assert run.learner._flat == says

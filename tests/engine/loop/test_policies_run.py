@@ -10,7 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +134,9 @@ class Two:
 
 def make(toml: Path, directory: Path, *overrides: str, resume: bool = False) -> Two:
     config = load_config(toml, [f"--output_dir={directory}", *overrides])
-    parts = build(config, console=Console(), resume=resume)
-    rewards = Shared(config.reward.model_dump_json(exclude={"shaping"}), parts.rewards)
-    two = Two(Orchestrator(replace(parts, rewards=rewards, check_rewards=lambda: "")))
+    two = Two(build(config, console=Console(), resume=resume))
+    rewards = Shared(config.reward.model_dump_json(exclude={"shaping"}), two.run.rewards)
+    two.run.rewards, two.run.check_rewards = rewards, str
     update = two.run.learner.update
 
     def wrapped(trees: list[TokenTree], *rest: Any) -> bool:
@@ -429,7 +429,7 @@ def test_one_policy_may_play_both_roles(two: Two, toml: Path, tmp_path: Path) ->
     alone = toml.with_name("alone.toml")
     alone.write_text(without(toml.read_text(), "models.verifier"))
     config = load_config(alone, [f"--output_dir={tmp_path}", "--trainer.steps=1"])
-    run = Orchestrator(build(config, console=Console()))
+    run = build(config, console=Console())
     run.run()
     table = pq.read_table(config.run_dir / "rollouts" / "step_000001.parquet").to_pylist()
     assert "model" not in table[0]

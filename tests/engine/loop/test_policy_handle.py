@@ -58,7 +58,7 @@ def train(toml: Path, folder: Path, *keys: str, resume: bool = False) -> tuple[O
     asked = toml.with_name("asked.jsonl")
     asked.unlink(missing_ok=True)
     config = load_config(toml, [*KEYS, f"--output_dir={folder}", *keys])
-    run = Orchestrator(build(config, console=Console(), resume=resume))
+    run = build(config, console=Console(), resume=resume)
     run.run()
     return run, [json.loads(line) for line in asked.read_text().splitlines()] if asked.exists() else []
 

@@ -87,7 +87,7 @@ def configure(home: Path, directory: Path, *overrides: str) -> TrainConfig:
 
 def orchestrate(config: TrainConfig, resume: bool = False) -> tuple[Orchestrator, io.StringIO]:
     out = io.StringIO()
-    return Orchestrator(build(config, console=Console(RichConsole(file=out, width=300)), resume=resume)), out
+    return build(config, console=Console(RichConsole(file=out, width=300)), resume=resume), out
 
 
 MISTAKES = [

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rolltree.engine import Orchestrator, load_config
+from rolltree.engine import load_config
 from rolltree.engine.app import build as app_build
 from rolltree.engine.app.build import build
 from rolltree.engine.app.console import Console
@@ -202,7 +202,7 @@ def test_a_right_sampler_is_checked_at_each_update_and_goes_on(
     loads(monkeypatch, ignores)
     config = load_config(toml, [*QUICK, f"--output_dir={tmp_path}/runs", *options, "--trainer.steps=4"])
     with pytest.raises(RunError, match=rf"^After update {updates} the sampler holds other weights"):
-        Orchestrator(build(config, console=Console(), resume=True)).run()
+        build(config, console=Console(), resume=True).run()
 
 
 def test_a_sampler_of_the_trained_module_is_not_asked(

@@ -28,8 +28,8 @@ from rolltree.engine.errors import RunError
 from rolltree.engine.loop import rank as rank_module
 from rolltree.engine.loop import ranks as ranks_module
 from rolltree.engine.loop.hosted import HostedRewards, RewardHost
+from rolltree.engine.loop.learning import RanksLostError
 from rolltree.engine.loop.orchestrator import Orchestrator
-from rolltree.engine.loop.parts import RanksLostError
 from rolltree.engine.loop.rank import Rank
 from rolltree.engine.loop.ranks import Ranks
 from rolltree.engine.loop.workers import InThreads, LostError, Worker

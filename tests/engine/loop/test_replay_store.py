@@ -274,7 +274,7 @@ def test_rollouts_are_read_as_they_were_written(whole):
 
 def test_old_groups_leave_and_their_files_after_two_checkpoints(toml, tmp_path):
     steps = steps_of(toml, tmp_path, "--trainer.steps=4", "--replay.age=1", "--replay.groups=3")
-    store = steps.orchestrator.parts.store
+    store = steps.orchestrator.store
     assert {one.step for one in store.stored} == {4}
     files = {path.name for path in store.directory.glob("*.safetensors")}
     state = json.loads(json.dumps(store.state_dict()))

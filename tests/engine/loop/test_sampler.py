@@ -19,8 +19,9 @@ from rolltree.engine.loop.budget import Budget
 from rolltree.engine.loop.buffer import Buffer, State
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.metrics import Stopwatch
-from rolltree.engine.loop.parts import SamplingParts
 from rolltree.engine.loop.prompts import Prompt
+from rolltree.engine.loop.publication import Publication
+from rolltree.engine.loop.sampling import SamplingParts
 from rolltree.engine.programs import make_program
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.rollout import SamplingParams
@@ -145,11 +146,11 @@ def controller(sampler: Canned, budget: Budget, **options: Any) -> Controller:
         program=make_program("flat"),
         program_name="flat",
         params=SamplingParams(n=3, max_new_tokens=2),
-        budget=budget,
         seed=0,
         **options,
     )
-    return Controller(parts, Buffer(budget), Stopwatch(), Silent())  # type: ignore[arg-type]
+    silent: Any = Silent()
+    return Controller(parts, Buffer(budget), Publication(checked, silent.note), Stopwatch(), silent)
 
 
 def test_batches_are_sampled_judged_and_handed_out_in_order() -> None:

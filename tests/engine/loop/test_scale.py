@@ -281,7 +281,7 @@ def test_programs_that_judge_ask_the_reward_hosts(
     def spy(self: Host, values: Any) -> None:
         seen.extend(values.values())
         if len(seen) == 1:
-            run.parts.rewards._hosts[0].worker.kill()  # type: ignore[attr-defined]
+            run.rewards._hosts[0].worker.kill()  # type: ignore[attr-defined]
         answer(self, values)
 
     def watch(given: Orchestrator) -> None:
@@ -446,7 +446,7 @@ def test_reward_hosts_that_are_killed_or_stopped_lose_no_verdict(
         replace(self, host, why)
 
     def strike(run: Orchestrator, kind: signal.Signals) -> None:
-        host = when_busy(lambda: [h for h in run.parts.rewards._hosts if h.serving and h.chunks])  # type: ignore[attr-defined]
+        host = when_busy(lambda: [h for h in run.rewards._hosts if h.serving and h.chunks])  # type: ignore[attr-defined]
         struck.append(time.monotonic())
         os.kill(host.pid, kind)
         while len(noticed) < len(struck):

@@ -15,8 +15,9 @@ from rolltree.engine.loop.buffer import Buffer
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.fleet import Fleet
 from rolltree.engine.loop.metrics import Stopwatch
-from rolltree.engine.loop.parts import SamplingParts
 from rolltree.engine.loop.prompts import Prompt
+from rolltree.engine.loop.publication import Publication
+from rolltree.engine.loop.sampling import SamplingParts
 from rolltree.engine.loop.simulate import Scenario, simulate
 from rolltree.engine.programs import make_program
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
@@ -70,13 +71,12 @@ def run_for_real(made: Scenario, workers: Any) -> Seen:
         program=make_program("flat"),
         program_name="flat",
         params=SamplingParams(n=made.n, max_new_tokens=1),
-        budget=made.budget,
         seed=made.seed,
         overlaps=made.budget.staleness > 0,
-        keep_keys=True,
     )
     buffer = Buffer(made.budget)
-    controller = Controller(parts, buffer, Stopwatch(), quiet)
+    sends = Publication(fleet, quiet.note, keep_keys=True)
+    controller = Controller(parts, buffer, sends, Stopwatch(), quiet)
     lags: list[int] = []
     while not all(engine.serving for engine in fleet._engines):
         fleet.step(0.1)

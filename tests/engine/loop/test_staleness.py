@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console as RichConsole
 
-from rolltree.engine import Orchestrator, UserError, load_config, pack
+from rolltree.engine import UserError, load_config, pack
 from rolltree.engine.app import build_learning
 from rolltree.engine.app.build import build
 from rolltree.engine.app.build_sampling import sampling_params
@@ -81,7 +81,7 @@ class Run:
     def __init__(self, toml: Path, directory: Path, *overrides: str) -> None:
         self.config = load_config(toml, [*QUICK, f"--output_dir={directory}/runs", *overrides])
         self.out = io.StringIO()
-        self.loop = Orchestrator(build(self.config, console=Console(RichConsole(file=self.out, width=300))))
+        self.loop = build(self.config, console=Console(RichConsole(file=self.out, width=300)))
 
     def run(self) -> Run:
         self.loop.run()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rolltree.engine import Orchestrator, load_config
+from rolltree.engine import load_config
 from rolltree.engine.app.build import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.loop.trace import PROCESS, TRACKS, Trace
@@ -106,7 +106,7 @@ def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path: Path, kept: int) -> No
 
 def test_a_runs_trace_has_the_seconds_of_its_account(tmp_path: Path) -> None:
     toml = write_run(tmp_path)
-    made = Orchestrator(build(load_config(toml, ["--trainer.steps=2"]), console=Console()))
+    made = build(load_config(toml, ["--trainer.steps=2"]), console=Console())
     made.run()
     rows = [json.loads(line) for line in (made.options.directory / "metrics.jsonl").read_text().splitlines()]
     found = [event for event in events(made.options.directory / "trace.json") if event["ph"] == "X"]

@@ -14,7 +14,7 @@ import pytest
 from rolltree.engine import Orchestrator, UserError, load_config
 from rolltree.engine.app.build import build
 from rolltree.engine.app.console import Console
-from rolltree.engine.loop.trackers import Trackers
+from rolltree.engine.loop.trackers import Tracked, Trackers
 
 from ..tiny import write_run
 
@@ -58,7 +58,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
 
 def run(toml: Path, directory: Path, *overrides: str, resume: bool = False) -> Orchestrator:
     given = [f"--output_dir={directory}", "--trainer.steps=2", "--checkpoint.every=1", *overrides]
-    made = Orchestrator(build(load_config(toml, given), console=Console(), resume=resume))
+    made = build(load_config(toml, given), console=Console(), resume=resume)
     made.run()
     return made
 
@@ -93,7 +93,7 @@ def test_one_that_is_missing_is_named(toml: Path, name: str) -> None:
     if importlib.util.find_spec(name) is not None:
         pytest.skip(f"{name} is installed")
     with pytest.raises(UserError, match=f"pip install {name}"):
-        Trackers(load_config(toml, [f'--trackers=["{name}"]']), 0, print)
+        Trackers([name], Tracked("run", toml.parent, {}), 0, print)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
@@ -105,7 +105,8 @@ def test_the_library_itself(toml: Path, tmp_path: Path, name: str, monkeypatch: 
     config.run_dir.mkdir(parents=True)
     said: list[str] = []
     for begin in (0, 2):
-        trackers = Trackers(config, begin, said.append)
+        run = Tracked(config.name, config.run_dir, config.model_dump(mode="json"))
+        trackers = Trackers([name], run, begin, said.append)
         trackers.log(begin + 1, {"reward/mean": 0.5, "actor/entropy": float("nan")})
         trackers.close()
     assert said == []

@@ -10,7 +10,7 @@ import atexit
 import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,11 @@ def take_steps(toml: Path, directory: Path, *overrides: str, unset: Sequence[str
     console = Console()
     notes: list[str] = []
     console.note = notes.append  # type: ignore[method-assign,assignment]
-    parts = build(config, console=console, resume=resume)
-    shared = Shared(config.reward.model_dump_json(exclude={"shaping"}), parts.rewards)
-    verify: Any = parts.sampling.program.verify
+    run = build(config, console=console, resume=resume)
+    shared = Shared(config.reward.model_dump_json(exclude={"shaping"}), run.rewards)
+    verify: Any = run.sampling.program.verify
     verify._rewards = shared
-    run = Orchestrator(replace(parts, rewards=shared, check_rewards=lambda: ""))
+    run.rewards, run.check_rewards = shared, str
     learner, trainer = run.learner, run.learner.trainer
     updates: list[Update] = []
     judged: list[TokenTree] = []

@@ -261,7 +261,7 @@ def test_checkpoints_hold_the_cached_solutions(toml, tmp_path) -> None:
     take_steps(toml, tmp_path / "parts", *given, "--trainer.steps=1")
     resumed = take_steps(toml, tmp_path / "parts", *given, resume=True)
     assert untimed(resumed) == untimed(whole)
-    solved = [s.orchestrator.parts.stateful["rollout.program"].state_dict()["solved"] for s in (whole, resumed)]
+    solved = [s.orchestrator.stateful["rollout.program"].state_dict()["solved"] for s in (whole, resumed)]
     assert solved[0] == solved[1] != {}
 
 

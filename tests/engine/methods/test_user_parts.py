@@ -130,7 +130,7 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(toml: Path, directory: Path, *overrides: str, resume: bool = False) -> Orchestrator:
     config = load_config(toml, ["--trainer.steps=2", "--checkpoint.every=1", f"--output_dir={directory}", *overrides])
-    orchestrator = Orchestrator(build(config, console=Console(), resume=resume))
+    orchestrator = build(config, console=Console(), resume=resume)
     orchestrator.run()
     return orchestrator
 

@@ -296,7 +296,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_of_games_from_its_toml(home: Path, tmp_path: Path, staleness: int) -> None:
     given = ["--trainer.steps=2", f"--output_dir={tmp_path}", f"--loop.staleness={staleness}", "--checkpoint.every=1"]
-    made = Orchestrator(build(load_config(home / "tiny.toml", given), console=Console()))
+    made = build(load_config(home / "tiny.toml", given), console=Console())
     made.run()
     rows = pq.read_table(made.options.directory / "rollouts" / "step_000001.parquet").to_pylist()
     assert len(rows) == 24  # two responses a prompt, each of which divides after its first turn
@@ -334,7 +334,7 @@ def test_unfinished_conversations_survive_a_crash_or_are_counted(
     with monkeypatch.context() as patch:
         patch.setattr(Orchestrator, "_save", crashing)
         with pytest.raises(CrashError):
-            Orchestrator(build(config, console=Console())).run()
+            build(config, console=Console()).run()
     saved = checkpoint.load_latest(config.run_dir / "checkpoints", training_config(config))
     groups = [dict(g["dict"]) for g in saved.state["groups"]]
     kept = [dict(g["request"]["dict"]) for g in groups if g["request"] is not None]
@@ -343,7 +343,7 @@ def test_unfinished_conversations_survive_a_crash_or_are_counted(
     assert (lost > 0) == (name == "Forgetful")
     flag.touch()
     out = io.StringIO()
-    made = Orchestrator(build(config, console=Console(RichConsole(file=out, width=300)), resume=True))
+    made = build(config, console=Console(RichConsole(file=out, width=300)), resume=True)
     assert made.run().steps == 3
     metrics = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row.get("group/restarted_state") for row in metrics] == [None, None, lost or None, None]
@@ -358,7 +358,7 @@ def test_unfinished_conversations_survive_a_crash_or_are_counted(
 def test_tools_in_the_prompt_are_checked_before_a_run(home: Path, tmp_path: Path) -> None:
     def load(*tools: str) -> Any:
         given = [f"--output_dir={tmp_path}", f"--data.tools={json.dumps(list(tools))}"]
-        return Orchestrator(build(load_config(home / "tiny.toml", given), console=Console())).source.peek(1)[0]
+        return build(load_config(home / "tiny.toml", given), console=Console()).source.peek(1)[0]
 
     prompt = load(f"{home}/parts.py:hinted", "calculator")
     assert prompt.text.startswith("hinted,calculator,")

@@ -22,7 +22,6 @@ from rolltree.engine.app.console import Console
 from rolltree.engine.data.segment import LeafStatus
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
-from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.methods.advantages import gdpo
 from rolltree.engine.parts.context import Context
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards, check_references, make_rewards
@@ -207,7 +206,7 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_learns_from_the_sum_and_credit_reads_the_parts(toml: Path, tmp_path: Path) -> None:
     given = ["--algorithm.advantage=gdpo", "--algorithm.advantage_options={weights={odd=1.0,third=2.0}}"]
     config = load_config(toml, [f"--output_dir={tmp_path}", "--trainer.steps=2", *given])
-    Orchestrator(build(config, console=Console(RichConsole(file=io.StringIO(), width=200)))).run()
+    build(config, console=Console(RichConsole(file=io.StringIO(), width=200))).run()
     files = sorted((config.run_dir / "rollouts").iterdir())
     leaves = [leaf for file in files for leaf in pq.read_table(file).to_pylist()]
     tasks = [leaf["task"] for leaf in leaves]

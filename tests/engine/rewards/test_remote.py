@@ -272,7 +272,7 @@ def scored(home: Path, directory: Path, *more: str) -> Orchestrator:
         f"--output_dir={directory}/runs", "--trainer.steps=2", "--trainer.prompts_per_step=2",
         "--evaluation.problems=2", "--evaluation.every=0", "--reward.verifier=policy",
     ]  # fmt: skip
-    made = Orchestrator(build(load_config(home / "tiny.toml", [*given, *more]), console=Console()))
+    made = build(load_config(home / "tiny.toml", [*given, *more]), console=Console())
     made.run()
     return made
 

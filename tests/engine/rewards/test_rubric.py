@@ -19,7 +19,6 @@ from rolltree.engine.app.build import build
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.errors import UserError
-from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards, make_rewards
 from rolltree.engine.settings import RewardConfig
 
@@ -183,7 +182,7 @@ def test_a_run_is_rewarded_by_rubrics(grader: tuple[Grader, str], tmp_path: Path
         f"--recipe={recipe}", options, f"--output_dir={tmp_path}/runs", "--trainer.steps=1", "--rollout.n=6",
         "--evaluation.problems=0", "--evaluation.every=0", "--trainer.prompts_per_step=8",
     ]  # fmt: skip
-    made = Orchestrator(build(load_config(toml, flags), console=Console()))
+    made = build(load_config(toml, flags), console=Console())
     made.run()
     found = pq.read_table(made.options.directory / "rollouts" / "step_000001.parquet").to_pylist()
     assert len(found) == 48
