@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..errors import UserError
-from ..loop import preflight
+from ..loop import directory, preflight
 from ..loop.checkpoints import Keeping
 from ..loop.demonstrations import Demonstrations
 from ..loop.evaluation import Evaluation
@@ -23,11 +23,11 @@ from ..loop.learning import Learning
 from ..loop.metrics import Stopwatch
 from ..loop.orchestrator import Orchestrator, RunOptions
 from ..loop.policy_handle import Policy
+from ..loop.progress import Progress
 from ..loop.prompts import Prompt, held_out
 from ..loop.publication import Trained, TrainedModel
 from ..loop.ranks import Ranks
 from ..loop.replay_store import ReplayStore
-from ..loop.runtime import Progress
 from ..loop.sampling import SamplingParts
 from ..loop.sources import PromptSource
 from ..loop.workers import Workers
@@ -94,7 +94,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
     kept = training_config(config)
     saved = checkpoint.load_latest(config.run_dir / "checkpoints", kept) if resume else None
     if not resume:
-        preflight.check_directory(config.run_dir)
+        directory.check_directory(config.run_dir)
     check_backend(config.rollout)
     with ExitStack() as started:
         workers = make_workers(config)  # before a model is made, which may take minutes
@@ -328,7 +328,7 @@ def check_stages(configs: Sequence[TrainConfig], *, resume: bool) -> None:
         check_learning(config)
         check_policies(config)
         if not resume:
-            preflight.check_directory(config.run_dir)
+            directory.check_directory(config.run_dir)
 
 
 def is_finished(config: TrainConfig) -> bool:

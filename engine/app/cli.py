@@ -234,7 +234,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
 def _run(args: argparse.Namespace, config: TrainConfig, of_several: bool) -> None:
     """Run one training; a stage of several begins anew where there is nothing to resume."""
     from ..freed_memory import keep_freed_memory
-    from ..loop.preflight import holds_a_run
+    from ..loop.directory import holds_a_run
     from .build import build
     from .console import Console
 

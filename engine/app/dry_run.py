@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rolltree.kernels.dispatch import load_library
 
-from ..loop import preflight
+from ..loop import directory, preflight
 from ..loop.curriculum import Curriculum
 from ..loop.prompts import held_out
 from ..methods.schedules import scheduled
@@ -67,13 +67,13 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     callback = group_callback(config, context)
     if config.data.curriculum is not None:
         Curriculum(config.data)
-    preflight.check_writable(config.run_dir)
+    directory.check_writable(config.run_dir)
     device = choose_device(config.model.device)
     rollout, trainer = config.rollout, config.trainer
     yield "# plan"
     if config.recipe is not None:
         yield f"recipe             {recipe_line(config)}"
-    found = preflight.holds_a_run(config.run_dir)
+    found = directory.holds_a_run(config.run_dir)
     taken = "holds a run: it would need --resume or another name" if found else "would be made"
     yield f"run directory      {config.run_dir} ({taken})"
     compiled = [name for name in ("cpu", "cuda") if load_library(name)]

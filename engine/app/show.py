@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.segment import LeafStatus
 from ..data.store import write_rollouts
 from ..data.tree import TokenTree
-from ..loop.buffer import Buffer, Group
+from ..loop.buffer import Buffer
 from ..loop.controller import Controller
+from ..loop.group import Group
 from ..loop.metrics import Stopwatch
 from ..loop.prompts import held_out
 from ..loop.publication import Publication

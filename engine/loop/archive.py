@@ -21,7 +21,7 @@ from ..data.tree import TokenTree
 from ..programs import Given, SegmentReport
 from ..rewards import RewardResult
 from ..rollout.branch import sample_dtype
-from .buffer import Responses
+from .group import Responses
 from .prompts import Prompt
 
 Json = Any

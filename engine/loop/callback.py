@@ -13,7 +13,8 @@ from typing import Any
 from ..errors import RunError, UserError
 from ..methods.groups import Accept, Add, Drop, GroupCallback, More, Retry
 from ..tasks import Problem
-from .buffer import Buffer, Group, Responses, State
+from .buffer import Buffer
+from .group import Group, Responses, State
 from .prompts import Prompt
 
 MOST_ATTEMPTS = 64

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from ..data.tree import TokenTree
@@ -28,14 +27,16 @@ from ..rewards import Rewards
 from ..rollout import SamplingParams
 from ..rollout.sampler import Flight, Job, LostError, WeightSource
 from .archive import Archive, NotKeptError
-from .buffer import Buffer, Group, State
+from .buffer import Buffer
 from .callback import Callback, CallbackRule
+from .group import Group, State
 from .judging import Judging, TraceCall, no_trace
 from .metrics import Stopwatch
+from .progress import Progress
 from .prompts import pictures_of
 from .publication import NONE, Further, Publication
-from .runtime import Cores, Progress
-from .sampling import SamplingParts
+from .runtime import Cores
+from .sampling import GroupSeeds, SamplingParts
 from .unfinished import group_state
 
 LOOK_S = 0.05
@@ -84,7 +85,7 @@ class Controller:
         self.callback = Callback(
             rule, buffer, lambda problem: self.source.prompt(problem), lambda *given: self.judging.given(*given)
         )
-        self._seeds: tuple[int, list[int]] = (-1, [])  # a block of tickets and their seeds
+        self._seeds = GroupSeeds(parts.seed, buffer.budget.batch)
         self.cores = Cores(shared=parts.overlaps and parts.on_cpu)
 
     @contextmanager
@@ -353,7 +354,7 @@ class Controller:
             Job(
                 group.asked.token_ids,
                 replace(now, **(params or {"n": n or group.prompt.n or now.n})),
-                self._seed(group),
+                self._seeds(group.ticket, group.attempt),
                 group.asked.context,
                 kept,
                 near=group.place,
@@ -423,18 +424,6 @@ class Controller:
                 self.buffer.to(group, State.QUEUED)
             case _:
                 pass
-
-    def _seed(self, group: Group) -> int:
-        """Return the seed of a group, which follows from the run's seed, the ticket and the attempt."""
-        block, index = divmod(group.ticket, self.buffer.budget.batch)
-        if group.attempt:
-            sequence = np.random.SeedSequence([self.parts.seed, block + 1, index, group.attempt])
-            return int(sequence.generate_state(1, np.uint64).astype(np.int64)[0])
-        if self._seeds[0] != block:
-            sequence = np.random.SeedSequence([self.parts.seed, block + 1])
-            count = self.buffer.budget.batch
-            self._seeds = block, sequence.generate_state(count, np.uint64).astype(np.int64).tolist()
-        return self._seeds[1][index]
 
     @contextmanager
     def _errors_told(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from ..tasks import Problem
 from .prompts import Prompt
 
 if TYPE_CHECKING:
-    from .buffer import Group
+    from .group import Group
 
 
 class Curriculum:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..data.tree import TokenTree
-from .buffer import Group
+from .group import Group
 from .metrics import Sums
 
 

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from ..rewards import Rewards
 from ..rollout import SamplingParams
 from ..rollout.sampler import Job, Sampler
-from .buffer import Responses
 from .failures import unsampled
+from .group import Responses
 from .judging import decode, item
+from .progress import Progress
 from .prompts import Prompt, pictures_of
-from .runtime import Progress
 
 SOLVED = 1.0 - 1e-6
 """Smallest reward that counts as a correct answer."""

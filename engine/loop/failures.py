@@ -15,7 +15,7 @@ from ..data.segment import LeafStatus
 from ..data.tree import TokenTree
 from ..errors import RunError
 from .metrics import Sums
-from .runtime import Progress
+from .progress import Progress
 
 
 def kind(reason: str) -> str:

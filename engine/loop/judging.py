@@ -21,8 +21,8 @@ from ..data.tree import TokenTree
 from ..errors import RunError
 from ..rewards import RewardItem, RewardResult, Rewards
 from ..rewards.verdicts import put_rewards
-from .buffer import Group, Responses
 from .failures import unsampled
+from .group import Group, Responses
 from .prompts import Prompt, pictures_of
 
 

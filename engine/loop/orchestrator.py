@@ -27,23 +27,25 @@ from ..parts.context import Context
 from ..rewards import Rewards
 from ..settings.training import MOST_OVER_SAMPLING
 from ..train import checkpoint
-from . import preflight
 from .budget import Budget
-from .buffer import Buffer, Group
+from .buffer import Buffer
 from .callback import CallbackRule
 from .checkpoints import Checkpoints, Keeping
 from .controller import Controller
 from .demonstrations import Demonstrations
 from .describe import describe, describe_lag, describe_replay
+from .directory import held
 from .evaluation import Evaluation
 from .failures import Failures
+from .group import Group
 from .learning import Learning, RanksLostError
 from .metrics import Idle, MetricsLog, Stopwatch, Sums
+from .progress import Progress
 from .publication import Publication, further
 from .replay import Replay
 from .replay_store import ReplayStore
 from .rollout_files import write_step
-from .runtime import Progress, Stopping
+from .runtime import Stopping
 from .sampling import SamplingParts
 from .trace import Trace
 from .trackers import Tracked, Trackers
@@ -228,7 +230,7 @@ class Orchestrator:
     def _train(self) -> Path:
         """Take the steps and export the model; return its directory."""
         steps, saved, rewards = self.options.steps, self.saved, self.rewards
-        with preflight.held(self.options.directory), self.controller.running(rewards):
+        with held(self.options.directory), self.controller.running(rewards):
             for note in filter(None, (rewards.note, self.sampling.program.note)):
                 self.console.note(f"{note}.")
             run = Tracked(self.options.name, self.options.directory, self.options.document)
@@ -243,8 +245,8 @@ class Orchestrator:
                 if self.step < steps:
                     self._recovered(self._save_last)
                     raise KeyboardInterrupt
-            if note := self.checkpoints.without_best():
-                self.console.note(note)
+            if without := self.checkpoints.without_best():
+                self.console.note(without)
             self.console.phase("exporting")
             return self._recovered(self._export)
 
@@ -290,7 +292,8 @@ class Orchestrator:
         changed = self._update(batch, step, sums)
         with self.watch.part("dump_rollout_generations"):
             if batch:
-                write_step(self.options.directory, step, batch)
+                trees, texts = [group.tree for group in batch], [group.texts for group in batch]
+                write_step(self.options.directory, step, trees, texts, [group.prompt.images for group in batch])
         weights = self.learner.weights() if changed else None
         self.controller.end_step(batch, weights, self.learner.updates, further(self.learner))
         self.controller.observe(batch, partial(self.learner.credit, step=step))

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from ..errors import UserError
 from ..rollout import SamplingParams
 from .archive import Archive
-from .buffer import Group, Responses, State
 from .controller import Controller
+from .group import Group, Responses, State
 from .prompts import Prompt
 
 Recorded = tuple[Prompt, list[Responses]]

@@ -24,7 +24,7 @@ from ..data.store import read_rollouts
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..settings import ReplayConfig
-from .buffer import Group, Responses, State
+from .group import Group, Responses, State
 from .prompts import Prompt
 from .replay import Recorded, read_groups, write_groups
 

@@ -7,19 +7,30 @@ from pathlib import Path
 
 from ..data.segment import Text
 from ..data.store import read_texts, write_rollouts
-from ..tasks.images import thumbnail
-from .buffer import Group
+from ..data.tree import TokenTree
+from ..tasks.images import Image, thumbnail
 
 THUMBNAILS = 4
 """The pictures of the first prompts of a step are written too; the report shows no more."""
 
 
-def write_step(directory: Path, step: int, batch: Sequence[Group]) -> None:
-    """Write the rollouts of a step, with thumbnails of the pictures of its first prompts."""
-    for group in batch[:THUMBNAILS]:
-        if group.prompt.images:
-            group.tree.meta["thumbnails"] = [thumbnail(image) for image in group.prompt.images]
-    write_rollouts(_file(directory, step), step, [group.tree for group in batch], [group.texts for group in batch])
+def write_step(
+    directory: Path,
+    step: int,
+    trees: Sequence[TokenTree],
+    texts: Sequence[Sequence[str]],
+    images: Sequence[Sequence[Image]],
+) -> None:
+    """Write the rollouts of a step, with thumbnails of the pictures of its first prompts.
+
+    Args:
+        texts: of the responses of each tree, in the order of its leaves.
+        images: the pictures of each tree's prompt.
+    """
+    for tree, pictures in zip(trees[:THUMBNAILS], images, strict=False):
+        if pictures:
+            tree.meta["thumbnails"] = [thumbnail(image) for image in pictures]
+    write_rollouts(_file(directory, step), step, trees, texts)
 
 
 def texts_of(directory: Path, step: int) -> list[Text]:

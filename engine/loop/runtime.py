@@ -1,35 +1,15 @@
-"""The surroundings of a run: CPU threads, signals that end it, and the object that shows its progress."""
+"""The surroundings of a run: CPU threads, and signals that end it."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Progress(Protocol):
-    """Shows the progress of a run; `rolltree train` shows it in a terminal (`engine/app/console.py`)."""
-
-    def start(self, total_steps: int) -> None:
-        """Show that the run begins; ``total_steps`` includes the steps before a resume."""
-
-    def phase(self, text: str) -> None:
-        """Show the present activity, such as ``sampling``."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that a step has ended."""
-
-    def evaluation(self, step: int, accuracy: float, n: int) -> None:
-        """Show the share ``accuracy`` of the ``n`` held-out problems that were solved after ``step`` steps."""
-
-    def note(self, text: str) -> None:
-        """Show a sentence for the user."""
 
 
 class Stopping:

@@ -1,10 +1,11 @@
-"""The parts with which a run samples and judges."""
+"""The parts with which a run samples and judges, and the seeds of its groups."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..programs import RolloutProgram
@@ -41,3 +42,26 @@ class SamplingParts:
     on_cpu: bool = False
     colocated: bool = False
     others: Mapping[str, Sampler] = field(default_factory=dict)
+
+
+class GroupSeeds:
+    """The seeds of groups, which follow from the run's seed, the ticket and the attempt.
+
+    Args:
+        batch: groups of a batch; the seeds of so many tickets are drawn at once.
+    """
+
+    def __init__(self, seed: int, batch: int) -> None:
+        self._seed, self._batch = seed, batch
+        self._block: tuple[int, list[int]] = (-1, [])  # a block of tickets and their seeds
+
+    def __call__(self, ticket: int, attempt: int) -> int:
+        """Return the seed of one request of a group."""
+        block, index = divmod(ticket, self._batch)
+        if attempt:
+            sequence = np.random.SeedSequence([self._seed, block + 1, index, attempt])
+            return int(sequence.generate_state(1, np.uint64).astype(np.int64)[0])
+        if self._block[0] != block:
+            sequence = np.random.SeedSequence([self._seed, block + 1])
+            self._block = block, sequence.generate_state(self._batch, np.uint64).astype(np.int64).tolist()
+        return self._block[1][index]

@@ -21,9 +21,10 @@ from ..rewards import Rewards
 from ..rollout import SamplingParams
 from ..rollout.modelled import Load, Times
 from .budget import Budget
-from .buffer import Buffer, Group
+from .buffer import Buffer
 from .controller import Controller
 from .fleet import Fleet
+from .group import Group
 from .metrics import Stopwatch
 from .prompts import Prompt
 from .publication import Publication

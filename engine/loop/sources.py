@@ -21,7 +21,7 @@ from .prompts import GIVE_UP, TRAIN, Prompt, make_prompts, question, read_rows
 from .user_source import UserProblems
 
 if TYPE_CHECKING:
-    from .buffer import Group
+    from .group import Group
 
 
 class PromptSource:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..rollout.sampler import Flight, Kept
 from .archive import Archive, NotKeptError
-from .buffer import Group
+from .group import Group
 
 RESTARTED = {
     "call": "a call was under way, which their program does not repeat",

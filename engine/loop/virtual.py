@@ -25,7 +25,7 @@ from ..rewards import Rewards
 from ..rollout.host import Facts, Health, Result
 from ..rollout.modelled import Batch, EngineModel, Load, Times
 from ..rollout.sampler import Job
-from .buffer import Group, Responses
+from .group import Group, Responses
 from .workers import LostError, Reference, Role, Worker, settle
 
 Lengths = Callable[[int, int], Sequence[int]]

@@ -11,7 +11,8 @@ import pytest
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.loop.budget import Budget, StalenessError
-from rolltree.engine.loop.buffer import Buffer, Group, State
+from rolltree.engine.loop.buffer import Buffer
+from rolltree.engine.loop.group import Group, State
 from rolltree.engine.loop.prompts import Prompt
 from rolltree.engine.methods.advantages import ADVANTAGES
 from rolltree.engine.methods.credit import gae, reinforce_pp

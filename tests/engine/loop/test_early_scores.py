@@ -18,7 +18,7 @@ from rolltree.engine.app.console import Console
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.loop.archive import Archive
 from rolltree.engine.loop.budget import Budget
-from rolltree.engine.loop.buffer import Group, Responses
+from rolltree.engine.loop.group import Group, Responses
 from rolltree.engine.loop.prompts import Prompt
 from rolltree.engine.loop.replay_store import ReplayStore
 from rolltree.engine.model.roles import Role

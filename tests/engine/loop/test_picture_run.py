@@ -195,7 +195,8 @@ def test_rollouts_have_small_pictures_of_the_first_prompts(home: Path, tmp_path:
         tree.rewards["reward"], tree.meta = np.zeros(2, np.float32), trees[0].meta | {"prompt_id": str(number)}
         prompt = SimpleNamespace(images=tuple(str(tmp_path / name) for name in names))
         batch.append(SimpleNamespace(tree=tree, prompt=prompt, texts=["a", "b"]))
-    write_step(tmp_path, 7, batch)
+    pictures = [group.prompt.images for group in batch]
+    write_step(tmp_path, 7, [group.tree for group in batch], [group.texts for group in batch], pictures)
     (file,) = (tmp_path / "rollouts").iterdir()
     written = [row["thumbnails"] for row in pq.read_table(file).to_pylist()]
     assert [[len(content) > 0 for content in found or []] for found in written[::2]] == [

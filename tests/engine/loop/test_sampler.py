@@ -16,8 +16,9 @@ from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import RunError
 from rolltree.engine.loop.archive import Archive
 from rolltree.engine.loop.budget import Budget
-from rolltree.engine.loop.buffer import Buffer, State
+from rolltree.engine.loop.buffer import Buffer
 from rolltree.engine.loop.controller import Controller
+from rolltree.engine.loop.group import State
 from rolltree.engine.loop.metrics import Stopwatch
 from rolltree.engine.loop.prompts import Prompt
 from rolltree.engine.loop.publication import Publication

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rolltree.engine.errors import RunError
 from rolltree.engine.loop import simulate as simulate_module
 from rolltree.engine.loop.budget import Budget
-from rolltree.engine.loop.buffer import Group
+from rolltree.engine.loop.group import Group
 from rolltree.engine.loop.prompts import Prompt
 from rolltree.engine.loop.simulate import LLAMA_3_FAILURES, Outcome, Scenario, Simulation, simulate
 from rolltree.engine.loop.virtual import HostModel, JudgingModel, ModelledTree, VirtualWorkers

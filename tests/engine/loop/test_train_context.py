@@ -17,7 +17,7 @@ from rolltree.engine.app.build_learning import inert
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.loop.archive import Archive
-from rolltree.engine.loop.buffer import Group
+from rolltree.engine.loop.group import Group
 from rolltree.engine.loop.prompts import Prompt
 from rolltree.engine.loop.unfinished import group_state
 from rolltree.engine.methods.groups import Accept, HintLadder
