@@ -87,7 +87,7 @@ def run_for_real(made: Scenario, workers: Any) -> Seen:
                 lags.clear()
             batch = controller.next_batch()
             lags += [buffer.steps - group.started for group in batch]
-            time.sleep(made.trainer.update([lengths(controller._seed(group), made.n) for group in batch]))
+            time.sleep(made.trainer.update([lengths(controller._seeds(group.ticket, group.attempt), made.n) for group in batch]))
             controller.end_step(batch, Weights(), step + 1)
         seconds = time.monotonic() - begin
     fleet.close()
