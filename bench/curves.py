@@ -25,8 +25,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rolltree.engine.app.build import build
-from rolltree.engine.app.build_sampling import prepare_model
+from rolltree.engine.app.assembly.run import build
+from rolltree.engine.app.assembly.sampling import prepare_model
 from rolltree.engine.app.config import load_config
 from rolltree.engine.errors import RunError, UserError
 from rolltree.engine.loop.evaluation import Evaluation

@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(path: str, overrides: Sequence[str], wanted: Sequence[str], limit: float, out: Path) -> int:
     from transformers.utils import logging
 
-    from rolltree.engine.app.build_sampling import prepare_model
+    from rolltree.engine.app.assembly.sampling import prepare_model
     from rolltree.engine.app.config import load_config
     from rolltree.engine.errors import UserError
     from rolltree.engine.model.loading import choose_device
@@ -215,7 +215,7 @@ def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
     """Yield the share of held-out problems that the model solves with each file's weights; None: with its own."""
     from safetensors.torch import load_file
 
-    from rolltree.engine.app.build_sampling import (
+    from rolltree.engine.app.assembly.sampling import (
         greedy_params,
         make_engine,
         make_run_rewards,
@@ -223,8 +223,8 @@ def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
         rollout_program,
     )
     from rolltree.engine.loop.evaluation import Evaluation
-    from rolltree.engine.loop.prompts import held_out
     from rolltree.engine.parts.context import Context as Asked
+    from rolltree.engine.prompts.prompts import held_out
     from rolltree.engine.rollout.sampler import LocalSampler
 
     from .long_tail import Quiet

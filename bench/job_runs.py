@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rolltree.engine.app.build import build
-from rolltree.engine.app.build_sampling import make_run_rewards
+from rolltree.engine.app.assembly.run import build
+from rolltree.engine.app.assembly.sampling import make_run_rewards
 from rolltree.engine.loop.evaluation import Evaluation
-from rolltree.engine.loop.prompts import Prompt, held_out
-from rolltree.engine.loop.sources import PromptSource
 from rolltree.engine.model.loading import choose_device
 from rolltree.engine.parts.context import Context
+from rolltree.engine.prompts.prompts import Prompt, held_out
+from rolltree.engine.prompts.sources import PromptSource
 from rolltree.engine.rewards import RewardItem, Rewards
 from rolltree.engine.settings import LoopConfig, RolesConfig, TrainConfig
 from rolltree.kernels import Objective

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
-from rolltree.engine.app.build_learning import learning_parts
-from rolltree.engine.app.build_sampling import budget, sampled_model
+from rolltree.engine.app.assembly.learning import learning_parts
+from rolltree.engine.app.assembly.sampling import budget, sampled_model
+from rolltree.engine.fleet.publication import Publication
+from rolltree.engine.learn.learner import Learner
 from rolltree.engine.loop.buffer import Buffer
 from rolltree.engine.loop.controller import Controller
-from rolltree.engine.loop.learner import Learner
-from rolltree.engine.loop.metrics import Stopwatch, Sums
-from rolltree.engine.loop.prompts import Prompt
-from rolltree.engine.loop.publication import Publication
 from rolltree.engine.loop.sampling import SamplingParts
+from rolltree.engine.prompts.prompts import Prompt
+from rolltree.engine.record.metrics import Stopwatch, Sums
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.rollout.sampler import LocalSampler
 from rolltree.engine.settings import TrainConfig

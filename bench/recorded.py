@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 import torch
 
 from rolltree.engine import DraftConfig, EngineConfig, NativeEngine, UserError
-from rolltree.engine.app.build_sampling import sampling_params
+from rolltree.engine.app.assembly.sampling import sampling_params
 from rolltree.engine.app.config import load_config
 from rolltree.engine.data.segment import Origin, Text
 from rolltree.engine.model.loading import load_model, load_tokenizer

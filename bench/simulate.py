@@ -34,22 +34,22 @@ import numpy as np
 import torch
 
 from rolltree.engine import TokenTree, UserError
-from rolltree.engine.app.rates import NETWORK, TO_STORE, broadcast_s, recorded_lengths
 from rolltree.engine.data.store import write_rollouts
+from rolltree.engine.fleet.fleet import Fleet
+from rolltree.engine.fleet.host import Facts, Health, Result
+from rolltree.engine.fleet.publication import Publication
 from rolltree.engine.loop.budget import Budget
 from rolltree.engine.loop.buffer import Buffer
 from rolltree.engine.loop.controller import Controller
-from rolltree.engine.loop.fleet import Fleet
-from rolltree.engine.loop.metrics import Stopwatch
-from rolltree.engine.loop.prompts import Prompt
-from rolltree.engine.loop.publication import Publication
 from rolltree.engine.loop.sampling import SamplingParts
-from rolltree.engine.loop.simulate import LLAMA_3_FAILURES, Outcome, Scenario, Simulation, look_s
+from rolltree.engine.plan.modelled import MEMORY, DeviceModel, Shape
+from rolltree.engine.plan.rates import NETWORK, TO_STORE, broadcast_s, recorded_lengths
+from rolltree.engine.plan.simulate import LLAMA_3_FAILURES, Outcome, Scenario, Simulation, look_s
 from rolltree.engine.programs import make_program
+from rolltree.engine.prompts.prompts import Prompt
+from rolltree.engine.record.metrics import Stopwatch
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.rollout import SamplingParams
-from rolltree.engine.rollout.host import Facts, Health, Result
-from rolltree.engine.rollout.modelled import MEMORY, DeviceModel, Shape
 
 from .long_tail import Quiet
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from .registration import register_attention
 
 if TYPE_CHECKING:
-    from .app.build import build
+    from .app.assembly.run import build
     from .app.config import load_config
-    from .data.batch import TreeBatch
-    from .data.cost import CostModel
-    from .data.distribute import distribute
-    from .data.equal_prefixes import share_equal_prefixes
-    from .data.pack import pack
+    from .batches.batch import TreeBatch
+    from .batches.cost import CostModel
+    from .batches.distribute import distribute
+    from .batches.equal_prefixes import share_equal_prefixes
+    from .batches.pack import pack
     from .data.segment import LeafStatus, Origin, Segment, Sequence
     from .data.tree import TokenTree
     from .errors import RunError, UserError
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Completion": "rollout",
-    "CostModel": "data.cost",
+    "CostModel": "batches.cost",
     "DraftConfig": "rollout",
     "EngineConfig": "rollout",
     "LeafStatus": "data.segment",
@@ -57,21 +57,21 @@ _HOME = {
     "TrainConfig": "settings",
     "Trainer": "train.trainer",
     "TrainerConfig": "train.config",
-    "TreeBatch": "data.batch",
+    "TreeBatch": "batches.batch",
     "UserError": "errors",
     "backward": "model.loss",
     "batch_logprob": "model.logprob",
     "batch_loss": "model.loss",
-    "build": "app.build",
+    "build": "app.assembly.run",
     "check_model": "model.self_check",
-    "distribute": "data.distribute",
+    "distribute": "batches.distribute",
     "fuse_layers": "model.fused_layers",
     "load_config": "app.config",
     "load_model": "model.loading",
     "load_tokenizer": "model.loading",
-    "pack": "data.pack",
+    "pack": "batches.pack",
     "shard": "model.sharding",
-    "share_equal_prefixes": "data.equal_prefixes",
+    "share_equal_prefixes": "batches.equal_prefixes",
     "skip_check": "model.self_check",
     "tree_error": "model.self_check",
     "unfuse_layers": "model.fused_layers",

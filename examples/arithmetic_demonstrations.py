@@ -11,7 +11,7 @@ from pathlib import Path
 from arithmetic_warmup import SEED, worked
 
 from rolltree.engine import load_config
-from rolltree.engine.loop.prompts import HELD_OUT
+from rolltree.engine.prompts.prompts import HELD_OUT
 from rolltree.engine.tasks import GymProblems
 
 COUNT = 4096

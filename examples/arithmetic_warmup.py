@@ -20,8 +20,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rolltree.engine import TokenTree, pack
-from rolltree.engine.loop.prompts import held_out
-from rolltree.engine.loop.sources import PromptSource
+from rolltree.engine.prompts.prompts import held_out
+from rolltree.engine.prompts.sources import PromptSource
 from rolltree.engine.settings import TrainConfig
 from rolltree.engine.tasks import GymProblems
 from rolltree.engine.train.config import TrainerConfig

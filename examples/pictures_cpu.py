@@ -27,8 +27,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from rolltree.engine import TokenTree, load_tokenizer, pack
 from rolltree.engine.data.media import Picture
-from rolltree.engine.loop.prompts import held_out, pictures_of
-from rolltree.engine.loop.sources import PromptSource
+from rolltree.engine.prompts.prompts import held_out, pictures_of
+from rolltree.engine.prompts.sources import PromptSource
 from rolltree.engine.settings import TrainConfig
 from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.terms import TokenTerm

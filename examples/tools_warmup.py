@@ -15,11 +15,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from rolltree.engine import TokenTree
-from rolltree.engine.loop.prompts import held_out
-from rolltree.engine.loop.sources import PromptSource
 from rolltree.engine.parts.resolve import import_object
-from rolltree.engine.programs.chat import added_ids
-from rolltree.engine.programs.toolbox import calculator
+from rolltree.engine.programs.chat.messages import added_ids
+from rolltree.engine.programs.chat.toolbox import calculator
+from rolltree.engine.prompts.prompts import held_out
+from rolltree.engine.prompts.sources import PromptSource
 from rolltree.engine.settings import TrainConfig
 from rolltree.engine.tasks import GymProblems
 

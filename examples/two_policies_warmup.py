@@ -15,9 +15,9 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rolltree.engine import TokenTree, pack
-from rolltree.engine.loop.prompts import held_out
-from rolltree.engine.loop.sources import PromptSource
 from rolltree.engine.parts.resolve import import_object
+from rolltree.engine.prompts.prompts import held_out
+from rolltree.engine.prompts.sources import PromptSource
 from rolltree.engine.settings import TrainConfig
 from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.terms import TokenTerm

@@ -218,7 +218,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
                 )
             print("\n".join(plan_lines(known)))
         return 0
-    from .build import check_stages, is_finished
+    from .assembly.run import check_stages, is_finished
 
     check_stages(configs, resume=args.resume)
     for number, config in enumerate(configs, start=1):
@@ -234,8 +234,8 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
 def _run(args: argparse.Namespace, config: TrainConfig, of_several: bool) -> None:
     """Run one training; a stage of several begins anew where there is nothing to resume."""
     from ..freed_memory import keep_freed_memory
-    from ..loop.directory import holds_a_run
-    from .build import build
+    from ..record.directory import holds_a_run
+    from .assembly.run import build
     from .console import Console
 
     _quiet_transformers()

@@ -16,17 +16,17 @@ from packaging.version import Version
 
 from rolltree.kernels import Objective, ahead, kernel_cache, linear_terms_loss, plan_terms_loss
 
-from ..data.batch import FIELDS
+from ..batches.batch import FIELDS
+from ..batches.pack import pack
 from ..data.columns import COLUMNS
-from ..data.pack import pack
 from ..data.segment import LeafStatus, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..rollout.native.draws import FILTERS
 from ..rollout.native.engine import EngineConfig
 from ..train.terms import LossTerm, TokenTerm
-from .build_learning import loss_terms
-from .build_sampling import sampling_params
+from .assembly.learning import loss_terms
+from .assembly.sampling import sampling_params
 from .config import load_config
 
 

@@ -12,19 +12,21 @@ from transformers import PreTrainedTokenizerBase
 
 from rolltree.kernels.dispatch import load_library
 
-from ..loop import directory, preflight
-from ..loop.curriculum import Curriculum
-from ..loop.prompts import held_out
 from ..methods.schedules import scheduled
 from ..model.loading import check_model_dir, choose_device, load_tokenizer
 from ..parts.context import Context
 from ..parts.resolve import import_object
+from ..plan.sizes import read_sizes
+from ..prompts.curriculum import Curriculum
+from ..prompts.prompts import held_out
+from ..record import directory
 from ..rewards import ProgramVerifier, RewardPool, Rewards, check_references, make_rewards
 from ..rewards.interface import FromProgram
 from ..rollout.sampling_params import eos_token_ids
 from ..settings import RewardPartConfig, TrainConfig
 from ..tasks import GymProblems, read_problems
-from .build_checks import (
+from .assembly import preflight
+from .assembly.checks import (
     check_early_scores,
     check_learning,
     check_lengths,
@@ -32,12 +34,11 @@ from .build_checks import (
     check_ranks,
     kept_entries,
 )
-from .build_learning import corrects, inert, objective
-from .build_policies import check_policies, check_same_tokens, of_policy, roles_of
-from .build_sampling import budget, check_backend, check_hints, group_callback, prompts_of, rollout_program
-from .build_workers import check_workers
+from .assembly.learning import corrects, inert, objective
+from .assembly.policies import check_policies, check_same_tokens, of_policy, roles_of
+from .assembly.sampling import budget, check_backend, check_hints, group_callback, prompts_of, rollout_program
+from .assembly.workers import check_workers
 from .recipes import flat, read_recipe
-from .sizes import read_sizes
 
 
 def plan_lines(config: TrainConfig) -> Iterator[str]:

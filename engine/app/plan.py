@@ -1,7 +1,7 @@
 """``rolltree plan``: what N GPUs would do with a configuration, layout by layout. Everything is simulated.
 
 A layout splits the GPUs into ranks that train and engines that sample. Each is simulated with the loop of a real run
-(`rolltree.engine.loop.simulate`). The seconds of decode steps and updates are either the arithmetic of a GPU
+(`rolltree.engine.plan.simulate`). The seconds of decode steps and updates are either the arithmetic of a GPU
 (`DeviceModel`), with lengths that are assumed, or what a run has measured (`measured`), with its lengths; then a GPU
 stands for a device like those of that run.
 """
@@ -14,15 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import UserError
-from ..loop.simulate import Outcome, Scenario, look_s, simulate
-from ..rollout.modelled import (
-    CAPACITY,
-)
+from ..plan.modelled import CAPACITY
+from ..plan.rates import Rates, measured, modelled, scoring_roles
+from ..plan.simulate import Outcome, Scenario, look_s, simulate
+from ..plan.sizes import BYTES, ModelSizes, read_sizes
 from ..settings import TrainConfig
-from .build_checks import check_lengths
-from .build_sampling import budget
-from .rates import Rates, measured, modelled, scoring_roles
-from .sizes import BYTES, ModelSizes, read_sizes
+from .assembly.checks import check_lengths
+from .assembly.sampling import budget
 
 VLLM_SHARE = 0.9
 """vLLM's default of ``gpu_memory_utilization``."""

@@ -13,18 +13,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.segment import LeafStatus
 from ..data.store import write_rollouts
 from ..data.tree import TokenTree
+from ..fleet.publication import Publication
 from ..loop.buffer import Buffer
 from ..loop.controller import Controller
-from ..loop.group import Group
-from ..loop.metrics import Stopwatch
-from ..loop.prompts import held_out
-from ..loop.publication import Publication
 from ..loop.replay import write_groups
 from ..parts.context import Context
+from ..prompts.group import Group
+from ..prompts.prompts import held_out
+from ..record.metrics import Stopwatch
 from ..settings import TrainConfig
-from .build_checks import kept_entries
-from .build_policies import further_policies
-from .build_sampling import (
+from .assembly.checks import kept_entries
+from .assembly.policies import further_policies
+from .assembly.sampling import (
     budget,
     make_engine,
     make_run_rewards,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.batch import TreeBatch, recurrence_of
+from ..batches.batch import TreeBatch, recurrence_of
+from ..batches.pack import pack
 from ..data.media import FIRST_ID, Picture
-from ..data.pack import pack
 from ..data.tree import TokenTree
 from ..model.attention import Tree, tree_mask
 from ..model.loading import LAYER_KINDS, TREE_LAYERS

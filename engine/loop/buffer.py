@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..data.tree import TokenTree
+from ..prompts.group import Group, State
+from ..prompts.prompts import Prompt
 from .budget import Budget
-from .group import Group, State
-from .prompts import Prompt
 
 AFTER: dict[State, set[State]] = {
     State.QUEUED: {State.SAMPLING, State.DROPPED},

@@ -12,10 +12,10 @@ from typing import Any
 
 from ..errors import RunError, UserError
 from ..methods.groups import Accept, Add, Drop, GroupCallback, More, Retry
+from ..prompts.group import Group, Responses, State
+from ..prompts.prompts import Prompt
 from ..tasks import Problem
 from .buffer import Buffer
-from .group import Group, Responses, State
-from .prompts import Prompt
 
 MOST_ATTEMPTS = 64
 """Most further requests for one group; one more drops it."""

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from ..data.segment import Text
 from ..errors import RunError
+from ..fleet.publication import further
+from ..learn.learning import Learning
 from ..parts.calling import call
 from ..parts.context import Context
+from ..prompts.archive import Archive, NotKeptError
+from ..prompts.demonstrations import Demonstrations
+from ..record.failures import Failures
+from ..record.metrics import MetricsLog
+from ..record.rollout_files import texts_of
 from ..train import checkpoint
-from .archive import Archive, NotKeptError
 from .controller import Controller
-from .demonstrations import Demonstrations
 from .evaluation import Evaluation
-from .failures import Failures
-from .learning import Learning
-from .metrics import MetricsLog
-from .publication import further
-from .rollout_files import texts_of
 from .unfinished import RESTARTED
 
 OPEN, OWN = "open/", "own/"

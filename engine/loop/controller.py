@@ -21,20 +21,20 @@ from torch import Tensor
 
 from ..data.tree import TokenTree
 from ..errors import RunError, UserError
+from ..fleet.publication import NONE, Further, Publication
 from ..methods.groups import More, Retry
 from ..parts.calling import failure
+from ..prompts.archive import Archive, NotKeptError
+from ..prompts.group import Group, State
+from ..prompts.prompts import pictures_of
+from ..record.metrics import Stopwatch
+from ..record.progress import Progress
 from ..rewards import Rewards
 from ..rollout import SamplingParams
 from ..rollout.sampler import Flight, Job, LostError, WeightSource
-from .archive import Archive, NotKeptError
 from .buffer import Buffer
 from .callback import Callback, CallbackRule
-from .group import Group, State
 from .judging import Judging, TraceCall, no_trace
-from .metrics import Stopwatch
-from .progress import Progress
-from .prompts import pictures_of
-from .publication import NONE, Further, Publication
 from .runtime import Cores
 from .sampling import GroupSeeds, SamplingParts
 from .unfinished import group_state

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..data.tree import TokenTree
-from .group import Group
-from .metrics import Sums
+from ..prompts.group import Group
+from ..record.metrics import Sums
 
 
 def describe_replay(trees: Sequence[TokenTree], updates: int, sums: Sums) -> None:

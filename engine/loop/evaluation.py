@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..prompts.group import Responses
+from ..prompts.prompts import Prompt, pictures_of
+from ..record.failures import unsampled
+from ..record.progress import Progress
 from ..rewards import Rewards
 from ..rollout import SamplingParams
 from ..rollout.sampler import Job, Sampler
-from .failures import unsampled
-from .group import Responses
 from .judging import decode, item
-from .progress import Progress
-from .prompts import Prompt, pictures_of
 
 SOLVED = 1.0 - 1e-6
 """Smallest reward that counts as a correct answer."""

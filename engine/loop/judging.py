@@ -19,11 +19,11 @@ from ..data.policies import role_texts
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import RunError
+from ..prompts.group import Group, Responses
+from ..prompts.prompts import Prompt, pictures_of
+from ..record.failures import unsampled
 from ..rewards import RewardItem, RewardResult, Rewards
 from ..rewards.verdicts import put_rewards
-from .failures import unsampled
-from .group import Group, Responses
-from .prompts import Prompt, pictures_of
 
 
 def no_trace(track: str, name: str, begin: float, end: float) -> None:

@@ -21,9 +21,22 @@ from typing import Any, TypeVar
 
 from ..data.tree import TokenTree
 from ..errors import UserError
+from ..fleet.publication import Publication, further
+from ..fleet.workers import Workers
+from ..learn.learning import Learning, RanksLostError
+from ..learn.utilization import GpuMonitor
 from ..methods.schedules import Schedule, at_step
 from ..model.processor import copy_processor
 from ..parts.context import Context
+from ..prompts.demonstrations import Demonstrations
+from ..prompts.group import Group
+from ..record.directory import held
+from ..record.failures import Failures
+from ..record.metrics import Idle, MetricsLog, Stopwatch, Sums
+from ..record.progress import Progress
+from ..record.rollout_files import write_step
+from ..record.trace import Trace
+from ..record.trackers import Tracked, Trackers
 from ..rewards import Rewards
 from ..settings.training import MOST_OVER_SAMPLING
 from ..train import checkpoint
@@ -32,25 +45,12 @@ from .buffer import Buffer
 from .callback import CallbackRule
 from .checkpoints import Checkpoints, Keeping
 from .controller import Controller
-from .demonstrations import Demonstrations
 from .describe import describe, describe_lag, describe_replay
-from .directory import held
 from .evaluation import Evaluation
-from .failures import Failures
-from .group import Group
-from .learning import Learning, RanksLostError
-from .metrics import Idle, MetricsLog, Stopwatch, Sums
-from .progress import Progress
-from .publication import Publication, further
 from .replay import Replay
 from .replay_store import ReplayStore
-from .rollout_files import write_step
 from .runtime import Stopping
 from .sampling import SamplingParts
-from .trace import Trace
-from .trackers import Tracked, Trackers
-from .utilization import GpuMonitor
-from .workers import Workers
 
 T = TypeVar("T")
 

@@ -11,11 +11,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..errors import UserError
+from ..prompts.archive import Archive
+from ..prompts.group import Group, Responses, State
+from ..prompts.prompts import Prompt
 from ..rollout import SamplingParams
-from .archive import Archive
 from .controller import Controller
-from .group import Group, Responses, State
-from .prompts import Prompt
 
 Recorded = tuple[Prompt, list[Responses]]
 

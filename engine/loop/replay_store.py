@@ -23,9 +23,9 @@ from ..data.paths import path_credit
 from ..data.store import read_rollouts
 from ..data.tree import TokenTree
 from ..errors import UserError
+from ..prompts.group import Group, Responses, State
+from ..prompts.prompts import Prompt
 from ..settings import ReplayConfig
-from .group import Group, Responses, State
-from .prompts import Prompt
 from .replay import Recorded, read_groups, write_groups
 
 DRAWN = 0x5E91A

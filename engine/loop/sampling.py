@@ -9,9 +9,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..programs import RolloutProgram
+from ..prompts.sources import PromptSource
 from ..rollout import SamplingParams
 from ..rollout.sampler import Sampler
-from .sources import PromptSource
 
 
 @dataclass(frozen=True)

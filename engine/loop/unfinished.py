@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..prompts.archive import Archive, NotKeptError
+from ..prompts.group import Group
 from ..rollout.sampler import Flight, Kept
-from .archive import Archive, NotKeptError
-from .group import Group
 
 RESTARTED = {
     "call": "a call was under way, which their program does not repeat",

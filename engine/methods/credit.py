@@ -3,7 +3,7 @@
 An estimator is a function of all trees of an update, so it may normalise over the batch; most use one group at a time.
 ``R`` are the rewards ``tree.rewards["reward"]`` of one prompt's responses, mu and sd their mean and unbiased standard
 deviation, computed in float64. The loss weights of a token shared by several leaves follow exactly from the credit
-(``engine/data/batch.py``), so estimators do not deal with sharing.
+(``engine/batches/batch.py``), so estimators do not deal with sharing.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from transformers.masking_utils import sdpa_mask
 from rolltree.kernels import tree_attention
 from rolltree.kernels.tree_attention.api import padded
 
-from ..data.kv_store import AttentionRule, KVStore
+from ..batches.kv_store import AttentionRule, KVStore
 from . import varlen
 from .both_ways import Block, attend_both_ways
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data.kv_store import AttentionRule
+from ..batches.kv_store import AttentionRule
 
 
 class Block(NamedTuple):

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from rolltree.kernels import LogprobOutput
 
-from ..data.batch import TreeBatch, recurrence_of
-from ..data.pieces import Piece, PieceStore, depth_first
+from ..batches.batch import TreeBatch, recurrence_of
+from ..batches.pieces import Piece, PieceStore, depth_first
 from . import attention, recurrent, routes
 from .both_ways import Block
 from .head import decoder_of, target_logprob, target_statistics

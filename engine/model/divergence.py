@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..data.batch import TreeBatch
-from ..data.device import to_device
+from ..batches.batch import TreeBatch
+from ..batches.device import to_device
 from ..data.statistics import DIVERGENCE
 from ..data.tree import TokenTree
 from .decoder import target_hidden

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from rolltree.kernels import LogprobOutput
 from rolltree.kernels.checks import shown
 
-from ..data.batch import TreeBatch
+from ..batches.batch import TreeBatch
 from .attention import NAME
 from .decoder import decode, statistics_of_pieces, unchecked_logprob
 from .head import target_statistics

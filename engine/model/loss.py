@@ -29,8 +29,8 @@ from rolltree.kernels import (
 from rolltree.kernels.checks import Arguments
 from rolltree.kernels.linear_policy_loss.terms import named, statistics_of, wanted
 
-from ..data.batch import OldLogprob, TreeBatch
-from ..data.pieces import Piece, PieceStore, depth_first
+from ..batches.batch import OldLogprob, TreeBatch
+from ..batches.pieces import Piece, PieceStore, depth_first
 from .decoder import Decoded, decode, encode_pictures, statistics_of_pieces
 from .head import head, row_temperature, target_statistics
 from .logprob import check_call, check_temperature

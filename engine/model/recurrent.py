@@ -25,7 +25,7 @@ from transformers.activations import ACT2FN
 
 from rolltree.kernels.tree_recurrence import tree_convolution, tree_recurrence
 
-from ..data.recurrence import Recurrence
+from ..batches.recurrence import Recurrence
 from ..errors import UserError
 
 RECURRENT = re.compile(

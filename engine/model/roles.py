@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..data.batch import TreeBatch
+from ..batches.batch import TreeBatch
+from ..batches.device import to_device
 from ..data.columns import Array
-from ..data.device import to_device
 from ..data.tree import TokenTree
 from .logprob import batch_logprob
 from .lora import has_lora, without_adapter

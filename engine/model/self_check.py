@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..data.pack import pack
+from ..batches.pack import pack
 from ..data.tree import TokenTree
 from . import attention
 from .decoder import unchecked_logprob

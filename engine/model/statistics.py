@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..data.batch import TreeBatch
-from ..data.device import to_device
+from ..batches.batch import TreeBatch
+from ..batches.device import to_device
 from ..data.tree import TokenTree
 from ..errors import UserError
 from .head import head

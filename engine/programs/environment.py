@@ -17,10 +17,10 @@ from typing import Any
 
 from ..data.segment import LeafStatus, Origin
 from ..parts.resolve import import_object, resolve
-from .chat import Message, assistant_message, find_format, tool_schema
-from .conversation import Conversation, conversation
+from .chat.conversation import Conversation, conversation
+from .chat.messages import Message, assistant_message, find_format, tool_schema
+from .chat.turns import Observation, ToolBox
 from .program import Action, BranchId, Call, Finish, Fork, Given, GroupState, Reward, RolloutProgram, SegmentReport
-from .turns import Observation, ToolBox
 
 
 class Game:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from ..data.segment import LeafStatus, Origin
-from .conversation import conversation
+from .chat.conversation import conversation
 from .program import WHOLE, Action, BranchId, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
 
 QUESTION = (

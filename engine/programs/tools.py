@@ -7,8 +7,8 @@ from typing import Any
 
 from ..data.segment import LeafStatus, Origin
 from ..parts.resolve import resolve
+from .chat.toolbox import TOOLS
 from .program import Action, BranchId, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
-from .toolbox import TOOLS
 
 Tool = Callable[..., str]
 

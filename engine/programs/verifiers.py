@@ -15,8 +15,8 @@ from typing import Any
 
 from ..errors import UserError
 from ..parts.resolve import import_object
-from .chat import Message
-from .turns import Observation, ToolBox
+from .chat.messages import Message
+from .chat.turns import Observation, ToolBox
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 ``problem`` defines `Problem`. ``files`` reads them from parquet and jsonl (`data.path`), ``gym`` generates them
 (`data.tasks`). ``games`` and ``verifiers`` yield rows of prompts for an environment, as a source of a user's own does
-(`data.source`). `engine/loop/sources.py` puts prompts into the chat template and hands them to the controller; the
+(`data.source`). `engine/prompts/sources.py` puts prompts into the chat template and hands them to the controller; the
 entries go to `engine/rewards`. Read ``problem``, then ``files``.
 """
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from rolltree.kernels import TermsLossOutput, value_loss
 
-from ..data.batch import TreeBatch
+from ..batches.batch import TreeBatch
 from ..data.tree import TokenTree
 from ..model.decoder import decode
 from ..model.roles import write_column

@@ -16,7 +16,7 @@ import torch
 
 from rolltree.kernels import LogprobTerm, Objective, Term, pair_loss
 
-from ..data.batch import TreeBatch
+from ..batches.batch import TreeBatch
 from ..data.columns import COLUMNS, Array, Column, declare
 from ..data.paths import path_credit
 from ..data.segment import Origin

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from rolltree.kernels import TermsLossOutput
 
-from ..data.batch import TreeBatch
-from ..data.device import fetch, to_device
+from ..batches.batch import TreeBatch
+from ..batches.device import fetch, to_device
 from ..errors import RunError, UserError
 from ..model.loss import backward, with_plan
 from ..model.sharding import added, named_shards, placed, reduce_gradients

@@ -22,7 +22,7 @@ from torch import Tensor
 from rolltree.kernels import LogprobTerm, Objective, PolicyFields, PolicyLossOutput
 from rolltree.kernels.linear_logprob import STATISTICS
 
-from ..data.batch import TreeBatch
+from ..batches.batch import TreeBatch
 from ..data.columns import find_column
 from ..data.tree import TokenTree
 from ..errors import UserError

@@ -14,8 +14,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from rolltree.engine import SamplingParams, TokenTree, pack
-from rolltree.engine.data.cost import CostModel
-from rolltree.engine.data.distribute import distribute
+from rolltree.engine.batches.cost import CostModel
+from rolltree.engine.batches.distribute import distribute
 from rolltree.engine.data.segment import LeafStatus, Segment
 
 from .arguments import refusal

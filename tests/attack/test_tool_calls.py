@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltree.engine.app.server.schema import Sampling
-from rolltree.engine.programs.tool_calls import before_calls, written
+from rolltree.engine.programs.chat.tool_calls import before_calls, written
 from rolltree.engine.rollout import NativeEngine
 
 from .serving import in_thread, make_engine

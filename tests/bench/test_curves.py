@@ -18,8 +18,8 @@ from rolltree.bench.cli import main
 from rolltree.bench.job import Point
 from rolltree.bench.schema import read
 from rolltree.engine.errors import RunError
+from rolltree.engine.learn.learner import Learner
 from rolltree.engine.loop.evaluation import Evaluation
-from rolltree.engine.loop.learner import Learner
 
 from ..engine.tiny import write_run
 

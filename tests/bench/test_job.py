@@ -16,8 +16,8 @@ from rolltree.bench.cli import main
 from rolltree.bench.job_runs import Recorder, weights_of
 from rolltree.bench.runner import UnsupportedError
 from rolltree.bench.schema import Row, rows_at
-from rolltree.engine.app.build import build
-from rolltree.engine.app.build_sampling import prepare_model
+from rolltree.engine.app.assembly.run import build
+from rolltree.engine.app.assembly.sampling import prepare_model
 from rolltree.engine.app.config import load_config
 from rolltree.kernels import Objective
 

@@ -12,9 +12,9 @@ import pytest
 
 from rolltree.bench import simulate as bench
 from rolltree.bench.cli import main
-from rolltree.engine.app.rates import NETWORK
 from rolltree.engine.loop.controller import Controller
-from rolltree.engine.rollout.modelled import MeasuredRates
+from rolltree.engine.plan.modelled import MeasuredRates
+from rolltree.engine.plan.rates import NETWORK
 
 
 def test_the_driver_is_really_driven(monkeypatch: pytest.MonkeyPatch) -> None:

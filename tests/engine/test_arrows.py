@@ -1,4 +1,4 @@
-"""The packages import one way: an import against the order, or a circle between folders, fails here.
+"""The packages import one way: an arrow up or sideways, a circle of files or folders, or a crowded room fails here.
 
 Every import statement is read from the source, at the top of a module, in a function and under ``TYPE_CHECKING``, and
 every ``importlib.import_module`` of a constant name.
@@ -7,8 +7,9 @@ every ``importlib.import_module`` of a constant name.
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
-from collections.abc import Iterator
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +19,14 @@ from .tiny import ROOT
 
 FLOORS = (
     {"data"},
+    {"batches"},
     {"methods", "programs", "model"},
     {"train", "rollout", "rewards", "tasks"},
+    {"prompts", "record"},
+    {"learn"},
+    {"fleet"},
     {"loop"},
+    {"plan"},
     {"app"},
 )
 """The folders of engine from the lowest floor up; an import goes to a lower floor, never sideways or up."""
@@ -32,9 +38,10 @@ EXCEPTIONS = {
     ("engine.settings.training", "engine.train.config"),  # a dataclass without imports
     ("engine.registration", "engine.model.attention"),  # by name, after Transformers was imported
     ("engine.app.cli", "bench.cli"),  # by name, for `rolltree bench`
-    ("engine.app.build_workers", "engine.integrations.ray"),  # only where a run has engines in other processes
 }
 """The only imports that may break a rule."""
+MODULES_OF_A_ROOM = 20
+LINES_OF_THE_PATH = 6000
 
 
 @dataclass(frozen=True)
@@ -118,11 +125,15 @@ def _allowed(here: str, there: str) -> bool:
     return there in FLOOR_OF and FLOOR_OF[there] < FLOOR_OF[here]
 
 
-def circles(found: list[Import]) -> list[tuple[str, ...]]:
-    """Return the sets of folders (and modules directly in engine) that import each other, on whatever way."""
+def circles(found: list[Import], place_of: Callable[[str], str] = part_of) -> list[tuple[str, ...]]:
+    """Return the sets of places that import each other, on whatever way.
+
+    Args:
+        place_of: gives a module's place: its folder of engine, itself, or its package.
+    """
     edges: defaultdict[str, set[str]] = defaultdict(set)
     for each in found:
-        here, there = part_of(each.source), part_of(each.target)
+        here, there = place_of(each.source), place_of(each.target)
         if here != there and (each.source, each.target) not in EXCEPTIONS:
             edges[here].add(there)
 
@@ -139,6 +150,18 @@ def circles(found: list[Import]) -> list[tuple[str, ...]]:
     return sorted({tuple(sorted(o for o in reach if o in reach[p] and p in reach[o])) for p in reach if p in reach[p]})
 
 
+def rooms(root: Path) -> Counter[str]:
+    """Return the number of modules directly in each folder, its ``__init__`` aside."""
+    files = [path for top in ("bench", "engine", "kernels") for path in (root / top).rglob("*.py")]
+    return Counter(str(path.parent.relative_to(root)) for path in files if path.name != "__init__.py")
+
+
+def path_to_read(page: str) -> list[str]:
+    """Return the files that the numbered list of docs/architecture.md names in bold, in order."""
+    steps = page.partition("## From prompt to gradient")[2].partition("\n## ")[0]
+    return re.findall(r"^\d+\. \*\*`([^`]+)`\*\*", steps, re.M)
+
+
 @pytest.fixture(scope="module")
 def found() -> list[Import]:
     return imports(ROOT)
@@ -151,6 +174,30 @@ def test_every_import_goes_down(found: list[Import]) -> None:
 
 def test_no_folders_import_each_other(found: list[Import]) -> None:
     assert circles(found) == []
+
+
+def test_no_files_import_each_other(found: list[Import]) -> None:
+    assert circles(found, lambda module: module) == []
+
+
+def test_no_room_is_crowded() -> None:
+    assert {room: count for room, count in rooms(ROOT).items() if count > MODULES_OF_A_ROOM} == {}
+
+
+def test_every_room_is_described() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    table = set(re.findall(r"`([\w/]+)/`", page.partition("| folder |")[2].partition("\n\n")[0]))
+    inside = {room.removeprefix("engine/") for room in rooms(ROOT) if room.startswith("engine/")}
+    assert inside - table == set()
+
+
+def test_the_path_from_prompt_to_gradient_can_be_read_in_a_day() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    files = path_to_read(page)
+    lines = {file: len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files}
+    assert len(files) >= 15
+    assert sum(lines.values()) <= LINES_OF_THE_PATH, lines
+    assert not [file for file in files if file.startswith(("engine/fleet/", "engine/plan/"))]
 
 
 def test_every_part_of_engine_has_a_place() -> None:
@@ -225,6 +272,24 @@ def test_a_circle_is_found_on_any_way(tmp_path: Path) -> None:
     )
     assert circles(imports(root)) == [("rewards", "rollout", "train")]
     assert circles(imports(tree(tmp_path / "b", train="from ..rollout import a"))) == []
+
+
+def test_a_circle_of_two_files_of_one_folder_is_found(tmp_path: Path) -> None:
+    """One of the two imports only a type."""
+    root = tree(tmp_path, loop="from . import b")
+    (root / "engine/loop/b.py").touch()
+    assert circles(imports(root), lambda module: module) == []
+    hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import X\n"
+    (root / "engine/loop/b.py").write_text(hidden)
+    assert circles(imports(root), lambda module: module) == [("engine.loop.a", "engine.loop.b")]
+    assert circles(imports(root)) == []
+
+
+def test_a_crowded_room_is_found(tmp_path: Path) -> None:
+    root = tree(tmp_path)
+    for number in range(MODULES_OF_A_ROOM):
+        (root / f"engine/loop/m{number}.py").touch()
+    assert [room for room, count in rooms(root).items() if count > MODULES_OF_A_ROOM] == ["engine/loop"]
 
 
 def test_an_import_of_a_module_that_is_not_there_is_an_error(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ assert 0 < len(allowed) < len(tokenizer)
 """,
     ("train", "monitor"): """
 import pynvml
-from rolltree.engine.loop.utilization import GpuMonitor
+from rolltree.engine.learn.utilization import GpuMonitor
 said = []
 monitor = GpuMonitor("GPU-0", said.append)  # there is none: the library is loaded, and reports that
 monitor._thread.join()

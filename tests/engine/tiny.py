@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rolltree.engine.app.config import load_config
-from rolltree.engine.data.batch import TreeBatch
+from rolltree.engine.batches.batch import TreeBatch
 from rolltree.engine.train.trainer import Metrics, Trainer, Weighted
 
 ROOT = Path(__file__).parents[2]

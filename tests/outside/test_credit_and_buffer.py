@@ -12,10 +12,10 @@ from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.loop.budget import Budget, StalenessError
 from rolltree.engine.loop.buffer import Buffer
-from rolltree.engine.loop.group import Group, State
-from rolltree.engine.loop.prompts import Prompt
 from rolltree.engine.methods.advantages import ADVANTAGES
 from rolltree.engine.methods.credit import gae, reinforce_pp
+from rolltree.engine.prompts.group import Group, State
+from rolltree.engine.prompts.prompts import Prompt
 
 
 def group(rewards: Any) -> TokenTree:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from ...data.tree import LeafStatus
-from ...programs.tool_calls import before_calls, written
+from ...programs.chat.tool_calls import before_calls, written
 from ...rollout import Completion
 from ...rollout.branch import top_logprobs
 from .prompts import Offered

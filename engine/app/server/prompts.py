@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, cast
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from ...programs.chat import find_format
-from ...programs.tool_formats import ToolFormat
+from ...programs.chat.messages import find_format
+from ...programs.chat.tool_formats import ToolFormat
 from .schema import ChatBody, CompletionBody, JsonObjectFormat, JsonSchemaFormat, NamedTool, Sampling, TextFormat
 
 MOST_RESPONSES = 4096  # largest number of responses to one HTTP request

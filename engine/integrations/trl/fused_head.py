@@ -21,7 +21,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from rolltree.kernels import Term, linear_logprob, linear_terms_loss
 
-from ...data.batch import TreeBatch
+from ...batches.batch import TreeBatch
 from ...model.decoder import picture_inputs
 from ...model.head import decoder_of, head
 

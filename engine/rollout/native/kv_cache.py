@@ -14,7 +14,7 @@ from torch import Tensor
 from rolltree.kernels import use_backend
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
-from ...data.kv_store import AttentionRule
+from ...batches.kv_store import AttentionRule
 from ...errors import UserError
 from ...model.both_ways import Block, attend_both_ways
 from .host_keys import HostKeys

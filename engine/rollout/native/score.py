@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...data.pack import pack
+from ...batches.pack import pack
 from ...data.tree import TokenTree
 from ...model.decoder import decode
 from ...model.logprob import batch_logprob

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rolltree.kernels.tree_recurrence import RecurrencePlan, Segments
 
-from ...data.recurrence import Recurrence
+from ...batches.recurrence import Recurrence
 from .rows import Fill, RowTable
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from transformers import Gemma2Config, Qwen3Config
 
 from rolltree.engine.app import compile as command
 from rolltree.engine.app.cli import main
-from rolltree.engine.data.pack import pack
+from rolltree.engine.batches.pack import pack
 from rolltree.engine.errors import UserError
 from rolltree.engine.model import recurrent
 from rolltree.engine.model.logprob import batch_logprob

@@ -14,8 +14,8 @@ import pytest
 from rolltree.engine.app.cli import main
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.plan import make_plan
-from rolltree.engine.app.rates import NETWORK, TO_STORE, UPDATE, broadcast_s
-from rolltree.engine.rollout.modelled import MFU, PEAK
+from rolltree.engine.plan.modelled import MFU, PEAK
+from rolltree.engine.plan.rates import NETWORK, TO_STORE, UPDATE, broadcast_s
 
 from ..tiny import write_run
 

@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rolltree.engine.app import build_learning
-from rolltree.engine.app.build_sampling import rollout_program, sampling_params
+from rolltree.engine.app.assembly import learning as build_learning
+from rolltree.engine.app.assembly.sampling import rollout_program, sampling_params
 from rolltree.engine.app.config import load_config
-from rolltree.engine.loop.prompts import held_out
-from rolltree.engine.loop.sources import PromptSource
+from rolltree.engine.prompts.prompts import held_out
+from rolltree.engine.prompts.sources import PromptSource
 from rolltree.engine.rewards import RewardItem, RewardPool
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen3_gsm8k.toml"

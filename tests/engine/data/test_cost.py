@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rolltree.engine import TokenTree, batch_loss, pack
-from rolltree.engine.data.cost import CostModel
-from rolltree.engine.data.distribute import distribute
+from rolltree.engine.batches.cost import CostModel
+from rolltree.engine.batches.distribute import distribute
 from rolltree.engine.model import varlen
 from rolltree.kernels import Objective, tree_attention
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from rolltree.engine import TokenTree, batch_loss, pack
-from rolltree.engine.data.equal_prefixes import share_equal_prefixes
+from rolltree.engine.batches.equal_prefixes import share_equal_prefixes
 from rolltree.engine.data.segment import LeafStatus, Segment
 
 from ..model.test_tree_equals_flat import close, make_models

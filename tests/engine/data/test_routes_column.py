@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from rolltree.engine.app.report.trees import explorer_data
+from rolltree.engine.batches.distribute import distribute
+from rolltree.engine.batches.equal_prefixes import share_equal_prefixes
+from rolltree.engine.batches.pack import pack
+from rolltree.engine.batches.rows import distinct_rows, numbered
 from rolltree.engine.data.concat import join, side_by_side
-from rolltree.engine.data.distribute import distribute
-from rolltree.engine.data.equal_prefixes import share_equal_prefixes
-from rolltree.engine.data.pack import pack
-from rolltree.engine.data.rows import distinct_rows, numbered
 from rolltree.engine.data.segment import LeafStatus, Segment
 from rolltree.engine.data.store import write_rollouts
 from rolltree.engine.data.tree import TokenTree
-from rolltree.engine.loop.archive import Archive
+from rolltree.engine.prompts.archive import Archive
 
 LAYERS, K = 2, 3
 
@@ -105,7 +105,7 @@ def test_every_operation_on_trees_moves_the_routes_with_the_tokens() -> None:
 
 
 def _cost():
-    from rolltree.engine.data.cost import CostModel
+    from rolltree.engine.batches.cost import CostModel
 
     return CostModel(1.0, 1.0, 1.0)
 

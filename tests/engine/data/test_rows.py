@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltree.engine import CostModel, TokenTree, pack
+from rolltree.engine.batches.rows import concat_rows, distinct_rows
 from rolltree.engine.data.concat import side_by_side
-from rolltree.engine.data.rows import concat_rows, distinct_rows
 
 from .test_equal_prefixes import apart
 from .test_tree import groups

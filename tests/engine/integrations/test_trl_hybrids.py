@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rolltree.engine.data.recurrence import Recurrence
+from rolltree.engine.batches.recurrence import Recurrence
 from rolltree.engine.integrations.trl import accelerate
 
 from ..model.recurrent_models import make

@@ -18,8 +18,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rolltree.engine import NativeEngine
 from rolltree.engine.data.segment import LeafStatus
-from rolltree.engine.loop.archive import Archive
 from rolltree.engine.programs import PROGRAMS, TreePO
+from rolltree.engine.prompts.archive import Archive
 from rolltree.engine.rollout import Request, SamplingParams
 from rolltree.engine.rollout.sampler import Job, LocalSampler
 

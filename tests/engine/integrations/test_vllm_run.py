@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from rolltree.engine import Orchestrator, TokenTree, load_config, pack
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError
 from rolltree.engine.train.trainer import Trainer, Weighted

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rolltree.engine.app import build_workers
-from rolltree.engine.loop.fleet import Fleet
+from rolltree.engine.app.assembly import workers as build_workers
+from rolltree.engine.fleet.fleet import Fleet
+from rolltree.engine.fleet.host import Host
 from rolltree.engine.loop.orchestrator import Orchestrator
-from rolltree.engine.rollout.host import Host
 
 from ..loop.scale import Saboteur, train
 from ..loop.test_durability import audit, rows

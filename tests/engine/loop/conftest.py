@@ -19,7 +19,7 @@ def server() -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture(scope="session")
 def ray() -> Iterator[Any]:
     """One Ray for all tests, with room for their workers; it outlives the runs."""
-    from rolltree.engine.integrations.ray import RayWorkers
+    from rolltree.engine.fleet.ray import RayWorkers
 
     RayWorkers({"engine": ({"CPU": 1.0}, 8)}).close()
     import ray

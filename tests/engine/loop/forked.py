@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from rolltree.engine.data.tree import TokenTree
-from rolltree.engine.loop.workers import InThreads, LostError, Reference, Role, Worker, settle
+from rolltree.engine.fleet.workers import InThreads, LostError, Reference, Role, Worker, settle
 
-IMPORTED = ["rolltree.engine.app.build", "rolltree.engine.app.console", "torch.distributed.fsdp",
+IMPORTED = ["rolltree.engine.app.assembly.run", "rolltree.engine.app.console", "torch.distributed.fsdp",
             "transformers.models.qwen3.modeling_qwen3", __name__]  # fmt: skip
 
 TokenTree.from_sequences([1], [[2], [3]])  # numba compiles here, in the server too

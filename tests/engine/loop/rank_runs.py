@@ -20,16 +20,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
 from rolltree.engine import load_config
-from rolltree.engine.app.build_learning import learning_parts
-from rolltree.engine.app.build_sampling import make_engine, prepare_model, rollout_program, sampling_params
-from rolltree.engine.data import distribute as distributing
+from rolltree.engine.app.assembly.learning import learning_parts
+from rolltree.engine.app.assembly.sampling import make_engine, prepare_model, rollout_program, sampling_params
+from rolltree.engine.batches import distribute as distributing
 from rolltree.engine.data.segment import LeafStatus, Origin, Segment
 from rolltree.engine.data.tree import TokenTree
-from rolltree.engine.loop import learner as learning
-from rolltree.engine.loop.learner import Learner
-from rolltree.engine.loop.metrics import Stopwatch, Sums
-from rolltree.engine.loop.sources import PromptSource
+from rolltree.engine.learn import learner as learning
+from rolltree.engine.learn.learner import Learner
 from rolltree.engine.model import sharding
+from rolltree.engine.prompts.sources import PromptSource
+from rolltree.engine.record.metrics import Stopwatch, Sums
 from rolltree.engine.train import checkpoint
 from rolltree.engine.train import trainer as training
 from rolltree.engine.train.group import ALONE, Group
@@ -322,11 +322,11 @@ HEAD = (training, "added", _averaged)
 MUTANTS: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     "gradients averaged": (
         "tokens, two updates",
-        [("rolltree.engine.app.build_learning", "shard", _sharded_with_means), HEAD],
+        [("rolltree.engine.app.assembly.learning", "shard", _sharded_with_means), HEAD],
     ),
     "gradients of an adapter averaged": (
         ADAPTER,
-        [("rolltree.engine.app.build_learning", "shard", _sharded_with_means)],
+        [("rolltree.engine.app.assembly.learning", "shard", _sharded_with_means)],
     ),
     "the head's gradient averaged": ("sequences, a reference that moves, untied", [HEAD]),
     "one share for all": ("tokens, two updates", [(learning, "distribute", _same_share)]),

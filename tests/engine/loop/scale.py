@@ -12,9 +12,9 @@ import torch
 from rich.console import Console as RichConsole
 
 from rolltree.engine import Orchestrator, load_config
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
-from rolltree.engine.loop.group import Group
+from rolltree.engine.prompts.group import Group
 from rolltree.engine.settings import TrainConfig
 from rolltree.engine.train.checkpoint import read_tensors
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rolltree.engine.data.tree import TokenTree
-from rolltree.engine.rollout.host import Facts, Health, Result
+from rolltree.engine.fleet.host import Facts, Health, Result
 
 
 def lengths(seed: int, n: int) -> list[int]:

@@ -19,12 +19,12 @@ import torch
 from rich.console import Console as RichConsole
 
 from rolltree.engine import Orchestrator, load_config, pack, skip_check
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
-from rolltree.engine.data.cost import CostModel
-from rolltree.engine.loop import utilization
-from rolltree.engine.loop.metrics import TIMED_PARTS, Stopwatch, overlaid
-from rolltree.engine.loop.utilization import GpuMonitor, Mfu, peak_tflop_s
+from rolltree.engine.batches.cost import CostModel
+from rolltree.engine.learn import utilization
+from rolltree.engine.learn.utilization import GpuMonitor, Mfu, peak_tflop_s
+from rolltree.engine.record.metrics import TIMED_PARTS, Stopwatch, overlaid
 from rolltree.engine.train import phases
 from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.phases import HEAD, MODEL, OPTIMIZER, Phases, Span

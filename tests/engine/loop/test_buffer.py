@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 
 from rolltree.engine.loop.budget import Budget, StalenessError
 from rolltree.engine.loop.buffer import AFTER, Buffer
-from rolltree.engine.loop.group import Group, State
+from rolltree.engine.prompts.group import Group, State
 
 UNREADY = (State.QUEUED, State.SAMPLING, State.JUDGING)
 

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rolltree.engine import Orchestrator, UserError, load_config
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.data.segment import Origin
-from rolltree.engine.loop.demonstrations import Demonstrations
+from rolltree.engine.prompts.demonstrations import Demonstrations
 from rolltree.engine.train.checkpoint import read_tensors
 
 from ..tiny import write_job

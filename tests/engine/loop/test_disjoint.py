@@ -10,14 +10,14 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rolltree.engine import UserError, load_config
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.app.stages import load_stages
-from rolltree.engine.loop import sources
-from rolltree.engine.loop.demonstrations import Demonstrations
-from rolltree.engine.loop.prompts import Prompt, held_out
-from rolltree.engine.loop.sources import PromptSource
+from rolltree.engine.prompts import sources
+from rolltree.engine.prompts.demonstrations import Demonstrations
+from rolltree.engine.prompts.prompts import Prompt, held_out
+from rolltree.engine.prompts.sources import PromptSource
 from rolltree.engine.settings import DataConfig, DemonstrationsConfig
 
 from ..tiny import write_job

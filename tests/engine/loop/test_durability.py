@@ -20,13 +20,13 @@ from rich.console import Console as RichConsole
 from safetensors.torch import load_file
 
 from rolltree.engine import Orchestrator, load_config
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.config import training_config
 from rolltree.engine.app.console import Console
-from rolltree.engine.loop.archive import Archive
+from rolltree.engine.learn.learner import Learner
 from rolltree.engine.loop.controller import Controller
-from rolltree.engine.loop.learner import Learner
 from rolltree.engine.loop.orchestrator import OPEN
+from rolltree.engine.prompts.archive import Archive
 from rolltree.engine.settings import TrainConfig
 from rolltree.engine.train import checkpoint
 from rolltree.engine.train.trainer import Trainer

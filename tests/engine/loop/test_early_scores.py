@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from rolltree.engine import UserError, load_config
-from rolltree.engine.app.build import build
-from rolltree.engine.app.build_checks import check_early_scores
+from rolltree.engine.app.assembly.checks import check_early_scores
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.data.tree import TokenTree
-from rolltree.engine.loop.archive import Archive
 from rolltree.engine.loop.budget import Budget
-from rolltree.engine.loop.group import Group, Responses
-from rolltree.engine.loop.prompts import Prompt
 from rolltree.engine.loop.replay_store import ReplayStore
 from rolltree.engine.model.roles import Role
+from rolltree.engine.prompts.archive import Archive
+from rolltree.engine.prompts.group import Group, Responses
+from rolltree.engine.prompts.prompts import Prompt
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.rollout.sampler import Flight, Job
 

@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rolltree.engine.app.build_checks import kept_entries
+from rolltree.engine.app.assembly.checks import kept_entries
 from rolltree.engine.app.cli import main
 from rolltree.engine.errors import UserError
-from rolltree.engine.loop.archive import Archive, NotKeptError
 from rolltree.engine.loop.replay import read_groups
+from rolltree.engine.prompts.archive import Archive, NotKeptError
 from rolltree.engine.settings import TrainConfig
 
 from ..tiny import write_run

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rolltree.engine import UserError, load_config
-from rolltree.engine.app.build_checks import check_old_logprobs
-from rolltree.engine.app.build_learning import inert, roles
+from rolltree.engine.app.assembly.checks import check_old_logprobs
+from rolltree.engine.app.assembly.learning import inert, roles
 from rolltree.engine.app.dry_run import plan_lines
 
 from ..methods.real_step import Steps, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps

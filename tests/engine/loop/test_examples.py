@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rolltree.engine import load_config
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
 
 from ..tiny import ROOT

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console as RichConsole
 
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.cli import main
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console

@@ -15,11 +15,11 @@ import torch
 from rich.console import Console as RichConsole
 
 from rolltree.engine import Orchestrator, load_config
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError
+from rolltree.engine.learn.learner import Learner
 from rolltree.engine.loop.controller import Controller
-from rolltree.engine.loop.learner import Learner
 from rolltree.engine.train import checkpoint
 from rolltree.engine.train.trainer import Trainer
 

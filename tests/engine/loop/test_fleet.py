@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import RunError
-from rolltree.engine.loop.engines import HEALTH_S
-from rolltree.engine.loop.fleet import Fleet
-from rolltree.engine.loop.workers import InThreads, Worker
+from rolltree.engine.fleet.engines import HEALTH_S
+from rolltree.engine.fleet.fleet import Fleet
+from rolltree.engine.fleet.host import Facts, Health, Result
+from rolltree.engine.fleet.questions import Question
+from rolltree.engine.fleet.workers import InThreads, Worker
 from rolltree.engine.rewards import RewardItem, RewardResult
 from rolltree.engine.rollout import SamplingParams
-from rolltree.engine.rollout.host import Facts, Health, Result
 from rolltree.engine.rollout.packed import Changes, unpack_weights
-from rolltree.engine.rollout.questions import Question
 from rolltree.engine.rollout.sampler import Flight, Job, Kept
 
 HANG_S, START_S = 30.0, 300.0

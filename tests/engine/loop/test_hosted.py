@@ -16,16 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltree.engine.errors import RunError, UserError
-from rolltree.engine.loop.hosted import (
-    AHEAD,
-    HEALTH_S,
-    LOOK_S,
-    REPLACE_S,
-    HostedRewards,
-    HostFacts,
-    RewardHost,
-)
-from rolltree.engine.loop.workers import InThreads, Worker
+from rolltree.engine.fleet.hosted import AHEAD, HEALTH_S, LOOK_S, REPLACE_S, HostedRewards, HostFacts, RewardHost
+from rolltree.engine.fleet.workers import InThreads, Worker
 from rolltree.engine.rewards import RewardItem, RewardResult
 from rolltree.engine.settings import RewardConfig
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from rolltree.engine import load_config
-from rolltree.engine.app import build_sampling, build_workers
+from rolltree.engine.app.assembly import sampling as build_sampling
+from rolltree.engine.app.assembly import workers as build_workers
 from rolltree.engine.errors import UserError
 
 from ..tiny import write_run
@@ -88,7 +89,7 @@ class Thing:
 @pytest.mark.timeout(900)
 def test_engines_are_processes_of_the_interpreter_and_other_workers_are_not(ray: Any, tmp_path: Path) -> None:
     """A second environment that finds the packages of the first one."""
-    from rolltree.engine.integrations.ray import RayWorkers
+    from rolltree.engine.fleet.ray import RayWorkers
 
     venv.create(tmp_path / "second", symlinks=True)
     (site,) = (tmp_path / "second").glob("lib/python*/site-packages")

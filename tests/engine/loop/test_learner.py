@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rolltree.engine import Orchestrator, UserError, load_config
-from rolltree.engine.app import build_learning
-from rolltree.engine.app.build import build
-from rolltree.engine.app.build_sampling import rollout_program
+from rolltree.engine.app.assembly import learning as build_learning
+from rolltree.engine.app.assembly.run import build
+from rolltree.engine.app.assembly.sampling import rollout_program
 from rolltree.engine.app.console import Console
-from rolltree.engine.loop import learner
+from rolltree.engine.learn import learner
 
 from ..tiny import ROOT, write_job
 

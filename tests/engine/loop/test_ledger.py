@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from rolltree.engine import Orchestrator, load_config
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.loop.buffer import LedgerError, TokenLedger
 from rolltree.engine.loop.controller import Controller

@@ -13,7 +13,7 @@ from rolltree.engine.data.segment import LeafStatus, Segment
 from rolltree.engine.data.store import write_rollouts
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
-from rolltree.engine.loop.metrics import Idle, MetricsLog, Stopwatch, Sums
+from rolltree.engine.record.metrics import Idle, MetricsLog, Stopwatch, Sums
 
 
 def test_means_are_of_sums_not_of_means():

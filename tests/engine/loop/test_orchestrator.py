@@ -16,11 +16,11 @@ from rich.console import Console as RichConsole
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError, UserError
-from rolltree.engine.loop import learner
+from rolltree.engine.learn import learner
 from rolltree.engine.train.trainer import Trainer
 
 RECORDED = [

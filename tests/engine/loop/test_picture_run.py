@@ -21,16 +21,16 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.models.smolvlm.processing_smolvlm import _prompt_single_image
 
 from rolltree.engine import TokenTree
+from rolltree.engine.app.assembly.preflight import check_pictures
 from rolltree.engine.app.cli import main
 from rolltree.engine.app.report.trees import build_tree
 from rolltree.engine.data.media import FIRST_ID, PromptMedia
 from rolltree.engine.data.store import read_rollouts
 from rolltree.engine.errors import UserError
-from rolltree.engine.loop.preflight import check_pictures
-from rolltree.engine.loop.prompts import held_out, make_prompts, pictures_of
-from rolltree.engine.loop.rollout_files import texts_of, write_step
-from rolltree.engine.loop.sources import PromptSource
 from rolltree.engine.model import processor
+from rolltree.engine.prompts.prompts import held_out, make_prompts, pictures_of
+from rolltree.engine.prompts.sources import PromptSource
+from rolltree.engine.record.rollout_files import texts_of, write_step
 from rolltree.engine.rollout.native.pictures import Shown
 from rolltree.engine.settings import DataConfig
 from rolltree.engine.tasks import problem_of, read_problems

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rolltree.engine import Orchestrator, UserError, load_config
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 
 from ..tiny import write_job
 from .test_learner import Console

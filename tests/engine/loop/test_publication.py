@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rolltree.engine import load_config
-from rolltree.engine.app import build as app_build
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly import run as app_build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError
 from rolltree.engine.rollout.digest import CHUNK, Held, digests

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rolltree.engine import UserError
-from rolltree.engine.loop.metrics import Sums
+from rolltree.engine.record.metrics import Sums
 from rolltree.engine.train import checkpoint
 from rolltree.engine.train.group import ALONE, Group
 

@@ -23,16 +23,18 @@ import torch
 from safetensors.torch import load_file
 
 from rolltree.engine import UserError
-from rolltree.engine.app import build, build_sampling, build_workers
+from rolltree.engine.app.assembly import run as build
+from rolltree.engine.app.assembly import sampling as build_sampling
+from rolltree.engine.app.assembly import workers as build_workers
 from rolltree.engine.errors import RunError
-from rolltree.engine.loop import rank as rank_module
-from rolltree.engine.loop import ranks as ranks_module
-from rolltree.engine.loop.hosted import HostedRewards, RewardHost
-from rolltree.engine.loop.learning import RanksLostError
+from rolltree.engine.fleet import rank as rank_module
+from rolltree.engine.fleet import ranks as ranks_module
+from rolltree.engine.fleet.hosted import HostedRewards, RewardHost
+from rolltree.engine.fleet.rank import Rank
+from rolltree.engine.fleet.ranks import Ranks
+from rolltree.engine.fleet.workers import InThreads, LostError, Worker
+from rolltree.engine.learn.learning import RanksLostError
 from rolltree.engine.loop.orchestrator import Orchestrator
-from rolltree.engine.loop.rank import Rank
-from rolltree.engine.loop.ranks import Ranks
-from rolltree.engine.loop.workers import InThreads, LostError, Worker
 from rolltree.engine.train.checkpoint import Saved
 from rolltree.engine.train.group import ALONE, Group
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from rolltree.engine.app.cli import main
-from rolltree.engine.data.pack import pack
+from rolltree.engine.batches.pack import pack
 from rolltree.engine.model.decoder import unchecked_logprob
 from rolltree.engine.model.roles import Role
 from rolltree.engine.model.routes import Record, install

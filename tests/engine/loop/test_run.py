@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rolltree.engine.app.cli import main
-from rolltree.engine.loop.metrics import TIMED_PARTS
+from rolltree.engine.record.metrics import TIMED_PARTS
 
 from ...forks import Forks
 from ..tiny import ROOT, write_run

@@ -14,16 +14,16 @@ import torch
 
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import RunError
-from rolltree.engine.loop.archive import Archive
+from rolltree.engine.fleet.publication import Publication
 from rolltree.engine.loop.budget import Budget
 from rolltree.engine.loop.buffer import Buffer
 from rolltree.engine.loop.controller import Controller
-from rolltree.engine.loop.group import State
-from rolltree.engine.loop.metrics import Stopwatch
-from rolltree.engine.loop.prompts import Prompt
-from rolltree.engine.loop.publication import Publication
 from rolltree.engine.loop.sampling import SamplingParts
 from rolltree.engine.programs import make_program
+from rolltree.engine.prompts.archive import Archive
+from rolltree.engine.prompts.group import State
+from rolltree.engine.prompts.prompts import Prompt
+from rolltree.engine.record.metrics import Stopwatch
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.rollout import SamplingParams
 from rolltree.engine.rollout.sampler import Flight, Job, Kept, LostError, Sampler, WeightSource

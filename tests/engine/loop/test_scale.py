@@ -21,19 +21,21 @@ import pyarrow.parquet as pq
 import pytest
 
 from rolltree.engine import load_config
-from rolltree.engine.app import build, build_sampling, build_workers
+from rolltree.engine.app.assembly import run as build
+from rolltree.engine.app.assembly import sampling as build_sampling
+from rolltree.engine.app.assembly import workers as build_workers
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.errors import RunError, UserError
-from rolltree.engine.loop import engines as engines_module
-from rolltree.engine.loop import hosted as hosted_module
-from rolltree.engine.loop.fleet import Fleet
-from rolltree.engine.loop.hosted import HostedRewards, RewardHost
-from rolltree.engine.loop.learner import Learner
+from rolltree.engine.fleet import engines as engines_module
+from rolltree.engine.fleet import hosted as hosted_module
+from rolltree.engine.fleet.fleet import Fleet
+from rolltree.engine.fleet.host import Host
+from rolltree.engine.fleet.hosted import HostedRewards, RewardHost
+from rolltree.engine.fleet.ranks import Ranks
+from rolltree.engine.fleet.workers import InThreads, LostError, Reference
+from rolltree.engine.learn.learner import Learner
 from rolltree.engine.loop.orchestrator import Orchestrator
-from rolltree.engine.loop.ranks import Ranks
-from rolltree.engine.loop.workers import InThreads, LostError, Reference
 from rolltree.engine.rewards import RewardItem
-from rolltree.engine.rollout.host import Host
 
 from ..tiny import write_run
 from .scale import Saboteur, ages, assert_close, train
@@ -351,7 +353,7 @@ class Thing:
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 def test_workers_are_processes_that_end_alone(ray: Any) -> None:
-    from rolltree.engine.integrations.ray import RayWorkers
+    from rolltree.engine.fleet.ray import RayWorkers
 
     workers = RayWorkers({"engine": ({"CPU": 1.0}, 2)})
     one, other = (workers.start("engine", i, Thing) for i in range(2))

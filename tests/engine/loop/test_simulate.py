@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltree.engine.errors import RunError
-from rolltree.engine.loop import simulate as simulate_module
+from rolltree.engine.fleet.workers import LostError
 from rolltree.engine.loop.budget import Budget
-from rolltree.engine.loop.group import Group
-from rolltree.engine.loop.prompts import Prompt
-from rolltree.engine.loop.simulate import LLAMA_3_FAILURES, Outcome, Scenario, Simulation, simulate
-from rolltree.engine.loop.virtual import HostModel, JudgingModel, ModelledTree, VirtualWorkers
-from rolltree.engine.loop.workers import LostError
+from rolltree.engine.plan import simulate as simulate_module
+from rolltree.engine.plan.modelled import MeasuredRates
+from rolltree.engine.plan.simulate import LLAMA_3_FAILURES, Outcome, Scenario, Simulation, simulate
+from rolltree.engine.plan.virtual import HostModel, JudgingModel, ModelledTree, VirtualWorkers
+from rolltree.engine.prompts.group import Group
+from rolltree.engine.prompts.prompts import Prompt
 from rolltree.engine.rollout import SamplingParams
-from rolltree.engine.rollout.modelled import MeasuredRates
 from rolltree.engine.rollout.sampler import Job
 
 STEP_S, TOKEN_S = 0.01, 0.002

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from rolltree.engine.fleet.fleet import Fleet
+from rolltree.engine.fleet.publication import Publication
 from rolltree.engine.loop.budget import Budget
 from rolltree.engine.loop.buffer import Buffer
 from rolltree.engine.loop.controller import Controller
-from rolltree.engine.loop.fleet import Fleet
-from rolltree.engine.loop.metrics import Stopwatch
-from rolltree.engine.loop.prompts import Prompt
-from rolltree.engine.loop.publication import Publication
 from rolltree.engine.loop.sampling import SamplingParts
-from rolltree.engine.loop.simulate import Scenario, simulate
+from rolltree.engine.plan.modelled import MeasuredRates
+from rolltree.engine.plan.simulate import Scenario, simulate
 from rolltree.engine.programs import make_program
+from rolltree.engine.prompts.prompts import Prompt
+from rolltree.engine.record.metrics import Stopwatch
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.rollout import SamplingParams
-from rolltree.engine.rollout.modelled import MeasuredRates
 
 from .sleeping import SleepingHost, lengths
 
@@ -87,7 +87,11 @@ def run_for_real(made: Scenario, workers: Any) -> Seen:
                 lags.clear()
             batch = controller.next_batch()
             lags += [buffer.steps - group.started for group in batch]
-            time.sleep(made.trainer.update([lengths(controller._seeds(group.ticket, group.attempt), made.n) for group in batch]))
+            time.sleep(
+                made.trainer.update(
+                    [lengths(controller._seeds(group.ticket, group.attempt), made.n) for group in batch]
+                )
+            )
             controller.end_step(batch, Weights(), step + 1)
         seconds = time.monotonic() - begin
     fleet.close()
@@ -97,7 +101,7 @@ def run_for_real(made: Scenario, workers: Any) -> Seen:
 @pytest.fixture(scope="module")
 def ray() -> Iterator[None]:
     """One Ray for all tests."""
-    from rolltree.engine.integrations.ray import RayWorkers
+    from rolltree.engine.fleet.ray import RayWorkers
 
     RayWorkers({"engine": ({"CPU": 0.25}, 4)}).close()
     import ray
@@ -112,7 +116,7 @@ def ray() -> Iterator[None]:
 @pytest.mark.parametrize("engines", [1, 2, 4])
 def test_a_simulated_run_takes_the_time_of_a_real_one(ray: None, engines: int, staleness: int) -> None:
     """Step time and lag within a tenth; a simulation with an engine or a trainer of half the rate is not."""
-    from rolltree.engine.integrations.ray import RayWorkers
+    from rolltree.engine.fleet.ray import RayWorkers
 
     made = Scenario(
         Budget(8, staleness, 0.25), 2, 1, lengths, 8, 1, engines, RATES, RATES, load_s=0.1, keep_keys=True, seed=3

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rolltree.engine.errors import UserError
-from rolltree.engine.loop.prompts import Prompt, held_out
-from rolltree.engine.loop.sources import PromptSource
+from rolltree.engine.prompts.prompts import Prompt, held_out
+from rolltree.engine.prompts.sources import PromptSource
 from rolltree.engine.settings import DataConfig
 from rolltree.engine.tasks import GymProblems
 

@@ -17,16 +17,16 @@ import torch
 from rich.console import Console as RichConsole
 
 from rolltree.engine import UserError, load_config, pack
-from rolltree.engine.app import build_learning
-from rolltree.engine.app.build import build
-from rolltree.engine.app.build_sampling import sampling_params
+from rolltree.engine.app.assembly import learning as build_learning
+from rolltree.engine.app.assembly.run import build
+from rolltree.engine.app.assembly.sampling import sampling_params
 from rolltree.engine.app.console import Console
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.errors import RunError
 from rolltree.engine.loop.budget import Budget, StalenessError
-from rolltree.engine.loop.metrics import Sums
 from rolltree.engine.loop.runtime import Cores
 from rolltree.engine.model.roles import Role
+from rolltree.engine.record.metrics import Sums
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.kernels import Objective
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rolltree.engine import load_config
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
-from rolltree.engine.loop.trace import PROCESS, TRACKS, Trace
+from rolltree.engine.record.trace import PROCESS, TRACKS, Trace
 
 from ..tiny import write_run
 

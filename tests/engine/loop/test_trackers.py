@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from rolltree.engine import Orchestrator, UserError, load_config
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
-from rolltree.engine.loop.trackers import Tracked, Trackers
+from rolltree.engine.record.trackers import Tracked, Trackers
 
 from ..tiny import write_run
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from rolltree.engine import TokenTree, UserError, load_config
-from rolltree.engine.app.build_learning import inert
+from rolltree.engine.app.assembly.learning import inert
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.data.segment import Origin
-from rolltree.engine.loop.archive import Archive
-from rolltree.engine.loop.group import Group
-from rolltree.engine.loop.prompts import Prompt
 from rolltree.engine.loop.unfinished import group_state
 from rolltree.engine.methods.groups import Accept, HintLadder
+from rolltree.engine.prompts.archive import Archive
+from rolltree.engine.prompts.group import Group
+from rolltree.engine.prompts.prompts import Prompt
 
 from ..methods.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
 from ..tiny import write_job

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from rolltree.engine.loop.workers import InThreads, LostError, Reference
+from rolltree.engine.fleet.workers import InThreads, LostError, Reference
 
 
 class Thing:

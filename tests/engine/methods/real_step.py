@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rolltree.engine import Orchestrator, load_config
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rolltree.engine import UserError, load_config
-from rolltree.engine.app.build_checks import check_learning
+from rolltree.engine.app.assembly.checks import check_learning
 from rolltree.engine.data.segment import LeafStatus, Origin, Segment
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.methods.selections import Calm

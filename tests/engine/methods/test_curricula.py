@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from rolltree.engine import UserError, load_config
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
-from rolltree.engine.loop.curriculum import Curriculum
 from rolltree.engine.methods.curricula import Candidate, Store, Ucb
+from rolltree.engine.prompts.curriculum import Curriculum
 
 from ..tiny import write_job
 from .real_step import Steps, take_steps

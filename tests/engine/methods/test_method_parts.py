@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rolltree.engine import load_config
-from rolltree.engine.app.build_learning import shapings
+from rolltree.engine.app.assembly.learning import shapings
 from rolltree.engine.data.segment import LeafStatus, Origin, Segment
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError

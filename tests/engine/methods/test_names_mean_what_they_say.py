@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rolltree.engine import UserError, load_config
-from rolltree.engine.app.build_learning import inert
+from rolltree.engine.app.assembly.learning import inert
 from rolltree.engine.app.dry_run import plan_lines
 
 from ..tiny import write_job

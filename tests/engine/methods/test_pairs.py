@@ -22,20 +22,20 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rolltree.engine import UserError, load_config
-from rolltree.engine.app.build_learning import learning_parts
-from rolltree.engine.app.build_sampling import load_policy
+from rolltree.engine.app.assembly.learning import learning_parts
+from rolltree.engine.app.assembly.sampling import load_policy
 from rolltree.engine.app.methods import SAME_IN_RUNS
 from rolltree.engine.data.columns import COLUMNS
 from rolltree.engine.data.paths import path_credit
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
-from rolltree.engine.loop.learner import Learner
-from rolltree.engine.loop.metrics import Stopwatch, Sums
+from rolltree.engine.learn.learner import Learner
 from rolltree.engine.methods.advantages import ADVANTAGES
 from rolltree.engine.methods.selections import SELECTIONS
 from rolltree.engine.methods.shaping import SHAPINGS
 from rolltree.engine.model.loading import load_tokenizer
 from rolltree.engine.parts.context import Context
+from rolltree.engine.record.metrics import Stopwatch, Sums
 from rolltree.kernels.policy_loss import ALIASES, PRESETS
 
 from ..tiny import write_job

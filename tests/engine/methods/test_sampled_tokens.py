@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rolltree.engine import UserError, load_config
-from rolltree.engine.app.build_checks import check_old_logprobs
+from rolltree.engine.app.assembly.checks import check_old_logprobs
 from rolltree.engine.loop.controller import Controller
 
 from ..tiny import write_job

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rolltree.engine import UserError, load_config
-from rolltree.engine.app.build_statistics import read_columns
+from rolltree.engine.app.assembly.statistics import read_columns
 from rolltree.engine.data.columns import find_column
 from rolltree.engine.data.statistics import STATISTIC
 

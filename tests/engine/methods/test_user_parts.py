@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from rolltree.engine import Orchestrator, UserError, load_config
-from rolltree.engine.app import build_learning
-from rolltree.engine.app.build import build
-from rolltree.engine.app.build_sampling import prepare_model
+from rolltree.engine.app.assembly import learning as build_learning
+from rolltree.engine.app.assembly.run import build
+from rolltree.engine.app.assembly.sampling import prepare_model
 from rolltree.engine.app.console import Console
 from rolltree.engine.app.report import write_report
-from rolltree.engine.loop.prompts import held_out
-from rolltree.engine.loop.sources import PromptSource
 from rolltree.engine.methods.schedules import at_step, cosine
+from rolltree.engine.prompts.prompts import held_out
+from rolltree.engine.prompts.sources import PromptSource
 
 from ..tiny import write_run
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from rolltree.engine import batch_loss, fuse_layers, pack
-from rolltree.engine.data.cost import CostModel
-from rolltree.engine.data.distribute import distribute
+from rolltree.engine.batches.cost import CostModel
+from rolltree.engine.batches.distribute import distribute
 from rolltree.engine.model import fused_layers
 from rolltree.engine.model.sharding import shard
 from rolltree.kernels import Objective, dispatch

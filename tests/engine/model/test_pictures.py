@@ -21,9 +21,9 @@ from rolltree.engine import (
     pack,
     tree_error,
 )
+from rolltree.engine.batches.rows import distinct_rows
 from rolltree.engine.data.concat import join, side_by_side
 from rolltree.engine.data.media import FIRST_ID, Picture, expand
-from rolltree.engine.data.rows import distinct_rows
 from rolltree.engine.model import decoder
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.engine.train.trainer import Weighted

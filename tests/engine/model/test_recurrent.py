@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
-from rolltree.engine.data import recurrence
-from rolltree.engine.data.pack import pack
-from rolltree.engine.data.pieces import PieceStore, depth_first
+from rolltree.engine.batches import recurrence
+from rolltree.engine.batches.pack import pack
+from rolltree.engine.batches.pieces import PieceStore, depth_first
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.model import recurrent

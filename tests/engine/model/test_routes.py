@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rolltree.engine import UserError, batch_loss, shard
-from rolltree.engine.data.pack import pack
+from rolltree.engine.batches.pack import pack
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.model.decoder import unchecked_logprob
 from rolltree.engine.model.loss import backward

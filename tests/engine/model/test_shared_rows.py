@@ -15,8 +15,8 @@ import torch
 from transformers import GenerationConfig
 
 from rolltree.engine import TokenTree, TreeBatch, backward, batch_loss, pack
-from rolltree.engine.data import pack as packing
-from rolltree.engine.data.rows import Rows, distinct_rows
+from rolltree.engine.batches import pack as packing
+from rolltree.engine.batches.rows import Rows, distinct_rows
 from rolltree.engine.model.roles import Role
 from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.critic import Critic

@@ -11,8 +11,8 @@ from concurrent.futures import wait
 import pytest
 
 from rolltree.engine import LeafStatus, SamplingParams
-from rolltree.engine.loop.failures import kind, unsampled
 from rolltree.engine.programs import Call, RolloutProgram
+from rolltree.engine.record.failures import kind, unsampled
 from rolltree.engine.rollout.calls import CallPool
 
 from ..rollout.test_native_engine import PROMPTS, engine

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from rolltree.engine.programs.chat import find_format, tool_schema
-from rolltree.engine.programs.conversation import Conversation
+from rolltree.engine.programs.chat.conversation import Conversation
+from rolltree.engine.programs.chat.messages import find_format, tool_schema
 
 from ...thinned import every, thinned
 from .. import chat_templates as templates

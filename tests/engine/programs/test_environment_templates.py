@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rolltree.engine import LeafStatus, NativeEngine, SamplingParams
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.app.dry_run import plan_lines
@@ -19,7 +19,7 @@ from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.programs import EnvironmentTurns, Observation
-from rolltree.engine.programs.chat import tool_schema
+from rolltree.engine.programs.chat.messages import tool_schema
 
 from .. import chat_templates as templates
 from ..conversations import write_conversations

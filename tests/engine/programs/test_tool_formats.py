@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.engine.programs.chat import assistant_message, find_format, tool_schema
-from rolltree.engine.programs.tool_calls import read_turn
-from rolltree.engine.programs.tool_formats import FORMATS
-from rolltree.engine.programs.turns import ToolBox
+from rolltree.engine.programs.chat.messages import assistant_message, find_format, tool_schema
+from rolltree.engine.programs.chat.tool_calls import read_turn
+from rolltree.engine.programs.chat.tool_formats import FORMATS
+from rolltree.engine.programs.chat.turns import ToolBox
 
 from .. import chat_templates as templates
 

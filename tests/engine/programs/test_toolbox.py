@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from rolltree.engine.errors import UserError
-from rolltree.engine.programs.toolbox import PythonTool, calculator
+from rolltree.engine.programs.chat.toolbox import PythonTool, calculator
 from rolltree.engine.programs.tools import ToolTurns
 
 

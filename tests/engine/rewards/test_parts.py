@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console as RichConsole
 
-from rolltree.engine.app.build import build
-from rolltree.engine.app.build_checks import kept_entries
+from rolltree.engine.app.assembly.checks import kept_entries
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.config import load_config, resolved_toml
 from rolltree.engine.app.console import Console
 from rolltree.engine.data.segment import LeafStatus

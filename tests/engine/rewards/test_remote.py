@@ -19,7 +19,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.app.server import make_app

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from rolltree.engine.app.build import build
+from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.errors import UserError

@@ -14,10 +14,10 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from rolltree.engine.data.tree import TokenTree
+from rolltree.engine.fleet.host import Host
 from rolltree.engine.programs import Flat, TreePO
 from rolltree.engine.rollout import NativeEngine, SamplingParams
 from rolltree.engine.rollout.digest import digests
-from rolltree.engine.rollout.host import Host
 from rolltree.engine.rollout.packed import Changes, pack_changes, pack_weights, unpack_weights
 from rolltree.engine.rollout.sampler import Job, LocalSampler
 

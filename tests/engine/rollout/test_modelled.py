@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rolltree.bench.rl_step import LongTail
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
-from rolltree.engine.rollout.modelled import (
+from rolltree.engine.plan.modelled import (
     GEMM_SHARE,
     HOST,
     MFU,

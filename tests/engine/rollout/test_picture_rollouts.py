@@ -17,9 +17,9 @@ import torch
 from rolltree.engine import batch_logprob, pack
 from rolltree.engine.data.media import FIRST_ID, Picture, PromptMedia
 from rolltree.engine.data.tree import TokenTree
-from rolltree.engine.loop.archive import Archive
 from rolltree.engine.model.pictures import placeholders
 from rolltree.engine.programs import RolloutProgram, TreePO
+from rolltree.engine.prompts.archive import Archive
 from rolltree.engine.rollout import DraftConfig, EngineConfig, NativeEngine, SamplingParams
 from rolltree.engine.rollout.native import scheduler
 from rolltree.engine.rollout.native.drafts import Drafts

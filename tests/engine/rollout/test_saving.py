@@ -12,8 +12,8 @@ import pytest
 
 from rolltree.engine.data.segment import LeafStatus, Origin
 from rolltree.engine.data.tree import TokenTree
-from rolltree.engine.loop.archive import Archive, NotKeptError
 from rolltree.engine.programs import Fork, GroupState, Reward, RolloutProgram, make_program
+from rolltree.engine.prompts.archive import Archive, NotKeptError
 from rolltree.engine.rollout import SamplingParams
 from rolltree.engine.rollout.branch import sample_dtype
 from rolltree.engine.rollout.saving import request_state, restore_request

@@ -1,0 +1,332 @@
+"""Builds a run from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from ...errors import UserError
+from ...fleet.fleet import Fleet
+from ...fleet.hosted import HostedRewards
+from ...fleet.publication import Trained, TrainedModel
+from ...fleet.ranks import Ranks
+from ...fleet.workers import Workers
+from ...learn.learner import Learner
+from ...learn.learning import Learning
+from ...loop.checkpoints import Keeping
+from ...loop.evaluation import Evaluation
+from ...loop.orchestrator import Orchestrator, RunOptions
+from ...loop.policy_handle import Policy
+from ...loop.replay_store import ReplayStore
+from ...loop.sampling import SamplingParts
+from ...methods.groups import KEEPS
+from ...methods.schedules import scheduled
+from ...model.loading import load_tokenizer
+from ...model.pictures import placeholders
+from ...parts.context import OF_TREES, Context
+from ...parts.resolve import resolve
+from ...prompts.demonstrations import Demonstrations
+from ...prompts.prompts import Prompt, held_out
+from ...prompts.sources import PromptSource
+from ...record import directory
+from ...record.metrics import Stopwatch
+from ...record.progress import Progress
+from ...rewards import Rewards, check_references
+from ...rewards.interface import FromProgram
+from ...rollout import RolloutEngine
+from ...settings import TrainConfig
+from ...train import checkpoint
+from ..config import resolved_toml, training_config
+from ..stages import EXPORT
+from . import preflight
+from .checks import check_early_scores, check_learning, check_lengths, check_old_logprobs, check_ranks, kept_entries
+from .learning import learning_parts, rescores, stateful
+from .policies import Policy as FurtherPolicy
+from .policies import check_policies, further_policies, make_policies, roles_of
+from .sampling import (
+    budget,
+    callback_rule,
+    check_backend,
+    check_hints,
+    greedy_params,
+    load_policy,
+    make_engine,
+    make_model_directory,
+    make_run_rewards,
+    over_sampling,
+    prompts_of,
+    publication,
+    rollout_program,
+    sampled_model,
+    sampling_parts,
+)
+from .workers import make_fleet, make_ranks, make_reward_hosts, make_workers
+
+MakeLearner = Callable[[Stopwatch, Callable[[str], object]], Learning]
+
+
+def build(config: TrainConfig, *, console: Progress, resume: bool = False, replay: Path | None = None) -> Orchestrator:
+    """Make a training run, for ``build(config, console=...).run()``.
+
+    Args:
+        config: the configuration, see `load_config`.
+        console: shows the run's progress.
+        resume: continue from the newest checkpoint in the run's directory.
+        replay: file of recorded groups (`rolltree rollout --record`) to learn from instead of sampling.
+
+    Raises:
+        UserError: the directory holds another run, there is nothing to resume, or a part of the configuration names
+            something that does not exist or cannot be used.
+    """
+    _check(config, replay)
+    kept = training_config(config)
+    saved = checkpoint.load_latest(config.run_dir / "checkpoints", kept) if resume else None
+    if not resume:
+        directory.check_directory(config.run_dir)
+    check_backend(config.rollout)
+    with ExitStack() as started:
+        workers = make_workers(config)  # before a model is made, which may take minutes
+        if workers is not None:
+            started.enter_context(closing(workers))
+        policy = _Policy.load(config, workers, console)
+        context = Context(policy.tokenizer)
+        problems, source, demonstrations = _prompts(config, policy.tokenizer, context, console)
+        rewards = _rewards(config, policy, context)
+        trained, learner = _learner(config, policy)
+        engines = {name: further.engine for name, further in policy.others.items()}
+        sampling = sampling_parts(config, policy.sampler, policy.tokenizer, source, rewards, engines)
+        sends = publication(config, sampling, trained, console.note, own_weights=not policy.sampled_itself)
+        rule = callback_rule(config, context)
+        context.policy = _handle(config, sampling, context)
+        check_hints(None if rule is None else rule.function, source)
+        store = replay_store(config, policy.tokenizer, context)
+        _check_made(config, policy, sampling, [*source.known, *problems], demonstrations)
+        if policy.ranks is not None:
+            policy.ranks.ready()
+        made = Orchestrator(
+            run_options(config, kept),
+            sampling=sampling,
+            publication=sends,
+            budget=budget(config),
+            learner=learner,
+            evaluation=Evaluation(
+                problems, greedy_params(config), config.evaluation.every, sampling.sampler, policy.tokenizer, console
+            ),
+            rewards=rewards,
+            check_rewards=_reference_check(config, rewards, [*source.known, *problems]),
+            demonstrations=demonstrations,
+            console=console,
+            rule=rule,
+            over_sampling=over_sampling(config.loop),
+            saved=saved,
+            replay=replay,
+            store=store,
+            context=context,
+            workers=workers,
+            stateful=stateful(
+                {
+                    "replay": store,
+                    "rollout.program": sampling.program.shared,
+                    "data.curriculum": source.curriculum,
+                    "loop.callback": None if rule is None else rule.function,
+                }
+            ),
+        )
+        started.pop_all()
+    return made
+
+
+def _check(config: TrainConfig, replay: Path | None) -> None:
+    """Check what needs no model."""
+    check_learning(config)
+    check_policies(config)
+    check_old_logprobs(config)
+    check_ranks(config)
+    check_early_scores(config)
+    roles_of(config, rollout_program(config.rollout))
+    if config.models and replay is not None:
+        raise UserError(
+            f"Recorded groups are of one policy, and the run trains `models.{next(iter(config.models))}` too; leave "
+            "--replay or [models] out."
+        )
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """The policy, what samples it, and what trains it elsewhere.
+
+    Attributes:
+        model: the module that this process trains; None if ranks train it.
+        sampler: the engine of this process, or those of others.
+        ranks: the processes that train; None if this one does.
+        hosted: the reward hosts; None if this process judges.
+        others: the further policies, by name.
+    """
+
+    model: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+    sampler: Fleet | RolloutEngine
+    ranks: Ranks | None
+    hosted: HostedRewards | None
+    others: Mapping[str, FurtherPolicy]
+
+    @classmethod
+    def load(cls, config: TrainConfig, workers: Workers | None, console: Progress) -> _Policy:
+        set_seed(config.seed)
+        console.phase("loading the model")
+        if config.model.create is not None and not Path(config.model.path).exists():
+            console.note(f"'{config.model.path}' does not exist yet: {config.model.create} makes it first.")
+        make_model_directory(config)
+        several = config.trainer.ranks > 1
+        model = None if several else load_policy(config)
+        tokenizer = load_tokenizer(config.model.path)
+        ranks: Ranks | None = None
+        hosted = make_reward_hosts(config, workers) if workers is not None and config.reward.hosts else None
+        if workers is not None and config.rollout.engines:
+            sampler: Fleet | RolloutEngine = make_fleet(config, workers, hosted)
+            ranks = make_ranks(config, workers, console.note) if several else None
+        else:
+            assert model is not None
+            sampler = make_engine(config, sampled_model(config, model), tokenizer)
+        others = {}
+        if isinstance(sampler, RolloutEngine):
+            others = further_policies(config, rollout_program(config.rollout), sampler, tokenizer)
+        return cls(model, tokenizer, sampler, ranks, hosted, others)
+
+    @property
+    def sampled_itself(self) -> bool:
+        """The sampler computes with the module that is trained."""
+        return self.model is not None and getattr(self.sampler, "model", None) is self.model
+
+
+def _prompts(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, context: Context, console: Progress
+) -> tuple[list[Prompt], PromptSource, Demonstrations]:
+    """Return the held-out problems, the source of the run's prompts, and the demonstrations."""
+    problems = held_out(config.data, config.evaluation.problems, tokenizer)
+    source, demonstrations = prompts_of(config, tokenizer, problems, kept_entries(config), context)
+    if config.demonstrations and not config.data.is_empty:
+        console.note(f"{demonstrations.overlap(config.data, source, problems)}.")
+    return problems, source, demonstrations
+
+
+def _rewards(config: TrainConfig, policy: _Policy, context: Context) -> Rewards:
+    if not config.judges:
+        return FromProgram()  # of nothing, so that no verifier is started
+    if policy.hosted is not None:
+        return policy.hosted
+    return make_run_rewards(config, policy.sampler, policy.tokenizer, context)
+
+
+def _learner(config: TrainConfig, policy: _Policy) -> tuple[Trained, MakeLearner]:
+    """Return the trained policy, for comparison with the sampler, and what makes the object that trains it."""
+    if (ranks := policy.ranks) is not None:
+        return ranks, lambda watch, note: ranks
+    assert policy.model is not None
+    context = Context(policy.tokenizer)
+    parts = learning_parts(config, policy.model, context=context, merges=not policy.sampled_itself)
+    others = {name: further.learning(policy.tokenizer) for name, further in policy.others.items()}
+    make = partial(make_policies, parts, others) if others else partial(Learner, parts)
+    return TrainedModel(policy.model), make
+
+
+def _handle(config: TrainConfig, sampling: SamplingParts, context: Context) -> Policy:
+    """Return the policy as callbacks and sources of the user's see it."""
+    return Policy(
+        sampling.sampler,
+        sampling.tokenizer,
+        sampling.params,
+        context,
+        config.seed,
+        chat=config.data.chat,
+        answered_by=sampling.program_name if sampling.program.answers_held_out else None,
+    )
+
+
+def _check_made(
+    config: TrainConfig, policy: _Policy, sampling: SamplingParts, known: list[Prompt], given: Demonstrations
+) -> None:
+    """Check prompts and program against the model and its tokenizer."""
+    check_lengths(config, policy.sampler.longest, given.longest)
+    if policy.model is not None:
+        preflight.check_placeholders(known, placeholders(policy.model))
+        preflight.check_pictures(known, policy.model, config.rollout.backend)
+    preflight.check_program(
+        sampling.program,
+        sampling.program_name,
+        sampling.params.n,
+        policy.tokenizer,
+        policy.sampler.end_token_ids,
+        sampling.source.peek(preflight.TRIED) if config.trainer.prompts_per_step else [],
+    )
+
+
+def _reference_check(config: TrainConfig, rewards: Rewards, known: list[Prompt]) -> Callable[[], str]:
+    entries = [(prompt.id, prompt.entry) for prompt in known]
+    tasks, all_known = config.data.tasks, config.data.path is not None
+    return partial(check_references, rewards, config.reward, entries, tasks, all_known=all_known)
+
+
+def run_options(config: TrainConfig, trained: dict[str, Any]) -> RunOptions:
+    """Return the run's directory, length, checkpoints and limits of failures."""
+    return RunOptions(
+        name=config.name,
+        directory=config.run_dir,
+        steps=config.trainer.steps,
+        toml=resolved_toml(config),
+        document=config.model_dump(mode="json", exclude_none=True),
+        trackers=config.trackers,
+        max_bad_steps=config.trainer.max_bad_steps,
+        max_failed_steps=config.reward.max_failed_steps,
+        max_batch_rows=config.rollout.max_batch_rows,
+        keeping=Keeping(
+            every=config.checkpoint.every,
+            keep=config.checkpoint.keep,
+            best=config.checkpoint.best,
+            trained=trained,
+            remembered_tokens=config.rollout.drafts.remembered if config.rollout.drafts.rows else 0,
+        ),
+    )
+
+
+def replay_store(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, context: Context) -> ReplayStore | None:
+    """Return the store of groups to train on again; None if the run has none.
+
+    Raises:
+        UserError: `replay.keep` names no function, or a file of `replay.paths` cannot be used.
+    """
+    replay = config.replay
+    if replay is None:
+        return None
+    options = scheduled(context, "replay", "replay.keep_options", replay.keep_options)
+    keep = resolve("replay.keep", replay.keep, options, known=KEEPS, inputs=("tree",), context=context, offers=OF_TREES)
+    return ReplayStore(
+        replay, config.run_dir / "replay", config.seed, keep, tokenizer, count=config.replayed,
+        rescored=rescores(config),
+    )  # fmt: skip
+
+
+def check_stages(configs: Sequence[TrainConfig], *, resume: bool) -> None:
+    """Check what later stages need before the first one runs.
+
+    Raises:
+        UserError: a part of one does not exist or fails, or its directory holds another run.
+    """
+    for config in configs[1:]:
+        check_learning(config)
+        check_policies(config)
+        if not resume:
+            directory.check_directory(config.run_dir)
+
+
+def is_finished(config: TrainConfig) -> bool:
+    """Return whether a stage has taken its last step and exported its model."""
+    last = checkpoint.latest(config.run_dir / "checkpoints")
+    steps = 0 if last is None else int(last.name.rpartition("_")[2])
+    return steps >= config.trainer.steps and (config.run_dir / EXPORT).is_dir()

@@ -1,0 +1,298 @@
+"""Builds what samples and judges: model, engine, program, sampling parameters, rewards and callback of a run."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...errors import UserError
+from ...fleet.fleet import Fleet
+from ...fleet.publication import Publication, Trained
+from ...loop.budget import Budget
+from ...loop.callback import CallbackRule
+from ...loop.sampling import SamplingParts
+from ...methods.groups import GROUP_CALLBACKS, GroupCallback, HintLadder
+from ...methods.schedules import Schedule, at_step, find_schedule, scheduled
+from ...model import routes
+from ...model.loading import choose_device, load_model, load_tokenizer
+from ...model.lora import add_lora, has_lora, plain_copy
+from ...parts.calling import call
+from ...parts.context import OF_TREES, SAMPLING, Context
+from ...parts.resolve import import_object, resolve
+from ...programs import RolloutProgram, make_program
+from ...prompts.demonstrations import Demonstrations
+from ...prompts.prompts import Prompt
+from ...prompts.sources import PromptSource
+from ...rewards import ProgramVerifier, Rewards, make_rewards
+from ...rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
+from ...rollout.sampler import LocalSampler
+from ...settings import LoopConfig, RolloutConfig, TrainConfig
+from ...tasks import Problem
+from . import preflight
+
+
+def sampling_parts(
+    config: TrainConfig,
+    sampler: RolloutEngine | Fleet,
+    tokenizer: PreTrainedTokenizerBase,
+    source: PromptSource,
+    rewards: Rewards,
+    others: Mapping[str, RolloutEngine] = MappingProxyType({}),
+) -> SamplingParts:
+    """Make the parts with which `Controller` samples and judges.
+
+    Args:
+        sampler: the engine of this process, or the engines of others, which sample on their own during updates.
+        others: the engines of further policies, by name.
+
+    Raises:
+        UserError: the program is unknown or refuses its options.
+    """
+    here = isinstance(sampler, RolloutEngine)
+    on_cpu = here and config.rollout.backend == "native" and choose_device(config.model.device).type == "cpu"
+    program = rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards))
+    return SamplingParts(
+        sampler=LocalSampler(sampler, program) if isinstance(sampler, RolloutEngine) else sampler,
+        tokenizer=tokenizer,
+        source=source,
+        program=program,
+        program_name=config.rollout.program,
+        params=sampling_params(config.rollout),
+        seed=config.seed,
+        on_failure=config.reward.on_failure,
+        overlaps=config.loop.overlaps(on_cpu=on_cpu),
+        on_cpu=on_cpu,
+        colocated=config.placement.layout == "colocated",
+        others={name: LocalSampler(engine, "flat") for name, engine in others.items()},
+    )
+
+
+def publication(
+    config: TrainConfig, parts: SamplingParts, trained: Trained, note: Callable[[str], object], *, own_weights: bool
+) -> Publication:
+    """Make what sends the policy to the sampler of ``parts``.
+
+    Args:
+        trained: the policy that is trained.
+        own_weights: the sampler has a copy of the weights, which is compared with ``trained``.
+    """
+    return Publication(
+        parts.sampler,
+        note,
+        trained=trained if own_weights and config.trainer.self_check else None,
+        others=parts.others,
+        keep_keys=config.loop.keep_keys,
+    )
+
+
+def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model and its tokenizer; `model.create` first makes the directory if it does not exist."""
+    make_model_directory(config)
+    return load_policy(config), load_tokenizer(config.model.path)
+
+
+def make_model_directory(config: TrainConfig) -> None:
+    """Let `model.create` make the model's directory if it does not exist."""
+    path = Path(config.model.path)
+    if config.model.create is not None and not path.exists():
+        what = f"model.create = '{config.model.create}'"
+        unfinished = path.with_name(f"{path.name}.tmp")  # renamed when complete: a killed run leaves no partial model
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            call(what, import_object(config.model.create), config, unfinished)
+            if not unfinished.is_dir():
+                raise UserError(
+                    f"{what} made no directory '{unfinished}'; it must write a model to its second argument."
+                )
+            unfinished.rename(path)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def load_policy(config: TrainConfig) -> PreTrainedModel:
+    """Load the model that is trained."""
+    model: PreTrainedModel = load_model(
+        config.model.path,
+        dtype=getattr(torch, config.model.dtype),
+        device=choose_device(config.model.device),
+        train_tower=config.model.train_tower,
+    )
+    if (lora := config.model.lora) is not None:
+        add_lora(model, **lora.model_dump(exclude={"extrapolate"}))
+    if config.model.replay_routes:
+        routes.install(model)
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def check_backend(config: RolloutConfig) -> None:
+    """Check that `rollout.backend` can be used.
+
+    Raises:
+        UserError: the configuration asks for vLLM, which is not installed, or for it and the native backend's drafts.
+    """
+    if config.backend == "vllm" and config.drafts.rows:
+        raise UserError(
+            "rollout.drafts applies to the native backend only; set rollout.drafts.rows to 0, and give vLLM its own "
+            "speculative_config in rollout.vllm_options."
+        )
+    own = not config.python or Path(config.python).absolute() == Path(sys.executable)
+    if config.backend == "vllm" and own and importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "rollout.backend is 'vllm', which is not installed; install rolltree[vllm], or set it to 'native'."
+        )
+
+
+def make_engine(
+    config: TrainConfig, model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase
+) -> RolloutEngine:
+    """Make a rollout engine of the run; vLLM loads the model itself.
+
+    Raises:
+        UserError: vLLM is asked for but not installed.
+    """
+    rollout = config.rollout
+    if rollout.backend == "native":
+        assert model is not None
+        own = EngineConfig(
+            kv_tokens=rollout.kv_tokens,
+            max_batch_rows=rollout.max_batch_rows,
+            kept_states=rollout.kept_states,
+            record_routes=config.model.replay_routes,
+            compile=rollout.compile,
+            drafts=DraftConfig(**rollout.drafts.model_dump()) if rollout.drafts.rows else None,
+        )
+        return NativeEngine(model, tokenizer, own)
+    check_backend(rollout)
+    from ...rollout.vllm.engine import VllmEngine
+
+    longest = config.data.max_prompt_tokens + max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
+    options = {"dtype": config.model.dtype, "max_model_len": longest, "max_num_seqs": rollout.max_batch_rows}
+    options |= {"enable_sleep_mode": True} if config.placement.layout == "colocated" else {}
+    return VllmEngine(config.model.path, tokenizer, **(options | rollout.vllm_options))
+
+
+def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model that samples: the trained one, or a copy if sampling and training overlap."""
+    if config.rollout.backend != "native" or not config.loop.overlaps(on_cpu=model.device.type == "cpu"):
+        return model
+    copied = plain_copy(model) if has_lora(model) else copy.deepcopy(model)
+    return copied.requires_grad_(False)
+
+
+def callback_rule(config: TrainConfig, context: Context) -> CallbackRule | None:
+    """Return the group callback with what its answers may do; None without one. Raises as `group_callback`."""
+    function, loop = group_callback(config, context), config.loop
+    if function is None or loop.callback is None:
+        return None
+    return CallbackRule(function, loop.callback, loop.train_context == "plain", loop.max_dropped_batches)
+
+
+def group_callback(config: TrainConfig, context: Context) -> GroupCallback | None:
+    """Return the function that decides about judged groups; None if the run has none.
+
+    Raises:
+        UserError: there is no such callback, file or function, or it has no such option.
+    """
+    loop = config.loop
+    if loop.callback is None:
+        return None
+    options = scheduled(context, "callback", "loop.callback_options", loop.callback_options)
+    found: GroupCallback = resolve(
+        "loop.callback", loop.callback, options, known=GROUP_CALLBACKS, inputs=("tree",), context=context,
+        offers=(*OF_TREES, *SAMPLING),
+    )  # fmt: skip
+    return found
+
+
+def check_hints(callback: GroupCallback | None, source: PromptSource) -> None:
+    """Make the prompts with hints of all known problems, so that none is too long or lacks a column after hours.
+
+    Raises:
+        UserError: one cannot be made.
+    """
+    if isinstance(callback, HintLadder):
+        for own in source.known or source.peek(preflight.TRIED):
+            for text in callback.hinted(own.problem, own.entry):
+                source.prompt(Problem(own.id, own.task, text, own.entry))
+
+
+def prompts_of(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Prompt],
+    entries: Callable[[Mapping[str, Any], str], dict[str, Any]] | None,
+    context: Context | None = None,
+) -> tuple[PromptSource, Demonstrations]:
+    """Return the stream of training prompts, and the run's demonstrations, with which it is compared.
+
+    Args:
+        problems: those held out.
+        entries, context: as for `PromptSource`.
+
+    Raises:
+        UserError: as for `PromptSource` and `Demonstrations`.
+    """
+    given = Demonstrations(config.demonstrations, config.data, tokenizer, config.seed)
+    return PromptSource(config.data, tokenizer, config.seed, problems, entries, context, given.prompts), given
+
+
+def budget(config: TrainConfig) -> Budget:
+    """Return the limits on the number of open groups and on their lag in the first step."""
+    loop, batch = config.loop, config.trainer.prompts_per_step - config.replayed
+    return Budget(batch, loop.staleness, loop.window, at_step(over_sampling(loop), 1))
+
+
+def over_sampling(loop: LoopConfig) -> Schedule:
+    return find_schedule("loop.over_sampling", loop.over_sampling, loop.over_sampling_options)
+
+
+def sampling_params(config: RolloutConfig) -> SamplingParams:
+    return SamplingParams(
+        n=config.n,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        max_new_tokens=config.max_new_tokens,
+        stop=tuple(config.stop),
+    )
+
+
+def greedy_params(config: TrainConfig) -> SamplingParams:
+    """Return the sampling of the evaluation: the most likely token, one answer a problem."""
+    longest = config.evaluation.max_new_tokens or config.rollout.max_new_tokens
+    return SamplingParams(n=1, temperature=0.0, max_new_tokens=longest)
+
+
+def rollout_program(config: RolloutConfig) -> RolloutProgram:
+    return make_program(config.program, **config.program_options)
+
+
+def make_run_rewards(
+    config: TrainConfig, sampler: RolloutEngine | Fleet, tokenizer: PreTrainedTokenizerBase, context: Context
+) -> Rewards:
+    """Make the verifier of responses, `reward.verifier` or `reward.parts`; its processes start when it is entered as a
+    context.
+
+    Raises:
+        UserError: the verifier cannot be used.
+    """
+
+    def score(prompts: list[str], continuations: list[str]) -> list[Any]:
+        ids = [tokenizer(text, add_special_tokens=not config.data.chat)["input_ids"] for text in prompts]
+        wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in continuations]
+        found = sampler.score(ids, [[some] if some else [] for some in wanted])
+        return [some[0] if some else [] for some in found]
+
+    return make_rewards(config.reward, config.data.tasks, score, context, rollout_program(config.rollout).roles)

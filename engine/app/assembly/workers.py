@@ -1,0 +1,218 @@
+"""Starts the run's other processes: rollout engines, ranks and reward hosts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from transformers import set_seed
+
+from ...errors import UserError
+from ...fleet.fleet import Fleet
+from ...fleet.host import Host
+from ...fleet.hosted import HostedRewards
+from ...fleet.questions import Questions
+from ...fleet.rank import Rank
+from ...fleet.ranks import Ranks
+from ...fleet.workers import Role, Workers
+from ...learn.learning import LearningParts
+from ...loop.judging import decode
+from ...model.loading import choose_device, load_model, load_tokenizer
+from ...parts.context import Context
+from ...rewards import ProgramVerifier, make_rewards
+from ...settings import TrainConfig
+from ...train.group import Group
+from .learning import TERMS, learning_parts
+from .sampling import check_backend, load_policy, make_engine, rollout_program
+
+INTERPRETER_S = 120.0
+"""Seconds that another interpreter may take to import Ray."""
+
+
+def check_workers(config: TrainConfig) -> None:
+    """Check that other processes can be started if the run asks for them.
+
+    Raises:
+        UserError: Ray is not installed, or `rollout.python` cannot run engines.
+    """
+    asked = {"rollout.engines": config.rollout.engines, "reward.hosts": config.reward.hosts}
+    for key, count in asked.items():
+        if count and importlib.util.find_spec("ray") is None:
+            raise UserError(
+                f"{key} = {count} needs Ray, which is not installed; install rolltree[ray], or set it to 0."
+            )
+    if config.rollout.python and not config.placement.cluster:  # the nodes of a cluster have files of their own
+        check_interpreter(config.rollout.python, config.rollout.backend)
+
+
+HELD = """
+import importlib.metadata, importlib.util, sys
+import ray
+print(".".join(map(str, sys.version_info[:2])), importlib.metadata.version("ray"))
+print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
+"""
+"""Prints the versions of Python and Ray of an interpreter, and which of the named modules it lacks."""
+
+
+def check_interpreter(python: str, backend: str) -> None:
+    """Check that ``python`` can run engines of this process, whose Python and Ray it must have.
+
+    Raises:
+        UserError: it cannot.
+    """
+    wanted, extras = ["rolltree.engine"], "rolltree[ray]"
+    if backend == "vllm":
+        wanted, extras = [*wanted, "vllm"], "rolltree[ray,vllm]"
+    try:
+        said = subprocess.run([python, "-c", HELD, *wanted], capture_output=True, text=True, timeout=INTERPRETER_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"rollout.python = '{python}' cannot be started ({error}); name an interpreter.") from None
+    lines = said.stdout.splitlines()
+    if said.returncode or len(lines) != 2:
+        reason = (said.stderr.splitlines() or ["it prints nothing"])[-1]
+        raise UserError(
+            f"rollout.python = '{python}' cannot run engines ({reason}); install {extras} in its environment."
+        )
+    own = f"{'.'.join(map(str, sys.version_info[:2]))} {importlib.metadata.version('ray')}"
+    if lines[0] != own:
+        raise UserError(
+            f"rollout.python = '{python}' has Python and Ray {lines[0]} and the run has {own}; Ray needs the same on "
+            "both sides."
+        )
+    if lines[1]:
+        raise UserError(f"rollout.python = '{python}' has no {lines[1]}; install {extras} in its environment.")
+
+
+def make_workers(config: TrainConfig) -> Workers | None:
+    """Return what starts the run's other processes, with room for them in Ray; None if it has none.
+
+    Raises:
+        UserError: Ray is not installed, cannot be started or has no room for them.
+    """
+    check_workers(config)
+    needs: dict[Role, tuple[Mapping[str, float], int]] = {}
+    if config.rollout.engines:
+        needs["engine"] = config.placement.per_engine or _usual_resources(config), config.rollout.engines
+    if config.trainer.ranks > 1:
+        needs["rank"] = per_rank(config), config.trainer.ranks
+    if config.reward.hosts:
+        needs["reward"] = {"CPU": float(config.reward.workers)}, config.reward.hosts
+    if not needs:
+        return None
+    from ...fleet.ray import RayWorkers
+
+    return RayWorkers(needs, config.placement.cluster, {"engine": config.rollout.python})
+
+
+def per_rank(config: TrainConfig) -> Mapping[str, float]:
+    """Return Ray's resources of a rank."""
+    return config.placement.per_rank or _usual_resources(config)
+
+
+def _usual_resources(config: TrainConfig) -> Mapping[str, float]:
+    on_cpu = choose_device(config.model.device).type == "cpu"
+    return {"CPU": 1.0} if on_cpu else {"GPU": 1.0, "CPU": 4.0}
+
+
+def make_fleet(config: TrainConfig, workers: Workers, hosted: HostedRewards | None = None) -> Fleet:
+    """Start the run's engines in other processes, without waiting for them.
+
+    Args:
+        hosted: answers the rollout programs that judge; None if each engine's process has a verifier for them.
+    """
+    check_backend(config.rollout)
+    placement = config.placement
+    return Fleet(
+        workers,
+        config.rollout.engines,
+        engine_host,
+        config,
+        hang_s=placement.hang_s,
+        start_s=placement.start_s,
+        restarts=placement.restarts,
+        sends_changes=config.rollout.send_changes,
+        judge=None if hosted is None else partial(hosted.ask, "score"),
+    )
+
+
+def make_reward_hosts(config: TrainConfig, workers: Workers) -> HostedRewards:
+    """Start the run's reward hosts, without waiting for them."""
+    placement = config.placement
+    return HostedRewards(
+        config.reward,
+        config.data.tasks,
+        workers,
+        hang_s=placement.hang_s,
+        start_s=placement.start_s,
+        restarts=placement.restarts,
+    )
+
+
+def make_ranks(config: TrainConfig, workers: Workers, note: Callable[[str], object]) -> Ranks:
+    """Start the run's ranks in other processes, without waiting for them."""
+    return Ranks(
+        workers,
+        config.trainer.ranks,
+        training_rank,
+        config,
+        max_tokens=config.trainer.max_tokens,
+        timeout_s=config.trainer.timeout_s,
+        start_s=config.placement.start_s,
+        restarts=config.placement.restarts,
+        note=note,
+    )
+
+
+def training_rank(config: TrainConfig, index: int, count: int, max_tokens: int) -> Rank:
+    """Make rank ``index`` of ``count`` with micro-batches of ``max_tokens``; called in the rank's process."""
+    host = None
+    if config.placement.cluster:
+        from ...fleet.ray import node_address
+
+        host = node_address()
+    trainer = config.trainer.model_copy(update={"max_tokens": max_tokens})
+    return Rank(
+        partial(_rank_parts, config.model_copy(update={"trainer": trainer})),
+        index,
+        count,
+        timeout_s=trainer.timeout_s,
+        threads=max(1, round(per_rank(config).get("CPU", 1))),
+        host=host,
+    )
+
+
+def _rank_parts(config: TrainConfig, group: Group) -> LearningParts:
+    set_seed(config.seed)
+    context = Context(load_tokenizer(config.model.path))
+    parts = learning_parts(config, load_policy(config), group, context, merges=True)
+    if of_share := [key for key in parts.stateful if key.startswith(TERMS)]:
+        raise UserError(
+            f"'{of_share[0]}' has a state, and with trainer.ranks = {config.trainer.ranks} each rank computes the loss "
+            "of a share of the responses, so that there would be a state for each; set trainer.ranks to 1, or leave "
+            "its state_dict out."
+        )
+    return parts
+
+
+def engine_host(config: TrainConfig) -> Host:
+    """Make an engine of a run, with its rollout program and the verifier that this may use, and the thread that steps
+    it; called in the engine's process."""
+    tokenizer = load_tokenizer(config.model.path)
+    model = None
+    if config.rollout.backend == "native":
+        model = load_model(
+            config.model.path, dtype=getattr(torch, config.model.dtype), device=choose_device(config.model.device)
+        )
+        model.requires_grad_(False).eval()
+    engine = make_engine(config, model, tokenizer)
+    program = rollout_program(config.rollout)
+    if config.reward.hosts:
+        asked = Questions()
+        return Host(engine, program.with_verifier(asked), partial(decode, tokenizer), asked=asked)
+    verifier = ProgramVerifier(make_rewards(config.reward, config.data.tasks, roles=program.roles), starts=True)
+    return Host(engine, program.with_verifier(verifier), partial(decode, tokenizer))

@@ -1,0 +1,429 @@
+"""Rollout engines in other processes, which together are the run's `Sampler`.
+
+Each engine is a worker whose object is a `Host`. Its states:
+
+    starting -> loading -> serving -> lost: a new worker begins again at starting
+        +-----------------^      no weights have been loaded yet, so it samples with those of the model's directory
+
+Only a serving engine gets jobs. An engine comes to `serving` only with the newest weights, and every job names the
+version that it needs, for which its host waits; so a job never sees older weights. A job goes to the engine with the
+fewest responses in flight, or where the keys of its prompt are; the jobs of one admission begin together.
+
+A worker that ends, or that takes no step for ``hang_s`` while it has work, is killed and replaced. Its jobs begin anew
+elsewhere, with their seeds, so the same tokens are sampled if the weights are the same. A result is the value of one
+future; those of a killed worker are discarded with it, so no job has two results.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from ..data.segment import Text
+from ..data.tree import TokenTree
+from ..errors import RunError
+from ..rewards import RewardItem, RewardResult
+from ..rollout.digest import Held
+from ..rollout.packed import pack_changes, pack_weights
+from ..rollout.sampler import Array, Flight, Job, Kept, WeightSource
+from . import engines
+from .engines import Engine, LeastLoaded, News
+from .host import Facts, Host, Result
+from .workers import LostError, Reference, Workers
+
+LOOK_S = 0.05
+"""Seconds between checks of the engines while a caller waits for one answer."""
+
+
+class Fleet:
+    """Samples with engines in other processes; see `Sampler` and the module's description.
+
+    Args:
+        workers: starts the engines.
+        engines: their number.
+        make: makes the `Host` of an engine, in its process.
+        args: arguments of ``make``.
+        hang_s: seconds without a step, or without an answer, after which an engine is replaced.
+        start_s: seconds that an engine may take to start, and to load weights: vLLM compiles its model.
+        restarts: most engines that may be lost between two loads of weights.
+        sends_changes: send engines that have the last weights what has changed in them.
+        judge: answers the questions of rollout programs; None if these have a verifier in their engine's process.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        engines: int,
+        make: Callable[..., Host],
+        *args: Any,
+        hang_s: float,
+        start_s: float,
+        restarts: int,
+        sends_changes: bool = False,
+        judge: Callable[[Sequence[RewardItem]], Future[list[RewardResult]]] | None = None,
+    ) -> None:
+        self.workers, self._make, self._args = workers, make, args
+        self._hang_s, self._start_s, self._restarts, self._judge = hang_s, start_s, restarts, judge
+        self._sends_changes = sends_changes
+        self._version = 0
+        self._weights: tuple[list[Reference], bool] | None = None  # the newest whole buckets, and `keep_keys`
+        self._numbers = 0
+        self._lost = 0  # engines since the last weights
+        self._before: Counter[str] = Counter()  # tally of workers that are no more
+        self._pending: list[Flight] = []  # without an engine
+        self._held_out: set[Flight] = set()  # unfinished, of `generate`
+        self._landed: list[Flight] = []  # done, not returned yet
+        self._facts: Facts | None = None
+        self._news, self._least = News(), LeastLoaded()
+        self._looked = workers.clock()  # when it last looked after all engines
+        self._engines = [self._start(index) for index in range(engines)]
+
+    # -- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def longest(self) -> int | None:
+        return self._known().longest
+
+    @property
+    def end_token_ids(self) -> Collection[int]:
+        return self._known().end_token_ids
+
+    def _known(self) -> Facts:
+        while self._facts is None:
+            self._round(LOOK_S)
+        return self._facts
+
+    @property
+    def tally(self) -> Counter[str]:
+        """Sums over the engines as of their newest results; see `Sampler.tally`."""
+        return sum((engine.tally for engine in self._engines), self._before)
+
+    # -- jobs -------------------------------------------------------------------------------------------------------
+
+    def submit(self, jobs: Sequence[Job]) -> list[Flight]:
+        flights = [Flight(replace(job, version=self._version)) for job in jobs]
+        self._pending += flights
+        self._dispatch()
+        return flights
+
+    def step(self, seconds: float) -> list[Flight]:
+        self._round(0.0 if self._landed else seconds)
+        done, self._landed = self._landed, []
+        return done
+
+    def generate(self, jobs: Sequence[Job]) -> list[TokenTree]:
+        flights = [Flight(replace(job, version=self._version)) for job in jobs]
+        self._held_out |= set(flights)
+        self._pending += flights
+        try:
+            self._dispatch()
+            for flight in flights:
+                while not flight.done:
+                    self._round(LOOK_S)
+                if flight.error is not None:
+                    raise flight.error
+        finally:
+            self.drop([flight for flight in flights if not flight.done])
+            self._landed = [flight for flight in self._landed if flight not in self._held_out]
+            self._held_out.clear()
+        return [flight.tree for flight in flights if flight.tree is not None]
+
+    def kept(self, flights: Sequence[Flight]) -> list[Kept]:
+        wanted, asked = set(flights), []
+        for engine in self._engines:
+            if mine := {number: flight for number, (flight, _) in engine.jobs.items() if flight in wanted}:
+                asked.append((list(mine.values()), engine.worker.ask("kept", list(mine))))
+        states: dict[Flight, Kept] = {}
+        for mine_, future in asked:
+            while not future.done():
+                self._round(LOOK_S, future)
+            if not isinstance(future.exception(), LostError):  # lost ones begin anew, here and when resumed
+                states |= dict(zip(mine_, future.result(), strict=True))
+        unbegun = Kept(None, None)
+        return [
+            Kept(dict(flight.job.kept), None) if found == unbegun and flight.job.kept is not None else found
+            for flight in flights
+            for found in [states.get(flight, unbegun)]
+        ]
+
+    def drop(self, flights: Sequence[Flight]) -> None:
+        if not flights:
+            return
+        dropped = set(flights)
+        self._pending = [flight for flight in self._pending if flight not in dropped]
+        for engine in self._engines:
+            if numbers := [number for number, (flight, _) in engine.jobs.items() if flight in dropped]:
+                for number in numbers:
+                    engine.remove(number)
+                self._least.changed(engine)
+                engine.ask(self.workers.clock(), "drop", numbers)
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]
+    ) -> list[list[Array]]:
+        while True:
+            if serving := [engine for engine in self._engines if engine.serving]:
+                future = min(serving, key=lambda engine: engine.load).worker.ask("score", prompts, continuations)
+                while not future.done():
+                    self._round(LOOK_S, future)
+                if not isinstance(future.exception(), LostError):
+                    found: list[list[Array]] = future.result()
+                    return found
+            self._round(LOOK_S)
+
+    def probe(self, prompts: Sequence[Sequence[int]], *, n: int, tokens: int, seed: int) -> list[TokenTree]:
+        """Return the responses of every engine that serves; see `Sampler.probe`."""
+        answers: list[list[TokenTree]] = self._ask_all("probe", prompts, n, tokens, seed)
+        return [tree for trees in answers for tree in trees]
+
+    def digests(self) -> Mapping[str, Held]:
+        """Return the digests that all engines agree on; see `Sampler.digests`.
+
+        Raises:
+            RunError: two engines hold different weights.
+        """
+        first, *rest = self._ask_all("digests")
+        for held in rest:
+            if wrong := [name for name in first if held.get(name) != first[name]]:
+                raise RunError(
+                    f"Two rollout engines hold different weights of version {self._version}: '{wrong[0]}' and "
+                    f"{len(wrong) - 1} more of {len(first)} tensors; this is a defect of rolltree, please report it."
+                )
+        return cast("Mapping[str, Held]", first)
+
+    def _ask_all(self, method: str, *args: Any) -> list[Any]:
+        """Return the answers of the engines that serve, once these have the newest weights.
+
+        Engines that are lost meanwhile give none; there is at least one answer.
+        """
+        while True:
+            serving = [engine for engine in self._engines if engine.serving]
+            if serving and not any(engine.asked for engine in serving):
+                futures = [engine.worker.ask(method, *args) for engine in serving]
+                while not all(future.done() for future in futures):
+                    self._round(LOOK_S, *futures)
+                if found := [f.result() for f in futures if not isinstance(f.exception(), LostError)]:
+                    return found
+            self._round(LOOK_S)
+
+    # -- weights and keys -------------------------------------------------------------------------------------------
+
+    def load(self, weights: WeightSource | None, version: int, *, keep_keys: bool) -> None:
+        """Let every engine fetch the weights while it samples; jobs submitted from now on wait for them there.
+
+        Weights older than the present ones, of a run that goes back to a checkpoint, are waited for here.
+        """
+        if weights is None:
+            raise ValueError("Engines in other processes need weights; none were given.")
+        goes_back = version < self._version  # to a checkpoint, in place
+        old = self._weights[0] if self._weights is not None and self._sends_changes and not goes_back else []
+        buckets, changes, since = list[Reference](), list[Reference](), self._version
+        for number, bucket in enumerate(pack_weights(weights.tensors())):
+            buckets.append(self.workers.put(bucket))
+            sent = pack_changes(old[number].get(), bucket) if old else bucket
+            changes.append(self.workers.put(sent) if old else buckets[-1])
+            self._before["weight_bytes"] += sum(packed.nbytes for packed in bucket.values())
+            self._before["sent_weight_bytes"] += sum(packed.nbytes for packed in sent.values())
+        self._version, self._lost = version, 0
+        self._weights = buckets, keep_keys and not goes_back
+        for engine in self._engines:
+            if engine.serving and old:
+                engine.ask(self.workers.clock(), "load", changes, version, keep_keys, since)
+            elif engine.serving:
+                engine.asked[self._ask_load(engine)] = self.workers.clock()
+            elif engine.arrival is not None:
+                engine.arrival, engine.asked_at = self._ask_load(engine), self.workers.clock()
+        while goes_back and any(engine.asked for engine in self._engines):  # newer weights would serve as well
+            self._round(LOOK_S)
+
+    def _ask_load(self, engine: Engine) -> Future[int]:
+        """Let an engine fetch the newest weights, whole."""
+        assert self._weights is not None
+        buckets, keep_keys = self._weights
+        return engine.call("load", buckets, self._version, keep_keys)
+
+    def rest(self) -> None:
+        """Let all engines rest, also those that are starting."""
+        resting: set[Engine] = set()
+        while not resting.issuperset(self._engines):
+            self._round(LOOK_S)
+            if not all(engine.serving for engine in self._engines):
+                continue
+            asked = {engine: engine.worker.ask("rest") for engine in self._engines if engine not in resting}
+            while not all(future.done() for future in asked.values()):
+                self._round(LOOK_S, *asked.values())
+            for engine, future in asked.items():
+                if not isinstance(future.exception(), LostError):  # its successor is not resting
+                    future.result()
+                    resting.add(engine)
+
+    def wake(self) -> None:
+        for engine in self._engines:
+            engine.ask(self.workers.clock(), "wake")
+
+    def forget_prefixes(self) -> None:
+        for engine in self._engines:
+            if engine.serving:
+                engine.ask(self.workers.clock(), "forget_prefixes")
+
+    def remember(self, texts: Iterable[Text]) -> None:
+        """Pass texts to the present engines; one that is started later drafts from what it samples itself."""
+        given = list(texts)
+        for engine in self._engines:
+            engine.ask(self.workers.clock(), "remember", given)
+
+    # -- what needs nothing here ------------------------------------------------------------------------------------
+
+    def in_thread(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def settle(self) -> None:
+        return
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.worker.kill()
+
+    # -- one round --------------------------------------------------------------------------------------------------
+
+    def _round(self, seconds: float, *others: Future[Any]) -> None:
+        """Wait for an answer of the engines or of ``others``; then collect results, replace lost engines, send jobs."""
+        self.workers.wait([self._news.any, *others], seconds)
+        for engine in self._news.take():
+            self._attend(engine, self._read, self._look_after)
+        if self.workers.clock() - self._looked >= engines.HEALTH_S / 5:
+            self._looked = self.workers.clock()
+            for engine in list(self._engines):
+                self._attend(engine, self._look_after)
+        self._dispatch()
+
+    def _attend(self, engine: Engine, *works: Callable[[Engine], None]) -> None:
+        """Do ``works`` with an engine; replace it if it is lost. One that was replaced has answers still."""
+        if self._engines[engine.index] is not engine:
+            return
+        try:
+            for work in works:
+                work(engine)
+        except LostError as error:
+            self._replace(engine, str(error).rstrip("."))
+
+    def _read(self, engine: Engine) -> None:
+        """Take the answers of an engine.
+
+        Raises:
+            LostError: the engine is no more.
+        """
+        if engine.facts is not None and engine.facts.done():
+            self._facts, engine.facts = engine.facts.result(), None
+            engine.pid = self._facts.pid
+            engine.asked_at = self.workers.clock()
+            if self._weights is None:
+                self._serve(engine)
+            else:
+                engine.arrival = self._ask_load(engine)
+        if engine.arrival is not None and engine.arrival.done():
+            engine.arrival.result()
+            engine.arrival, engine.asked_at = None, self.workers.clock()
+            self._serve(engine)
+        ended = engine.take_ended()
+        for number in ended:
+            self._land(engine, *engine.jobs[number])
+            engine.remove(number)
+        if ended:
+            self._least.changed(engine)
+        for future in [future for future in engine.asked if future.done()]:
+            future.result()
+            del engine.asked[future]
+        engine.pass_questions(self._judge)
+
+    def _serve(self, engine: Engine) -> None:
+        engine.serving = True
+        self._least.changed(engine)
+
+    def _land(self, engine: Engine, flight: Flight, future: Future[Result]) -> None:
+        error = future.exception()
+        if isinstance(error, LostError):
+            raise error
+        if error is not None:
+            assert isinstance(error, Exception)
+            flight.error = error
+        else:
+            result = future.result()
+            self._check_version(engine, flight.job, result.tree)
+            flight.tree, flight.texts, engine.tally = _writable(result.tree), result.texts, result.tally
+        flight.place = engine.index
+        self._landed.append(flight)
+
+    def _check_version(self, engine: Engine, job: Job, tree: TokenTree) -> None:
+        sampled = tree.policy_version[tree.loss_mask]
+        if job.kept is None and len(sampled) and (oldest := int(sampled.min())) < job.version:
+            raise RunError(
+                f"Rollout engine {engine.index} sampled with the weights of version {oldest} for a job that needs "
+                f"version {job.version}; this is a defect of rolltree, please report it."
+            )
+
+    def _look_after(self, engine: Engine) -> None:
+        engine.look_after(self.workers.clock(), hang_s=self._hang_s, start_s=self._start_s)
+
+    def _start(self, index: int) -> Engine:
+        worker = self.workers.start("engine", index, self._make, *self._args)
+        engine = Engine(index, worker, self._news, self.workers.clock())
+        engine.facts = engine.call("facts")
+        engine.pass_questions(self._judge)
+        return engine
+
+    def _replace(self, engine: Engine, why: str) -> None:
+        """Kill an engine and start another in its place; its jobs begin anew."""
+        engine.serving = False
+        engine.worker.kill()
+        self._lost += 1
+        if self._lost > self._restarts:
+            raise RunError(
+                f"{self._lost} rollout engines were lost since the last update of the weights (placement.restarts = "
+                f"{self._restarts}), the last because {why}; look into the logs of Ray (/tmp/ray/session_latest/logs)."
+            )
+        again = [flight for flight, _ in engine.jobs.values()]
+        for flight in again:
+            flight.begun_anew += 1
+        self._pending = again + self._pending
+        self._before += engine.tally
+        self._engines[engine.index] = self._start(engine.index)
+
+    def _dispatch(self) -> None:
+        """Send the flights that wait for an engine, those of one engine together."""
+        if not self._pending or self._least.find() is None:
+            return
+        pending, self._pending = self._pending, []
+        sent: dict[tuple[Engine, bool], dict[int, Flight]] = {}
+        for flight in pending:
+            engine = self._near(flight.job) or self._least.find()
+            assert engine is not None
+            engine.reserve(flight)
+            self._least.changed(engine)
+            self._numbers += 1
+            sent.setdefault((engine, flight in self._held_out), {})[self._numbers] = flight
+        for (engine, held_out), flights in sent.items():
+            jobs = {number: flight.job for number, flight in flights.items()}
+            engine.ask(self.workers.clock(), "run", jobs, held_out)
+            for number, flight in flights.items():
+                engine.add(number, flight)
+
+    def _near(self, job: Job) -> Engine | None:
+        """Return the engine that has the keys of a job's prompt, if it serves."""
+        if job.near is None or job.near >= len(self._engines):
+            return None
+        engine = self._engines[job.near]
+        return engine if engine.serving else None
+
+
+def _writable(tree: TokenTree) -> TokenTree:
+    """Copy the arrays of a received tree that the learner writes; they may be read-only."""
+    tree.columns = {name: np.array(values) for name, values in tree.columns.items()}
+    tree.rewards = {name: np.array(values) for name, values in tree.rewards.items()}
+    return tree

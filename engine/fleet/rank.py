@@ -1,0 +1,293 @@
+"""A process that trains one model together with others (`trainer.ranks`), and what it exchanges with the run's process.
+
+Each has a `Rank`: a `Learner` whose models are sharded over the process group that it has joined. Every rank gets the
+whole batch and calls the same method, so credit, normalisers and schedules are computed by all, log-probs and losses by
+each on its share. The first rank's answer returns what learning wrote on the trees, the metrics and the times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ..data.columns import COLUMNS, Array, Column, declare
+from ..data.tree import TokenTree
+from ..errors import UserError
+from ..learn.learner import Learner
+from ..learn.learning import LearningParts
+from ..model.self_check import sampled_error, usual_tokens
+from ..record.metrics import Stopwatch, Sums
+from ..rollout import SamplingParams
+from ..rollout.packed import pack_weights
+from ..train.checkpoint import Saved
+from ..train.group import Group
+from ..train.phases import Span
+from .workers import LostError, Reference
+
+# -- what travels -----------------------------------------------------------------------------------------------------
+
+
+class Digest(NamedTuple):
+    """The values that are equal on all ranks after an update, as text, so that NaN equals itself."""
+
+    updates: str
+    loss: str
+    grad_norm: str
+    credit: str
+    """Hash of all columns and rewards of the trees."""
+
+
+class Written(NamedTuple):
+    """The columns and rewards of a tree that learning has added or changed."""
+
+    columns: dict[str, Array]
+    rewards: dict[str, Array]
+
+
+class Reply(NamedTuple):
+    """The first rank's result of an update.
+
+    Attributes:
+        changed: the policy has changed.
+        written: for each tree.
+        declared: the columns in ``written``.
+        spans: times of the update's parts, from the beginning of the call.
+        notes: sentences for the user.
+    """
+
+    changed: bool
+    sums: Sums
+    written: list[Written]
+    declared: list[Column]
+    spans: list[Span]
+    utilization: dict[str, float]
+    notes: list[str]
+
+
+class Facts(NamedTuple):
+    """The constants of a rank: sizes of the parameters in bytes, `Trained.usual_tokens`, and its process."""
+
+    parameters: dict[str, int]
+    usual: Array
+    pid: int
+
+
+class Given(NamedTuple):
+    trees: list[TokenTree]
+    demonstrations: list[TokenTree]
+    declared: list[Column]
+
+
+def declarations(trees: Sequence[TokenTree]) -> list[Column]:
+    return [COLUMNS[name] for name in dict.fromkeys(name for tree in trees for name in tree.columns)]
+
+
+def _copied(tree: TokenTree) -> TokenTree:
+    """Return a tree whose columns, rewards and metadata can be written."""
+    columns = {name: np.array(values) for name, values in tree.columns.items()}
+    rewards = {name: np.array(values) for name, values in tree.rewards.items()}
+    return replace(tree, columns=columns, rewards=rewards, meta=dict(tree.meta))
+
+
+def _changed(now: Mapping[str, Array], before: Mapping[str, Array]) -> dict[str, Array]:
+    return {
+        name: values
+        for name, values in now.items()
+        if name not in before or before[name].dtype != values.dtype or before[name].tobytes() != values.tobytes()
+    }
+
+
+def _hash(trees: Sequence[TokenTree]) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for tree in trees:
+        for values in (tree.columns, tree.rewards):
+            for name in sorted(values):
+                found.update(name.encode())
+                found.update(values[name].tobytes())
+    return found.hexdigest()
+
+
+# -- in a rank's process --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _peers_told() -> Iterator[None]:
+    """Raise `LostError` for an error of a collective: another rank has ended, or keeps this one waiting."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error).lower()):
+            raise LostError(f"the other ranks do not answer ({' '.join(str(error).split())[:200]})") from None
+        raise
+
+
+class Rank:
+    """One of the processes that train; all methods but `address`, `sampling` and `states` must be called on each.
+
+    Args:
+        make: makes the parts of the learner, sharded over the group.
+        rank: number of this process.
+        ranks: number of all.
+        timeout_s: seconds that it waits for the others.
+        threads: of PyTorch, on the CPU.
+        host: address of this node for the ranks of other nodes; None if all are on one machine.
+    """
+
+    learner: Learner
+
+    def __init__(
+        self,
+        make: Callable[[Group], LearningParts],
+        rank: int,
+        ranks: int,
+        *,
+        timeout_s: float,
+        threads: int,
+        host: str | None,
+    ) -> None:
+        self._make, self._rank, self._ranks, self._timeout_s = make, rank, ranks, timeout_s
+        self._threads, self._host = threads, host
+        self._notes: list[str] = []
+        self._spans: list[Span] = []
+        self._watch = Stopwatch(told=lambda *span: self._spans.append(Span(*span)))
+
+    def address(self) -> str | None:
+        """Return an address at which the ranks can meet; None on one machine, where a file serves."""
+        if self._host is None:
+            return None
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{self._host}:{free.getsockname()[1]}"
+
+    @_peers_told()
+    def join(self, store: str) -> Facts:
+        """Join the group at ``store`` and make the learner."""
+        self.learner = Learner(self._make(self._joined(store)), self._watch, self._notes.append)
+        tensors = self.learner.weights().tensors()
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        return Facts(sizes, usual_tokens(self.learner.model.config), os.getpid())
+
+    def _joined(self, store: str) -> Group:
+        torch.set_num_threads(self._threads)
+        if self._host is None and sys.platform == "linux":
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, "lo")
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            init_method=store,
+            rank=self._rank,
+            world_size=self._ranks,
+            timeout=timedelta(seconds=self._timeout_s),
+        )
+        return Group.joined()
+
+    def sampling(self, step: int, params: SamplingParams) -> SamplingParams:
+        """See `Learner.sampling`."""
+        return self.learner.sampling(step, params)
+
+    @_peers_told()
+    def update(self, stored: Reference, step: int, sums: Sums) -> tuple[Digest, Reply | None]:
+        """Learn as `Learner.update` does; only the first rank replies."""
+        given = self._received(stored)
+        trees = [_copied(tree) for tree in given.trees]
+        self._watch.restart()
+        begin = time.perf_counter()
+        changed = self.learner.update(trees, [_copied(tree) for tree in given.demonstrations], step, sums)
+        times = self._watch.read(self.learner.spans())
+        found = self.learner.metrics
+        loss, norm = (repr(found.get(f"actor/{name}", math.nan)) for name in ("loss", "grad_norm"))
+        digest = Digest(str(self.learner.updates), loss, norm, _hash(trees))
+        notes, self._notes[:] = self._notes[:], []
+        spans, self._spans[:] = [Span(s.name, s.begin - begin, s.end - begin) for s in self._spans], []
+        if self._rank:
+            return digest, None
+        written = _written(trees, given.trees)
+        utilization = self.learner.utilization(times)
+        return digest, Reply(changed, sums, written, declarations(trees), spans, utilization, notes)
+
+    @_peers_told()
+    def credit(self, stored: Reference, step: int) -> list[Written] | None:
+        """Give trees their credit as `Learner.credit` does; only the first rank replies."""
+        given = self._received(stored)
+        trees = [_copied(tree) for tree in given.trees]
+        self.learner.credit(trees, step)
+        return None if self._rank else _written(trees, given.trees)
+
+    @staticmethod
+    def _received(stored: Reference) -> Given:
+        given: Given = stored.get()
+        for column in given.declared:
+            declare(column)
+        return given
+
+    @_peers_told()
+    def gather(self, names: Sequence[str]) -> list[dict[str, Any]] | None:
+        """Return whole parameters as `pack_weights` packs them; only the first rank replies."""
+        tensors = self.learner.weights().tensors()
+        whole = {}
+        for name in names:
+            tensor = tensors[name].detach()
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if self._rank == 0:
+                whole[name] = full
+        return None if self._rank else list(pack_weights(whole))
+
+    @_peers_told()
+    def sampled_error(self, stored: Reference) -> float:
+        """See `Trained.sampled_error`."""
+        return sampled_error(self.learner.model, self._received(stored).trees)
+
+    @_peers_told()
+    def save(self, directory: str) -> Saved:
+        """See `Learner.save`.
+
+        Raises:
+            UserError: this node does not see the run's directory.
+        """
+        if not Path(directory).is_dir():
+            raise UserError(
+                f"'{directory}' does not exist on the node of rank {self._rank} ({socket.gethostname()}); let "
+                "output_dir be on a file system that all nodes share."
+            )
+        return self.learner.save(Path(directory))
+
+    @_peers_told()
+    def load(self, directory: str, state: dict[str, Any]) -> int:
+        """Restore what `save` wrote; return the number of updates."""
+        self.learner.load(Path(directory), state)
+        return self.learner.updates
+
+    def states(self) -> dict[str, Any]:
+        """See `Learner.states`."""
+        return self.learner.states()
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """See `Learner.restore`."""
+        self.learner.restore(states)
+
+    @_peers_told()
+    def export(self, directory: str) -> None:
+        """See `Learner.export`."""
+        self.learner.export(Path(directory))
+
+
+def _written(trees: Sequence[TokenTree], before: Sequence[TokenTree]) -> list[Written]:
+    return [
+        Written(_changed(tree.columns, old.columns), _changed(tree.rewards, old.rewards))
+        for tree, old in zip(trees, before, strict=True)
+    ]

@@ -1,0 +1,347 @@
+"""The run's side of the processes that train one model together (`trainer.ranks`): its `Learning`, without a model.
+
+Each process has a `Rank` (`rank.py`). Every update is compared between the ranks: number of updates, loss, norm of the
+gradient, and a hash of what was written on the trees. A difference ends the run.
+
+A rank that ends, or that lets the others wait for longer than `trainer.timeout_s`, takes all with it: they are killed
+and started anew, and `RanksLostError` tells the run to go back to its checkpoint. So does a rank that runs out of
+memory, with half of `trainer.max_tokens` from then on. Answers of killed ranks are discarded with their futures.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..data.columns import Array, declare
+from ..data.tree import TokenTree
+from ..errors import RunError
+from ..learn.learning import RanksLostError
+from ..record.metrics import Sums
+from ..rollout import SamplingParams
+from ..rollout.packed import BUCKET_BYTES, unpack_weights
+from ..train.checkpoint import Saved
+from ..train.phases import Span
+from .rank import Digest, Facts, Given, Rank, Reply, Written, declarations
+from .workers import LostError, Reference, Worker, Workers
+
+LOOK_S = 0.5
+"""Seconds between checks of the time while answers are outstanding."""
+REASON_S = 2.0
+"""Seconds to wait for the other ranks' errors after the first: the first may only follow from another."""
+
+
+class Ranks:
+    """Trains with ranks in other processes; see `Learning` and the module's description. They start at once.
+
+    Args:
+        workers: starts the ranks.
+        count: their number.
+        make: makes a `Rank` in its process, from ``args``, its number, ``count`` and the size of micro-batches.
+        max_tokens: packed tokens of one micro-batch.
+        timeout_s: seconds that a rank may keep the others waiting.
+        start_s: seconds that the ranks may take to start: each loads the models.
+        restarts: most losses of ranks without a new step.
+        note: called with sentences for the user.
+
+    Attributes:
+        updates: see `Learning.updates`.
+        pids: the processes of the ranks, once they have joined.
+    """
+
+    device = torch.device("cpu")
+    ahead = None  # all ranks score their shares of a batch together
+
+    def __init__(
+        self,
+        workers: Workers,
+        count: int,
+        make: Callable[..., Rank],
+        *args: Any,
+        max_tokens: int,
+        timeout_s: float,
+        start_s: float,
+        restarts: int,
+        note: Callable[[str], object],
+    ) -> None:
+        self.workers, self.count, self._make, self._args = workers, count, make, args
+        self.max_tokens, self._restarts, self._note = max_tokens, restarts, note
+        self._timeout_s, self._start_s = timeout_s, start_s
+        self.updates, self.pids = 0, list[int]()
+        self.policies: dict[str, Any] = {}  # several ranks train one policy
+        self._known: Facts | None = None  # None: the ranks have not joined yet
+        self._lost = 0  # times since the newest step
+        self._newest = 0  # newest step that was learned
+        self._out_of_memory = 0  # times since the last update
+        self._spans: list[Span] = []
+        self._utilization: dict[str, float] = {}
+        self._directory = tempfile.TemporaryDirectory(prefix="rolltree-ranks-")
+        self._groups = 0
+        self._ranks: list[Worker] = []
+        self._start()
+
+    def ready(self) -> None:
+        """Wait until the ranks have loaded their models.
+
+        Raises:
+            UserError: a part of the run cannot be made.
+            RunError: too many ranks were lost.
+        """
+        while self._known is None:
+            try:
+                self._join()
+            except RanksLostError as error:
+                self._note(f"{error}.")
+
+    # -- learning -----------------------------------------------------------------------------------------------------
+
+    def sampling(self, step: int, params: SamplingParams) -> SamplingParams:
+        self._join()
+        (found,) = self._ask(self._ranks[:1], "sampling", step, params, seconds=self._timeout_s)
+        assert isinstance(found, SamplingParams)
+        return found
+
+    def update(self, trees: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
+        """Learn as `Learner.update` does.
+
+        Raises:
+            UserError: as for `Learner.update`.
+            RunError: the ranks learned differently.
+            RanksLostError: see `Learning`.
+            torch.OutOfMemoryError: not even one sequence fits into memory.
+        """
+        begin = time.perf_counter()
+        answers = self._learn("update", trees, given, step, sums)
+        digests, reply = [digest for digest, _ in answers], answers[0][1]
+        assert isinstance(reply, Reply)
+        for note in reply.notes:
+            self._note(note)
+        self._compare(digests, step)
+        for column in reply.declared:
+            declare(column)
+        _write(trees, reply.written)
+        sums.become(reply.sums)
+        if self._out_of_memory:
+            sums.count("actor/out_of_memory", self._out_of_memory)
+        self._spans += [Span(s.name, begin + s.begin, begin + s.end) for s in reply.spans]
+        self._utilization = reply.utilization
+        self.updates, self._out_of_memory = int(digests[0].updates), 0
+        if step > self._newest:
+            self._newest, self._lost = step, 0
+        return reply.changed
+
+    def credit(self, trees: Sequence[TokenTree], step: int) -> None:
+        """Give trees their credit as `Learner.credit` does; raises as `update`."""
+        _write(trees, self._learn("credit", trees, [], step)[0])
+
+    def _learn(self, method: str, trees: Sequence[TokenTree], given: Sequence[TokenTree], *args: Any) -> list[Any]:
+        stored = self._put(trees, given)
+        try:
+            return self._all(method, stored, *args)
+        except torch.OutOfMemoryError:
+            if self.max_tokens // 2 < max(int(tree.path_length.max()) for tree in [*trees, *given]):
+                raise
+            self.max_tokens //= 2
+            self._out_of_memory += 1
+            self._restart()
+            raise RanksLostError(
+                f"A rank ran out of memory; micro-batches have {self.max_tokens} tokens from now on"
+            ) from None
+
+    def _put(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> Reference:
+        return self.workers.put(Given(list(trees), list(given), declarations([*trees, *given])))
+
+    @staticmethod
+    def _compare(digests: Sequence[Digest], step: int) -> None:
+        for rank, digest in enumerate(digests):
+            for what, mine, other in zip(Digest._fields, digests[0], digest, strict=True):
+                if mine != other:
+                    raise RunError(
+                        f"In step {step} the ranks learned differently: {what} is {mine} on rank 0 and {other} on rank "
+                        f"{rank}; let your own functions (credit, shaping, selections, schedules) give the same result "
+                        "in every process, or report this as a defect of rolltree."
+                    )
+
+    def spans(self) -> list[Span]:
+        spans, self._spans = self._spans, []
+        return spans
+
+    def utilization(self, times: dict[str, float]) -> dict[str, float]:
+        found, self._utilization = self._utilization, {}
+        return found
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def weights(self) -> Gathered:
+        self._join()
+        assert self._known is not None
+        return Gathered(self._known.parameters, lambda names: self._all("gather", names)[0])
+
+    def usual_tokens(self) -> Array:
+        self._join()
+        assert self._known is not None
+        return self._known.usual
+
+    def sampled_error(self, trees: Sequence[TokenTree]) -> float:
+        found: float = self._all("sampled_error", self._put(trees))[0]
+        return found
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self, directory: Path) -> Saved:
+        saved: Saved = self._all("save", str(directory.absolute()))[0]
+        return saved
+
+    def load(self, directory: Path, state: dict[str, Any]) -> None:
+        self.updates = self._all("load", str(directory.absolute()), state)[0]
+
+    def states(self) -> dict[str, Any]:
+        """Return the states of the first rank's functions: all ranks give credit to all trees, so theirs are equal."""
+        self._join()
+        found: dict[str, Any] = self._ask(self._ranks[:1], "states", seconds=self._timeout_s)[0]
+        return found
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        self._all("restore", dict(states))
+
+    def export(self, directory: Path) -> None:
+        self._all("export", str(directory.absolute()))
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        self._join()
+        return self._ask(self._ranks, method, *args)
+
+    def _start(self) -> None:
+        self._known = None
+        self._ranks = [
+            self.workers.start("rank", index, self._make, *self._args, index, self.count, self.max_tokens)
+            for index in range(self.count)
+        ]
+
+    def _restart(self) -> None:
+        """Kill all ranks and start others in their places."""
+        for rank in self._ranks:
+            rank.kill()
+        self._start()
+
+    def _join(self) -> None:
+        """Wait until newly started ranks have formed a group."""
+        if self._known is not None:
+            return
+        (address,) = self._ask(self._ranks[:1], "address", seconds=self._start_s)
+        self._groups += 1
+        store = address or f"file://{self._directory.name}/{self._groups}"
+        facts = self._ask(self._ranks, "join", store, seconds=self._start_s)
+        self._known, self.pids = facts[0], [known.pid for known in facts]
+
+    def _ask(self, ranks: Sequence[Worker], method: str, *args: Any, seconds: float | None = None) -> list[Any]:
+        """Return the answers of ``ranks``.
+
+        Args:
+            seconds: most that any answer may take; None: each may take `trainer.timeout_s` longer than the first.
+
+        Raises:
+            RanksLostError: see `Learning`.
+            Exception: the method raised it.
+        """
+        futures = [rank.ask(method, *args) for rank in ranks]
+        latest = math.inf if seconds is None else self.workers.clock() + seconds
+        while waiting := [future for future in futures if not future.done()]:
+            answered = [future for future in futures if future.done()]
+            if any(future.exception() is not None for future in answered):
+                break
+            now = self.workers.clock()
+            if answered:
+                latest = min(latest, now + self._timeout_s)
+            if now > latest:
+                key = "placement.start_s" if method in ("address", "join") else "trainer.timeout_s"
+                self._give_up(f"rank {futures.index(waiting[0])} gave no answer to '{method}' ({key})")
+            self.workers.wait(waiting, min(LOOK_S, max(0.0, latest - now) + 0.001))
+        until = self.workers.clock() + REASON_S
+        while any(future.exception() is not None for future in futures if future.done()):
+            waiting = [future for future in futures if not future.done()]
+            if not waiting or self.workers.clock() > until:
+                raise self._reason([future.exception() for future in futures if future.done()])
+            self.workers.wait(waiting, LOOK_S)
+        return [future.result() for future in futures]
+
+    def _reason(self, errors: Sequence[BaseException | None]) -> BaseException:
+        """Return the error from which the others follow; if that is a loss, start the ranks anew and raise it."""
+        told = [error for error in errors if error is not None]
+        for kind in (torch.OutOfMemoryError, Exception):
+            for error in told:
+                if isinstance(error, kind) and not isinstance(error, LostError):
+                    return error
+        ended = [str(error) for error in told if "do not answer" not in str(error)] or [str(told[0])]
+        self._give_up(ended[0].rstrip("."))
+
+    def _give_up(self, why: str) -> NoReturn:
+        """Start all ranks anew.
+
+        Raises:
+            RanksLostError: always, unless a `RunError` says that it has happened too often.
+        """
+        self._lost += 1
+        if self._lost > self._restarts:
+            raise RunError(
+                f"Ranks were lost {self._lost} times without a new step (placement.restarts = {self._restarts}), the "
+                f"last time because {why}; look into the logs of Ray (/tmp/ray/session_latest/logs), then use --resume."
+            )
+        self._restart()
+        raise RanksLostError(f"The ranks are started anew because {why}")
+
+
+def _write(trees: Sequence[TokenTree], written: Sequence[Written]) -> None:
+    for tree, of_tree in zip(trees, written, strict=True):
+        tree.columns |= {name: np.array(values) for name, values in of_tree.columns.items()}
+        tree.rewards |= {name: np.array(values) for name, values in of_tree.rewards.items()}
+
+
+class Gathered(Mapping[str, Tensor]):
+    """The policy's whole parameters by name, of which one bucket is in memory; read them in order.
+
+    Args:
+        sizes: bytes of each parameter.
+        gather: returns the parameters of these names as `pack_weights` packs them.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], gather: Callable[[Sequence[str]], Sequence[dict[str, Any]]]) -> None:
+        self._gather = gather
+        self._bucket_of: dict[str, list[str]] = {}
+        self._held: dict[str, Tensor] = {}
+        bucket: list[str] = []
+        total = 0
+        for name, size in sizes.items():
+            if bucket and total + size > BUCKET_BYTES:
+                bucket, total = [], 0
+            bucket.append(name)
+            total += size
+            self._bucket_of[name] = bucket
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the parameters; see `WeightSource`."""
+        return self
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._held:
+            self._held = {}  # before the next bucket comes
+            found = self._gather(self._bucket_of[name])
+            whole = (pair for packed in found for pair in unpack_weights(packed))
+            self._held = {key: tensor for key, tensor in whole if isinstance(tensor, Tensor)}
+        return self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._bucket_of)
+
+    def __len__(self) -> int:
+        return len(self._bucket_of)

@@ -1,0 +1,423 @@
+"""The update of one step: roles score the trees, credit is assigned over the batch, packed trees are trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..batches.batch import TreeBatch
+from ..batches.cost import CostModel
+from ..batches.distribute import distribute
+from ..batches.equal_prefixes import share_equal_prefixes
+from ..batches.pack import pack
+from ..data.columns import Array
+from ..data.segment import Origin
+from ..data.tree import TokenTree
+from ..errors import UserError
+from ..methods.credit import COLUMN, give_credit
+from ..methods.schedules import at_step
+from ..methods.shaping import shape_rewards
+from ..model import varlen
+from ..model.lora import Merged
+from ..model.pictures import both_ways
+from ..model.roles import Role
+from ..model.self_check import skip_check, tree_error, trees_fit
+from ..record.metrics import Stopwatch, Sums
+from ..rollout import SamplingParams
+from ..rollout.sampler import WeightSource
+from ..train.phases import MODEL, Phases, Span
+from ..train.terms import TokenTerm
+from ..train.trainer import Metrics, Weighted
+from .learned import Learned
+from .learning import Ahead, LearningParts
+from .utilization import Mfu
+
+Score = Callable[[Sequence[TokenTree], float], object]
+"""Scores trees into their columns, at a temperature."""
+
+
+class Learner(Learned):
+    """Turns judged trees into updates of the policy.
+
+    Each of several ranks (`LearningParts.group`) has all trees and calls the same methods: credit, normalisers and
+    schedules are computed by all of them on all trees, log-probs and losses by each on its share.
+
+    Args:
+        watch: accounts for the time of each part.
+        note: called with sentences for the user.
+    """
+
+    def __init__(self, parts: LearningParts, watch: Stopwatch, note: Callable[[str], object]) -> None:
+        self.watch, self.note = watch, note
+        self.phases = Phases(parts.model.device)
+        super().__init__(parts, self.phases)
+        self.terms = list(parts.terms)
+        self.scales = {"temperature_scale": parts.temperature_scale, "length_scale": parts.length_scale}
+        self.policies: dict[str, Learner] = {}  # no other one learns with this one
+        self.mfu = Mfu.of(parts.model, self.group.count)
+        self.cost = CostModel.of(parts.model)
+        self._alone = [role for role in self.roles if role.fixed] if parts.score_early else []
+        self.max_tokens = parts.max_tokens  # halved by each update that runs out of memory
+        self._flat: bool | None = None  # None: not tested yet
+
+    def update(self, trees: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
+        """Learn from ``trees``, whose leaves have rewards (NaN where judging failed), and from ``given`` trees.
+
+        Returns:
+            True if the policy has changed.
+
+        Raises:
+            UserError: a schedule returned a number out of range, or a term needs whole trees that do not fit.
+            torch.OutOfMemoryError: not even one sequence fits into memory; or, with several ranks, an update does not.
+        """
+        return self.learn(self.judged(trees, step, sums), given, step, sums)
+
+    def judged(self, trees: list[TokenTree], step: int, sums: Sums, score: Score | None = None) -> list[TokenTree]:
+        """Begin the update of ``step``: give ``trees`` their credit and return those with verdicts; see `credit`."""
+        self.parts.context.at(step, self.metrics)
+        for sentence in self.parts.inert if step == 1 else ():
+            self.note(sentence)
+        kept = self.credit(trees, step, score)
+        with self.watch.part("pack"):
+            sums.count("filter/zero_variance_groups", sum(np.ptp(t.rewards["reward"]) == 0 for t in kept))
+            sums.count("filter/failed_groups", len(trees) - len(kept))
+            sums.count("filter/failed_tokens", _sampled(trees) - _sampled(kept))
+        return kept
+
+    def learn(self, kept: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
+        """Update the policy on trees that have their credit, and on ``given`` trees; arguments as for `update`."""
+        parts = self.parts
+        parts.context.at(step, self.metrics)
+        self.terms = [(term.now(), weight) for term, weight in parts.terms]
+        with self.watch.part("pack"):
+            kept = _counted(kept, sums)
+            if parts.replay_routes:
+                for tree in kept:
+                    sums.add_values("training/unknown_routes", _unknown_routes(tree))
+        self._let_score(parts.given_roles, given, self.temperature(step))
+        with self.watch.part("pack"):
+            for term, _ in self.terms:
+                term.prepare(kept + given)
+        updated = False
+        self.trainer.lr_scale = at_step(parts.lr_scale, step, self.metrics)
+        self._record_schedules(step, sums)
+        for k in range(parts.epochs * parts.updates_per_step):
+            again, place = divmod(k, parts.updates_per_step)
+            share = slice(place, None, parts.updates_per_step)
+            updated |= self._one_update(kept[share], given[share], step, sums, again=again > 0)
+        self.model.eval()  # here, not at every step of the engine, because it takes as long as a layer
+        self.metrics = sums.means()
+        return updated
+
+    def credit(self, trees: Sequence[TokenTree], step: int, score: Score | None = None) -> list[TokenTree]:
+        """Let the roles score ``trees``, shape their rewards and give them credit; return them without responses whose
+        judging failed.
+
+        Args:
+            score: scores trees at the temperature of the step. Default: `score`, for a tree that one policy sampled.
+        """
+        parts = self.parts
+        with self.watch.part("pack"):
+            failed = [np.isnan(tree.rewards["reward"]) for tree in trees]
+            judged = [t.without_leaves(drop) if drop.any() else t for t, drop in zip(trees, failed, strict=True)]
+            kept = [tree for tree in judged if tree is not None]
+        (score or self.score)(kept, self.temperature(step))
+        with self.watch.part("pack"):
+            for tree in kept:
+                shape_rewards(parts.shapings, tree)
+            if kept:
+                give_credit(parts.credit, parts.credit_name, kept)
+            for tree in kept:
+                _weigh_credit(tree, tree.meta.get("replay_weight", 1.0))
+            for tree, part, drop in zip(trees, judged, failed, strict=True):
+                if part is not None and part is not tree:
+                    tree.advantage[~drop] = part.advantage
+                    for name, values in part.rewards.items():
+                        tree.rewards.setdefault(name, np.full(tree.num_leaves, np.nan, np.float32))[~drop] = values
+        return kept
+
+    def _one_update(
+        self,
+        members: list[TokenTree],
+        given: list[TokenTree],
+        step: int,
+        sums: Sums,
+        *,
+        again: bool,
+    ) -> bool:
+        """Make one update of a share of the batch; ``again``: an earlier pass has counted what the share leaves out."""
+        with self.watch.part("pack"):
+            weighed = [(t, w) for t, schedule in self.terms if (w := at_step(schedule, step, self.metrics))]
+            rollouts = members
+            if self.parts.drop_zero_variance and self.critic is None:  # which learns from every group
+                rollouts = [tree for tree in members if any(term.sees(tree) for term, _ in weighed)]
+            if not again:
+                sums.count("filter/unseen_groups", len(members) - len(rollouts))
+                sums.count("filter/unseen_tokens", _sampled(members) - _sampled(rollouts))
+            terms = [
+                Weighted(term, normalizer, weight)
+                for term, weight in weighed
+                if (normalizer := term.normalizer(rollouts, given))
+            ]
+            live = self._shared(rollouts + given)
+            batches = self._packed(live)
+        if not batches or not terms:
+            sums.count("actor/empty_updates")
+            if self.critic is None and not again:
+                sums.count("filter/unseen_tokens", _sampled(rollouts))
+            if batches and self.critic is not None:  # it learns while the policy waits
+                self._teach_critic(batches, live, sums)
+            return False
+        lags = [self.trainer.updates - tree.policy_version[tree.loss_mask] for tree in rollouts]
+        for lag in lags:
+            sums.add_values("policy/lag", lag)
+        if self.parts.trajectory is not None:
+            self.parts.trajectory.record(self.model, self.updates)
+        on_policy = not any(lag.any() for lag in lags) and not any(tree.other_prompt.any() for tree in rollouts)
+        with self.watch.part(MODEL):
+            metrics = None
+            while metrics is None:
+                try:
+                    metrics = self._train(batches, live, terms, self.temperature(step), on_policy)
+                except torch.OutOfMemoryError as error:
+                    self._halve(live, error)
+                    sums.count("actor/out_of_memory")
+                    batches = self._packed(live)
+        self.mfu.add(live, metrics["perf/head_tflop"][0])
+        for name, (total, count) in metrics.items():
+            sums.add(name, total, count)
+        if self.critic is not None:
+            self._teach_critic(batches, live, sums)
+        for role in self.roles:
+            role.follow(self.model)
+        if self.parts.trajectory is not None:
+            self.parts.trajectory.record(self.model, self.updates)
+        return True
+
+    def _teach_critic(self, batches: Sequence[TreeBatch], trees: Sequence[TokenTree], sums: Sums) -> None:
+        assert self.critic is not None
+        with self.watch.part("update_critic"):
+            loss_tokens = sum(tree.loss_tokens for tree in trees)
+            for name, (total, count) in self.critic.learn(batches, loss_tokens).items():
+                sums.add(name, total, count)
+
+    def _train(
+        self,
+        batches: Sequence[TreeBatch],
+        trees: Sequence[TokenTree],
+        terms: Sequence[Weighted],
+        temperature: float,
+        on_policy: bool,
+    ) -> Metrics:
+        tokens = sum(tree.logical_tokens for tree in trees)
+        for number, batch in enumerate(batches, start=1):
+            own = batch.temperatures(temperature)
+            self.trainer.forward_backward(
+                batch, terms, tokens, temperature=own, on_policy=on_policy, last=number == len(batches)
+            )
+        return self.trainer.optim_step()
+
+    def _shared(self, trees: list[TokenTree]) -> list[TokenTree]:
+        """Merge equal prefixes of different leaves, unless an objective is defined on nodes or updates are flat."""
+        by_node = (isinstance(t, TokenTerm) and t.objective.ratio_level == "segment" for t, _ in self.terms)
+        return trees if self._shares_nothing(trees) or any(by_node) else [share_equal_prefixes(t) for t in trees]
+
+    def _packed(self, trees: list[TokenTree]) -> list[TreeBatch]:
+        """Return the micro-batches of this rank: as many as the others have."""
+        unshare = self.cost if varlen.kernel() is not None else None
+        flat = self._shares_nothing(trees)
+        options: dict[str, Any] = {"max_tokens": self.max_tokens, "flat": flat, "unshare": unshare, **self._replay}
+        if self.group.count == 1:
+            found = pack(trees, in_pieces=self._in_pieces, **options)
+            return [replace(batch, of=len(found)) for batch in found]
+        shares = distribute(trees, self.group.count, self.cost, **options)
+        real = [batch for batches in shares for batch in batches if batch.trees]
+        parts = [part for b in real for part in zip(b.tree_index, b.leaf_index, strict=True)]
+        whole = flat or all(len(leaves) == trees[i].num_leaves for i, leaves in parts)
+        if not whole and (needs := [term.name for term, _ in self.terms if term.whole_trees]):
+            raise UserError(
+                f"The loss term '{needs[0]}' compares responses of a whole tree, and with trainer.ranks = "
+                f"{self.group.count} a tree over trainer.max_tokens = {self.max_tokens} is divided; raise "
+                "trainer.max_tokens, or set trainer.ranks to 1."
+            )
+        return [replace(batch, of=len(real)) for batch in shares[self.group.rank]]
+
+    def _halve(self, trees: Sequence[TokenTree], error: torch.OutOfMemoryError) -> None:
+        """Halve the size of micro-batches after an update that ran out of memory.
+
+        Raises:
+            torch.OutOfMemoryError: ``error``, if the longest sequence would not fit, or on one of several ranks, since
+                the others wait for it in a collective.
+        """
+        if self.group.count > 1:
+            raise
+        self.trainer.drop_gradients()
+        if self.max_tokens // 2 < max(int(tree.path_length.max()) for tree in trees):
+            raise
+        self.max_tokens //= 2
+        torch.cuda.empty_cache()
+        self.note(f"An update ran out of memory; micro-batches have {self.max_tokens} tokens from now on.")
+
+    def temperature(self, step: int) -> float:
+        """Return the sampling temperature of ``step``, at which its update computes log-probs of given tokens too."""
+        return self.parts.temperature * self._scale("temperature_scale", step, math.inf)
+
+    def sampling(self, step: int, params: SamplingParams) -> SamplingParams:
+        """Return ``params`` with the temperature and the maximum length of ``step``."""
+        longest = max(1, round(params.max_new_tokens * self._scale("length_scale", step, 1.0)))
+        return replace(params, temperature=self.temperature(step), max_new_tokens=longest)
+
+    def _scale(self, name: str, step: int, most: float) -> float:
+        value = at_step(self.scales[name], step, self.metrics)
+        if not 0 < value <= most:
+            least = "above 0" if most == math.inf else f"above 0 and at most {most:g}"
+            raise UserError(f"loop.{name} must be {least}; at step {step} it is {value:g}.")
+        return value
+
+    def _record_schedules(self, step: int, sums: Sums) -> None:
+        """Record the values of schedules for ``step`` as metrics."""
+        named = {"lr_scale": self.parts.lr_scale, **self.scales}
+        named |= {f"{term.name}_weight": schedule for term, schedule in self.terms}
+        for name, schedule in named.items():
+            if not isinstance(schedule, int | float):
+                sums.add(f"schedule/{name}", at_step(schedule, step, self.metrics))
+        for name, option in self.parts.context.schedules.items():
+            sums.add(f"schedule/{name}", option.now())
+
+    def score(self, trees: Sequence[TokenTree], temperature: float) -> None:
+        """Let the roles and the critic score ``trees`` into their columns."""
+        if not trees:
+            return
+        if self._alone:
+            with self.watch.part("old_log_prob"):
+                self._shares_nothing(trees)  # tested on all of them
+            for tree in trees:
+                self._score_alone(tree, temperature)
+        self._let_score([role for role in self.roles if role not in self._alone], trees, temperature)
+        if self.critic is not None:
+            with self.watch.part("old_log_prob"):
+                batches = self._to_score(trees)
+                self.critic.score(trees, batches)
+                self._exchange(trees, batches, "value")
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """Scores the tree of a ready group before its batch is complete, if `loop.score_early` is set: with the roles
+        of fixed weights, each tree by itself, so that log-probs do not depend on which groups were ready first. None
+        before the first update, which tests how trees are computed."""
+        return self._score_ahead if self._alone and self._flat is not None else None
+
+    def _score_ahead(self, step: int, tree: TokenTree) -> None:
+        if not np.isnan(tree.rewards["reward"]).any():  # at its update a tree loses responses that were not judged
+            self._score_alone(tree, self.temperature(step))
+
+    def _score_alone(self, tree: TokenTree, temperature: float) -> None:
+        if not tree.meta.get("scored", False):
+            self._let_score(self._alone, [tree], temperature)
+            tree.meta["scored"] = True
+
+    def _let_score(self, roles: Sequence[Role], trees: Sequence[TokenTree], temperature: float) -> None:
+        """Let ``roles`` score ``trees``, packed together."""
+        if not trees or not roles:
+            return
+        with self.watch.part("old_log_prob"):
+            for role in roles:
+                role.prepare(trees)
+            flat = self._shares_nothing(trees)
+            batches = self._to_score(trees, in_pieces=self._in_pieces and not flat, flat=flat)
+            for role in roles:
+                role.score(trees, batches, temperature=temperature)
+                for column in role.columns:
+                    self._exchange(trees, batches, column)
+
+    def _to_score(self, trees: Sequence[TokenTree], *, in_pieces: bool = False, flat: bool = False) -> list[TreeBatch]:
+        """Pack the trees that this rank scores."""
+        options: dict[str, Any] = {"max_tokens": self.parts.max_tokens, "flat": flat, **self._replay}
+        if self.group.count == 1:
+            return pack(trees, in_pieces=in_pieces, **options)
+        return distribute(trees, self.group.count, self.cost, **options)[self.group.rank]
+
+    @property
+    def _in_pieces(self) -> bool:
+        """Larger trees are computed in pieces; pictures that attend in both directions are not, and such trees are
+        split by their leaves."""
+        return both_ways(self.model) is None
+
+    @property
+    def _replay(self) -> dict[str, bool]:
+        return {"replay_routes": self.parts.replay_routes}
+
+    def _exchange(self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], column: str) -> None:
+        """Tell the other ranks the scores in ``column`` of this rank's ``batches``, and write theirs on ``trees``."""
+        mine = {i: trees[i].columns[column] for batch in batches for i in batch.tree_index}
+        for rank, theirs in enumerate(self.group.gather(mine)):
+            if rank != self.group.rank:
+                for i, values in theirs.items():
+                    trees[i].set(column, values)
+
+    def _shares_nothing(self, trees: Sequence[TokenTree]) -> bool:
+        """Return True if the model computes trees wrongly, so that updates must be flat; tested once, on rollouts."""
+        if self._flat is None and trees:
+            skip_check(self.model)  # it is done here, on real rollouts, or not wanted
+            error = tree_error(self.model, trees) if self.parts.self_check else None
+            self._flat = not all(trees_fit(e, self.model.dtype) for e in self.group.gather(error))
+            if self._flat:
+                self.note(
+                    f"{type(self.model).__name__} gives other log-probs on packed trees than on plain sequences (mean "
+                    f"difference {error:.3g}): updates share no prefixes. trainer.self_check = false trains on trees "
+                    "nevertheless."
+                )
+        return bool(self._flat)
+
+    def weights(self) -> WeightSource:
+        """Return the source of the policy's weights, for a sampler."""
+        return Merged(self.model) if self.parts.merges else self.trainer
+
+    def spans(self) -> list[Span]:
+        """Return the phases of the updates since the last call, in order; waits until the device has finished them."""
+        return self.phases.read()
+
+    def utilization(self, times: dict[str, float]) -> dict[str, float]:
+        """Return `Mfu.read` of the step's account."""
+        return self.mfu.read(times)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the policy."""
+        return self.model.device
+
+    @property
+    def updates(self) -> int:
+        """Number of updates of the policy."""
+        return self.trainer.updates
+
+
+def _counted(trees: Sequence[TokenTree], sums: Sums) -> list[TokenTree]:
+    """Return the trees without the responses that credit reads and no update counts."""
+    found = [t if t.trained.all() else t.without_leaves(~t.trained) for t in trees]
+    left = [tree for tree in found if tree is not None]
+    sums.count("filter/untrained_tokens", _sampled(trees) - _sampled(left))
+    return left
+
+
+def _unknown_routes(tree: TokenTree) -> Array:  # [n] bool
+    """Tell of each sampled token in the loss if the experts that computed its predictor are unknown."""
+    before = tree.parent_row[tree.loss_mask & (tree.origin == Origin.SAMPLED)]
+    return (tree.routes[before] < 0).any((1, 2)) if "routes" in tree.columns else np.ones(len(before), bool)
+
+
+def _weigh_credit(tree: TokenTree, weight: float) -> None:
+    """Multiply a replayed group's credit by its weight."""
+    for name in COLUMN.values():
+        if weight != 1 and name in tree.columns:
+            tree.set(name, weight * tree.columns[name])
+
+
+def _sampled(trees: Sequence[TokenTree]) -> int:
+    """Return the tokens that were sampled for this step."""
+    return sum(tree.sampled_tokens for tree in trees if "replayed" not in tree.meta)

@@ -1,0 +1,164 @@
+"""Conversations as a chat template writes them: the tools they offer, the calls they hold, and what they grow by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
+
+from ...errors import UserError
+from ...parts.resolve import import_object
+from .call_reading import Schemas
+from .conversation import Conversation, render
+from .tool_calls import form_of, read_turn
+from .tool_formats import FORMATS, ToolFormat
+from .toolbox import CHAT_TOOLS
+
+Message = dict[str, Any]
+"""A ``role``, its ``content``, and of an assistant maybe ``tool_calls`` in OpenAI's form, arguments as objects."""
+
+
+def find_chat_tool(name: str) -> Any:
+    """Return the function that a name of `data.tools` stands for.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name in CHAT_TOOLS:
+        return CHAT_TOOLS[name]
+    if ":" not in name:
+        raise UserError(
+            f"data.tools has '{name}', which is not known; use {', '.join(CHAT_TOOLS)}, or name your own as "
+            "file.py:function."
+        )
+    return import_object(name)
+
+
+def tool_name(name: str) -> str:
+    """Return the name by which the model calls a tool."""
+    return name if name in CHAT_TOOLS else name.rpartition(":")[2]
+
+
+def tool_schema(name: str) -> dict[str, Any]:
+    """Return the description of a tool for a chat template.
+
+    Raises:
+        UserError: there is none, or its parameters lack types or words in its docstring.
+    """
+    try:
+        schema: dict[str, Any] = get_json_schema(find_chat_tool(name))
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"data.tools has '{name}', which cannot be described to the model: {' '.join(str(error).split())}; give it "
+            "types and a docstring with its Args."
+        ) from error
+    schema["function"]["name"] = tool_name(name)
+    return schema
+
+
+def find_format(
+    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], name: str | None = None
+) -> ToolFormat:
+    """Return the form of calls called ``name``, or the one that the chat template teaches.
+
+    That is the form in which the template writes a call, as its parser reads it back; for a template that writes none,
+    the one that its prompt speaks of, or else its own text: Transformers 5.23 and later leave out a content of None,
+    and some templates write calls of such a message only.
+
+    Args:
+        tools: their JSON schemas, as `tool_schema` gives them.
+
+    Raises:
+        ValueError: there is none.
+    """
+    known = ", ".join(FORMATS)
+    if name is not None:
+        if name not in FORMATS:
+            raise ValueError(f"environment has no tool_format '{name}'; known are {known}.")
+        return FORMATS[name]
+    asked = [{"role": "user", "content": "?"}]
+    unread = False
+    for content in ("", None):
+        for arguments in ({"where": "here"}, '{"where": "here"}'):
+            call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": arguments}}
+            talk: list[Message] = [*asked, {"role": "assistant", "content": content, "tool_calls": [call]}]
+            try:
+                whole = render(tokenizer, talk, tools, generation=False)
+                turn = whole.removeprefix(render(tokenizer, asked, tools, generation=False))
+            except ValueError:
+                continue
+            for form in FORMATS.values():
+                read = [(call.name, call.arguments) for call in read_turn(turn, ["look"], form).calls]
+                if read == [("look", {"where": "here"})]:
+                    return form
+            unread |= "look" in turn
+    prompt = render(tokenizer, asked, tools, generation=True)
+    for text in (prompt,) if unread else (prompt, str(tokenizer.chat_template)):
+        for form in FORMATS.values():
+            if re.search(form.taught, text, re.DOTALL):
+                return form
+    raise ValueError(
+        f"The chat template writes calls of tools in no known form ({known}); name the one that the model was trained "
+        "on as tool_format, or use another template."
+    )
+
+
+def assistant_message(text: str, tools: Collection[str] | Schemas, form: ToolFormat | None = None) -> Message:
+    """Return what the model has said in a turn, its calls of ``tools`` apart.
+
+    Args:
+        tools: their names, or the JSON schemas of their parameters by name, which give arguments their types.
+        form: of the calls; None: the first one in which the text calls a tool.
+
+    Returns:
+        With calls a message has ``tool_calls``. What opens as a call and is none is in ``invalid_tool_calls``, each
+        with its ``index`` among all calls and the ``error`` for the model.
+    """
+    found = read_turn(text, tools, form or form_of(text, tools))
+    message: Message = {"role": "assistant", "content": found.content}
+    places = {place for place, _ in found.malformed}
+    free = (place for place in range(len(found.calls) + len(places)) if place not in places)
+    if found.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id or call_id(place),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for place, call in zip(free, found.calls, strict=True)
+        ]
+    if found.malformed:
+        no_call = f"error: that is no call of a tool; there are {', '.join(tools)}"
+        message["invalid_tool_calls"] = [
+            {"index": place, "error": f"error: {call.reason}" if call.reason else no_call}
+            for place, call in found.malformed
+        ]
+    return message
+
+
+def call_id(place: int) -> str:
+    """Return an id for a call without one: nine letters and digits, as Mistral's templates want it."""
+    return f"call{place:05d}"
+
+
+def added_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    prompt: Sequence[Mapping[str, Any]] = ({"role": "user", "content": "?"},),
+) -> list[int]:
+    """Return the tokens after the end-of-sequence token of an assistant's first turn: ``messages``, and the next turn.
+
+    Args:
+        prompt: the conversation before the turn.
+
+    Raises:
+        ValueError: the template cannot write these messages, or ends no turn with the end-of-sequence token.
+    """
+    talk = Conversation(tokenizer, None, [int(tokenizer.eos_token_id)])
+    turn = {"role": "assistant", "content": "turn"}
+    return talk.grow([*prompt, turn], talk.begin(prompt), messages, int(tokenizer.eos_token_id))[0]

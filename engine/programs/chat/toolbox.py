@@ -1,0 +1,127 @@
+"""Built-in tools by name: functions that the program `tools` and environments may call."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, Self
+
+from ...sandbox import Limits, Sandboxes
+
+MOST_DIGITS = 1000
+"""Largest number of digits of an integer in a calculation."""
+
+OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+def calculator(call: str, context: Any = None) -> str:
+    """Return the value of an arithmetic expression of numbers, + - * / // % and parentheses, or ``error: ...``."""
+    try:
+        tree = ast.parse(call.strip(), mode="eval")
+        return str(_value(tree.body))
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+        return f"error: {error.msg if isinstance(error, SyntaxError) else error}"
+
+
+def _value(node: ast.AST) -> int | float:
+    found: Any
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        found = node.value
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        found = OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    elif isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
+        found = OPERATORS[type(node.op)](_value(node.operand))
+    else:
+        raise ValueError("only numbers, + - * / // % and parentheses")
+    if isinstance(found, int) and abs(found) >= 10**MOST_DIGITS:
+        raise ValueError("the number is too large")
+    return int(found) if isinstance(found, float) and found.is_integer() and abs(found) < 2**53 else found
+
+
+class PythonTool:
+    """Runs the call as a Python program in a sandbox; returns its output and, if it failed, the reason.
+
+    Args:
+        wall_s, memory_mb, processes, files_mb: see `Limits`.
+        most_characters: longest output that is returned; the rest is left out.
+
+    Raises:
+        ValueError: a limit is out of range.
+    """
+
+    def __init__(
+        self,
+        wall_s: float = 5.0,
+        memory_mb: int = 512,
+        processes: int = 16,
+        files_mb: int = 64,
+        most_characters: int = 2000,
+    ) -> None:
+        limits = Limits(wall_s=wall_s, cpu_s=wall_s, memory_mb=memory_mb, processes=processes, files_mb=files_mb)
+        self._sandboxes, self._most = Sandboxes(limits), most_characters
+
+    @property
+    def note(self) -> str:
+        """A sentence about the sandbox that contains the calls.
+
+        Raises:
+            OSError: this system has no sandbox that can contain a program.
+        """
+        with self._sandboxes.lent() as sandbox:
+            return f"Code in tool calls runs in {sandbox.containment}"
+
+    def __call__(self, call: str, context: Any = None) -> str:
+        with self._sandboxes.lent() as sandbox:
+            run = sandbox.run(call)
+        said = run.stdout.rstrip("\n")
+        if len(said) > self._most:
+            said = f"{said[: self._most]} ... ({len(said) - self._most} characters left out)"
+        if run.status in ("error", "syntax"):
+            return "\n".join(filter(None, [said, (run.stderr.strip().splitlines() or ["it failed"])[-1]]))
+        if run.status not in ("ok", "exited"):
+            return "\n".join(filter(None, [said, f"stopped: {run.status}"]))
+        return said
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # every group copies the program; all copies share the sandboxes
+
+
+TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": PythonTool}
+
+
+def calculate(expression: str) -> str:
+    """Computes an arithmetic expression of numbers, + - * / // % and parentheses.
+
+    Args:
+        expression: The expression, such as 3 * (4 + 5).
+    """
+    return calculator(expression)
+
+
+@functools.cache
+def _python_tool() -> PythonTool:
+    return PythonTool()
+
+
+def python(code: str) -> str:
+    """Runs a Python program with the standard library and gives what it prints.
+
+    Args:
+        code: The program.
+    """
+    return _python_tool()(code)
+
+
+CHAT_TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculate, "python": python}
+"""Tools of conversations, which are called by name with named arguments."""

@@ -1,0 +1,233 @@
+"""Problems in the template of the run, as token ids with their pictures; the held-out ones of the evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from ..data.media import Picture, distinct, expand
+from ..errors import UserError
+from ..model.processor import processor_beside
+from ..programs.chat.messages import tool_schema
+from ..settings import DataConfig
+from ..tasks import GymProblems, Problem, read_problems
+from ..tasks.images import Image, content_of
+
+TRAIN, HELD_OUT = 0, 1
+"""Seeds of the streams of generated problems."""
+GIVE_UP = 10_000
+"""Number of held-out or refused problems in a row after which the source is assumed to have no others."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A problem in its template, as token ids."""
+
+    id: str
+    task: str
+    text: str
+    """The problem in its template."""
+    token_ids: list[int]
+    entry: dict[str, Any]
+    """Columns of the problem's row, which the verifier gets with the response."""
+    problem: str
+    """The problem without template."""
+    n: int | None = None
+    """Number of responses; None: `rollout.n`."""
+    messages: tuple[dict[str, Any], ...] = ()
+    """The conversation that ``text`` contains; empty without `data.chat`."""
+    tools: tuple[str, ...] = ()
+    """Tools that the conversation offers: `data.tools`."""
+    images: tuple[Image, ...] = ()
+    """Its pictures as the data has them; ``token_ids`` hold the ids of their rows."""
+    identity: str = ""
+    """`Problem.identity`."""
+
+    @property
+    def context(self) -> dict[str, Any]:
+        """The rollout program's input: the entry, and the conversation if there is one."""
+        return self.entry | ({"messages": self.messages, "tools": self.tools} if self.messages else {})
+
+
+def question(problem: Problem | Prompt) -> str:
+    """Return a key that is equal for equal problems of different files: the text without template and without blanks at
+    its ends, and a hash of the pictures if there are any."""
+    text = problem.problem if isinstance(problem, Prompt) else problem.text
+    return text.strip() + problem.identity[len(text) :]
+
+
+def held_out(data: DataConfig, wanted: int, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return ``wanted`` different problems for the evaluation, the same for every seed of the run.
+
+    Raises:
+        UserError: the file has too few rows, or the tasks too few different problems.
+    """
+    if wanted == 0:
+        return []
+    found: dict[str, Problem] = {}
+    if data.tasks:
+        stream = GymProblems(data.tasks, [HELD_OUT])
+        for k in range(wanted + GIVE_UP):
+            problem = stream[k]
+            found.setdefault(problem.identity, problem)
+            if len(found) == wanted:
+                break
+    else:
+        key = "data.path" if data.eval_path is None else "data.eval_path"
+        file = data.eval_path or data.path
+        assert file is not None
+        rows = read_rows(data, file, key)
+        for problem in rows if data.eval_path is not None else reversed(rows):  # the first of equal problems is kept
+            found.setdefault(problem.identity, problem)
+            if len(found) == wanted:
+                break
+        if data.eval_path is None:
+            found = dict(reversed(found.items()))
+    if len(found) < wanted:
+        raise UserError(
+            f"evaluation.problems is {wanted}, but only {len(found)} different problems were found; lower it or add "
+            "some."
+        )
+    one_answer_each = data.model_copy(update={"n_key": None})
+    return make_prompts(list(found.values()), one_answer_each, tokenizer)
+
+
+def make_prompts(problems: Sequence[Problem], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return the problems in their template, as token ids.
+
+    Raises:
+        UserError: a prompt is longer than `data.max_prompt_tokens`, has no tokens, or lacks the number of responses in
+            the column `data.n_key`.
+    """
+    if not problems:
+        return []
+    written = [_write(problem, config, tokenizer) for problem in problems]
+    texts = [_framed(problem, text, tokenizer) for problem, (text, _) in zip(problems, written, strict=True)]
+    encoded = tokenizer(texts, add_special_tokens=not config.chat)["input_ids"]
+    prompts = []
+    for problem, (text, messages), ids in zip(problems, written, encoded, strict=True):
+        if problem.images:
+            ids = _with_pictures(problem, list(ids), tokenizer)
+        if len(ids) > config.max_prompt_tokens:
+            raise UserError(
+                f"The prompt '{problem.id}' is {len(ids)} tokens long, over data.max_prompt_tokens = "
+                f"{config.max_prompt_tokens}; raise it or leave the prompt out."
+            )
+        if not ids:
+            raise UserError(f"The prompt '{problem.id}' has no tokens; leave it out or give it a data.template.")
+        wanted = _wanted(problem, config)
+        prompts.append(
+            Prompt(
+                problem.id,
+                problem.task,
+                text,
+                list(ids),
+                problem.entry,
+                problem.text,
+                wanted,
+                messages,
+                config.tools,
+                problem.images,
+                problem.identity,
+            )
+        )
+    return prompts
+
+
+def _framed(problem: Problem, text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text with the tokens that the model expects around its pictures."""
+    return processor_beside(tokenizer).framed(text, tokenizer) if problem.images else text
+
+
+def _with_pictures(problem: Problem, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return a prompt's token ids with those of its pictures' rows in place of their placeholders.
+
+    Raises:
+        UserError: a picture cannot be read, or the prompt has another number of placeholders.
+    """
+    try:
+        return expand(ids, _pictures(problem.images, tokenizer), processor_beside(tokenizer).placeholder)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The pictures of the prompt '{problem.id}' cannot be used: {str(error).rstrip('.')}."
+        ) from error
+
+
+def _pictures(images: Sequence[Image], tokenizer: PreTrainedTokenizerBase) -> list[Picture]:
+    processor = processor_beside(tokenizer)
+    return [processor.picture(content_of(image)) for image in images]
+
+
+def pictures_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[Picture, ...]:
+    """Return the pictures of a prompt as the model takes them; the pixels are made anew while nothing else holds them.
+
+    Raises:
+        UserError: a file has changed since the prompt was made, or cannot be read any more.
+    """
+    if not prompt.images:
+        return ()
+    try:
+        found = _pictures(prompt.images, tokenizer)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The pictures of the prompt '{prompt.id}' cannot be read: {str(error).rstrip('.')}."
+        ) from error
+    if not {picture.first_id for picture in found} <= set(prompt.token_ids):
+        raise UserError(
+            f"A picture of the prompt '{prompt.id}' has changed since the prompt was made; restore its file."
+        )
+    return distinct(found)
+
+
+def _write(
+    problem: Problem, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, tuple[dict[str, Any], ...]]:
+    """Return the text that the model gets for a problem, and its messages if it is a chat."""
+    text = config.template.replace("{prompt}", problem.text)
+    if problem.messages and (not config.chat or config.template != "{prompt}"):
+        raise UserError(
+            f"The prompt '{problem.id}' is a conversation, which the tokenizer's chat template writes; set data.chat "
+            "to true and leave data.template out."
+        )
+    if not config.chat:
+        return text, ()
+    messages = problem.messages
+    if not messages:
+        words: Any = text
+        if problem.images:
+            words = [*({"type": "image"} for _ in problem.images), {"type": "text", "text": text}]
+        messages = ({"role": "user", "content": words},)
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "data.chat is set but the tokenizer has no chat template; set it to false and use data.template."
+        )
+    tools = [tool_schema(name) for name in config.tools] or None
+    try:
+        chat = tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False)
+    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"The tokenizer's chat template cannot write the prompt '{problem.id}': {' '.join(str(error).split())}"
+        ) from error
+    return str(chat), messages
+
+
+def _wanted(problem: Problem, config: DataConfig) -> int | None:
+    """Return the number of responses in the column `data.n_key`; None without such a column."""
+    if config.n_key is None:
+        return None
+    n = problem.entry.get(config.n_key)
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n < 2**31:
+        raise UserError(
+            f"The prompt '{problem.id}' has {n!r} in column '{config.n_key}' (data.n_key); give an integer of at "
+            "least 1, the number of its responses."
+        )
+    return n
+
+
+def read_rows(config: DataConfig, path: str, key: str) -> list[Problem]:
+    """Return the problems of the file that `key` names, from the columns that the configuration names."""
+    return read_problems(path, key, config.prompt_key, config.answer_key, config.image_key)

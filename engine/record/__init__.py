@@ -1,0 +1,1 @@
+"""What a run writes and shows: its directory, metrics, trace, trackers, rollout files, failures and progress."""
