@@ -225,7 +225,7 @@ def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
     from rolltree.engine.loop.evaluation import Evaluation
     from rolltree.engine.parts.context import Context as Asked
     from rolltree.engine.prompts.prompts import held_out
-    from rolltree.engine.rollout.sampler import LocalSampler
+    from rolltree.engine.rollout.local import LocalSampler
 
     from .long_tail import Quiet
 

@@ -20,7 +20,7 @@ from rolltree.engine.loop.sampling import SamplingParts
 from rolltree.engine.prompts.prompts import Prompt
 from rolltree.engine.record.metrics import Stopwatch, Sums
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
-from rolltree.engine.rollout.sampler import LocalSampler
+from rolltree.engine.rollout.local import LocalSampler
 from rolltree.engine.settings import TrainConfig
 
 from .rl_step import LongTail

@@ -36,9 +36,9 @@ from rolltree.engine.data.segment import Origin, Text
 from rolltree.engine.model.loading import load_model, load_tokenizer
 from rolltree.engine.programs import Action, BranchId, Finish, Fork, GroupState, RolloutProgram, SegmentReport
 from rolltree.engine.programs.program import WHOLE
+from rolltree.engine.rollout.native.assembly import Step
 from rolltree.engine.rollout.native.drafts import Drafts
 from rolltree.engine.rollout.native.rows import RowTable, Sampled
-from rolltree.engine.rollout.native.scheduler import Step
 from rolltree.engine.settings import TrainConfig
 
 from .runner import Bench, Calls, Case, UnsupportedError

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, TokenTree, batch_loss, pack
-from rolltree.engine.methods.credit import give_credit, group_norm
+from rolltree.engine.methods.credit import give_credit
+from rolltree.engine.methods.estimators import group_norm
 from rolltree.engine.programs import Action, Finish, Fork, GroupState, RolloutProgram, SegmentReport
 from rolltree.kernels import Objective
 

@@ -28,8 +28,9 @@ from ..data.tree import TokenTree
 from ..programs import RolloutProgram
 from ..rollout.digest import Held
 from ..rollout.engine import RolloutEngine
+from ..rollout.local import LocalSampler
 from ..rollout.packed import Bucket, Changes, unpack_weights
-from ..rollout.sampler import Array, Flight, Job, Kept, LocalSampler
+from ..rollout.sampler import Array, Flight, Job, Kept
 from .questions import Question, Questions
 
 T = TypeVar("T")

@@ -34,9 +34,9 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from rolltree.kernels.dispatch import log_once
 
 from ..errors import UserError
-from ..model.attention import NAME
 from ..model.fused_layers import fuse_layers
 from ..model.head import head, target_logprob
+from ..model.masks import NAME
 from ..model.self_check import check_model
 from .trees import odd_layers, packed
 

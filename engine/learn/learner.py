@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 
 from ..batches.batch import TreeBatch
-from ..batches.cost import CostModel
-from ..batches.distribute import distribute
-from ..batches.equal_prefixes import share_equal_prefixes
-from ..batches.pack import pack
 from ..data.columns import Array
 from ..data.segment import Origin
 from ..data.tree import TokenTree
@@ -22,19 +17,16 @@ from ..errors import UserError
 from ..methods.credit import COLUMN, give_credit
 from ..methods.schedules import at_step
 from ..methods.shaping import shape_rewards
-from ..model import varlen
 from ..model.lora import Merged
-from ..model.pictures import both_ways
 from ..model.roles import Role
-from ..model.self_check import skip_check, tree_error, trees_fit
 from ..record.metrics import Stopwatch, Sums
 from ..rollout import SamplingParams
 from ..rollout.sampler import WeightSource
 from ..train.phases import MODEL, Phases, Span
-from ..train.terms import TokenTerm
 from ..train.trainer import Metrics, Weighted
 from .learned import Learned
 from .learning import Ahead, LearningParts
+from .micro_batches import MicroBatches
 from .utilization import Mfu
 
 Score = Callable[[Sequence[TokenTree], float], object]
@@ -60,10 +52,8 @@ class Learner(Learned):
         self.scales = {"temperature_scale": parts.temperature_scale, "length_scale": parts.length_scale}
         self.policies: dict[str, Learner] = {}  # no other one learns with this one
         self.mfu = Mfu.of(parts.model, self.group.count)
-        self.cost = CostModel.of(parts.model)
+        self.batches = MicroBatches(parts, note)
         self._alone = [role for role in self.roles if role.fixed] if parts.score_early else []
-        self.max_tokens = parts.max_tokens  # halved by each update that runs out of memory
-        self._flat: bool | None = None  # None: not tested yet
 
     def update(self, trees: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
         """Learn from ``trees``, whose leaves have rewards (NaN where judging failed), and from ``given`` trees.
@@ -164,8 +154,9 @@ class Learner(Learned):
                 for term, weight in weighed
                 if (normalizer := term.normalizer(rollouts, given))
             ]
-            live = self._shared(rollouts + given)
-            batches = self._packed(live)
+            known = [term for term, _ in self.terms]
+            live = self.batches.shared(rollouts + given, known)
+            batches = self.batches.packed(live, known)
         if not batches or not terms:
             sums.count("actor/empty_updates")
             if self.critic is None and not again:
@@ -184,10 +175,13 @@ class Learner(Learned):
             while metrics is None:
                 try:
                     metrics = self._train(batches, live, terms, self.temperature(step), on_policy)
-                except torch.OutOfMemoryError as error:
-                    self._halve(live, error)
+                except torch.OutOfMemoryError:
+                    self.trainer.drop_gradients()
+                    if not self.batches.halve(live):
+                        raise
+                    torch.cuda.empty_cache()
                     sums.count("actor/out_of_memory")
-                    batches = self._packed(live)
+                    batches = self.batches.packed(live, known)
         self.mfu.add(live, metrics["perf/head_tflop"][0])
         for name, (total, count) in metrics.items():
             sums.add(name, total, count)
@@ -222,47 +216,6 @@ class Learner(Learned):
             )
         return self.trainer.optim_step()
 
-    def _shared(self, trees: list[TokenTree]) -> list[TokenTree]:
-        """Merge equal prefixes of different leaves, unless an objective is defined on nodes or updates are flat."""
-        by_node = (isinstance(t, TokenTerm) and t.objective.ratio_level == "segment" for t, _ in self.terms)
-        return trees if self._shares_nothing(trees) or any(by_node) else [share_equal_prefixes(t) for t in trees]
-
-    def _packed(self, trees: list[TokenTree]) -> list[TreeBatch]:
-        """Return the micro-batches of this rank: as many as the others have."""
-        unshare = self.cost if varlen.kernel() is not None else None
-        flat = self._shares_nothing(trees)
-        options: dict[str, Any] = {"max_tokens": self.max_tokens, "flat": flat, "unshare": unshare, **self._replay}
-        if self.group.count == 1:
-            found = pack(trees, in_pieces=self._in_pieces, **options)
-            return [replace(batch, of=len(found)) for batch in found]
-        shares = distribute(trees, self.group.count, self.cost, **options)
-        real = [batch for batches in shares for batch in batches if batch.trees]
-        parts = [part for b in real for part in zip(b.tree_index, b.leaf_index, strict=True)]
-        whole = flat or all(len(leaves) == trees[i].num_leaves for i, leaves in parts)
-        if not whole and (needs := [term.name for term, _ in self.terms if term.whole_trees]):
-            raise UserError(
-                f"The loss term '{needs[0]}' compares responses of a whole tree, and with trainer.ranks = "
-                f"{self.group.count} a tree over trainer.max_tokens = {self.max_tokens} is divided; raise "
-                "trainer.max_tokens, or set trainer.ranks to 1."
-            )
-        return [replace(batch, of=len(real)) for batch in shares[self.group.rank]]
-
-    def _halve(self, trees: Sequence[TokenTree], error: torch.OutOfMemoryError) -> None:
-        """Halve the size of micro-batches after an update that ran out of memory.
-
-        Raises:
-            torch.OutOfMemoryError: ``error``, if the longest sequence would not fit, or on one of several ranks, since
-                the others wait for it in a collective.
-        """
-        if self.group.count > 1:
-            raise
-        self.trainer.drop_gradients()
-        if self.max_tokens // 2 < max(int(tree.path_length.max()) for tree in trees):
-            raise
-        self.max_tokens //= 2
-        torch.cuda.empty_cache()
-        self.note(f"An update ran out of memory; micro-batches have {self.max_tokens} tokens from now on.")
-
     def temperature(self, step: int) -> float:
         """Return the sampling temperature of ``step``, at which its update computes log-probs of given tokens too."""
         return self.parts.temperature * self._scale("temperature_scale", step, math.inf)
@@ -295,13 +248,13 @@ class Learner(Learned):
             return
         if self._alone:
             with self.watch.part("old_log_prob"):
-                self._shares_nothing(trees)  # tested on all of them
+                self.batches.shares_nothing(trees)  # tested on all of them
             for tree in trees:
                 self._score_alone(tree, temperature)
         self._let_score([role for role in self.roles if role not in self._alone], trees, temperature)
         if self.critic is not None:
             with self.watch.part("old_log_prob"):
-                batches = self._to_score(trees)
+                batches = self.batches.to_score(trees)
                 self.critic.score(trees, batches)
                 self._exchange(trees, batches, "value")
 
@@ -310,7 +263,7 @@ class Learner(Learned):
         """Scores the tree of a ready group before its batch is complete, if `loop.score_early` is set: with the roles
         of fixed weights, each tree by itself, so that log-probs do not depend on which groups were ready first. None
         before the first update, which tests how trees are computed."""
-        return self._score_ahead if self._alone and self._flat is not None else None
+        return self._score_ahead if self._alone and self.batches.flat is not None else None
 
     def _score_ahead(self, step: int, tree: TokenTree) -> None:
         if not np.isnan(tree.rewards["reward"]).any():  # at its update a tree loses responses that were not judged
@@ -328,29 +281,12 @@ class Learner(Learned):
         with self.watch.part("old_log_prob"):
             for role in roles:
                 role.prepare(trees)
-            flat = self._shares_nothing(trees)
-            batches = self._to_score(trees, in_pieces=self._in_pieces and not flat, flat=flat)
+            flat = self.batches.shares_nothing(trees)
+            batches = self.batches.to_score(trees, in_pieces=self.batches.in_pieces and not flat, flat=flat)
             for role in roles:
                 role.score(trees, batches, temperature=temperature)
                 for column in role.columns:
                     self._exchange(trees, batches, column)
-
-    def _to_score(self, trees: Sequence[TokenTree], *, in_pieces: bool = False, flat: bool = False) -> list[TreeBatch]:
-        """Pack the trees that this rank scores."""
-        options: dict[str, Any] = {"max_tokens": self.parts.max_tokens, "flat": flat, **self._replay}
-        if self.group.count == 1:
-            return pack(trees, in_pieces=in_pieces, **options)
-        return distribute(trees, self.group.count, self.cost, **options)[self.group.rank]
-
-    @property
-    def _in_pieces(self) -> bool:
-        """Larger trees are computed in pieces; pictures that attend in both directions are not, and such trees are
-        split by their leaves."""
-        return both_ways(self.model) is None
-
-    @property
-    def _replay(self) -> dict[str, bool]:
-        return {"replay_routes": self.parts.replay_routes}
 
     def _exchange(self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], column: str) -> None:
         """Tell the other ranks the scores in ``column`` of this rank's ``batches``, and write theirs on ``trees``."""
@@ -359,20 +295,6 @@ class Learner(Learned):
             if rank != self.group.rank:
                 for i, values in theirs.items():
                     trees[i].set(column, values)
-
-    def _shares_nothing(self, trees: Sequence[TokenTree]) -> bool:
-        """Return True if the model computes trees wrongly, so that updates must be flat; tested once, on rollouts."""
-        if self._flat is None and trees:
-            skip_check(self.model)  # it is done here, on real rollouts, or not wanted
-            error = tree_error(self.model, trees) if self.parts.self_check else None
-            self._flat = not all(trees_fit(e, self.model.dtype) for e in self.group.gather(error))
-            if self._flat:
-                self.note(
-                    f"{type(self.model).__name__} gives other log-probs on packed trees than on plain sequences (mean "
-                    f"difference {error:.3g}): updates share no prefixes. trainer.self_check = false trains on trees "
-                    "nevertheless."
-                )
-        return bool(self._flat)
 
     def weights(self) -> WeightSource:
         """Return the source of the policy's weights, for a sampler."""

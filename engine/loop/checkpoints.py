@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ..data.segment import Text
 from ..errors import RunError
 from ..fleet.publication import further
 from ..learn.learning import Learning
+from ..model.processor import copy_processor
 from ..parts.calling import call
 from ..parts.context import Context
 from ..prompts.archive import Archive, NotKeptError
@@ -219,3 +222,22 @@ def _prefixed(beginning: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 def _named(tensors: Mapping[str, Tensor], beginning: str) -> dict[str, Tensor]:
     """Return the tensors whose names begin with ``beginning``, by the rest of their names."""
     return {name.removeprefix(beginning): tensor for name, tensor in tensors.items() if name.startswith(beginning)}
+
+
+def export(directory: Path, learner: Learning, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Write a Hugging Face directory that plain transformers loads to the run's ``directory``, and return its path.
+
+    Each further policy is such a directory of its own within, with the policy's name.
+    """
+    target = directory / "export"
+    temporary = target.with_name("export.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    folders = {temporary: learner}
+    folders |= {temporary / name: other for name, other in learner.policies.items()}
+    for folder, own in folders.items():
+        own.export(folder)
+        tokenizer.save_pretrained(folder)
+        copy_processor(tokenizer.name_or_path, folder)
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+    return target

@@ -1,14 +1,16 @@
-"""Metrics that describe the trees of a step, whatever learns from them."""
+"""Metrics that describe the groups of a step, whatever learns from them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ..data.tree import TokenTree
 from ..prompts.group import Group
+from ..record.failures import Failures
 from ..record.metrics import Sums
+from ..record.progress import Progress
 
 
 def describe_replay(trees: Sequence[TokenTree], updates: int, sums: Sums) -> None:
@@ -49,3 +51,22 @@ def describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> Non
     sums.count("rollout/sampled_tokens", sum(tree.sampled_tokens for tree in trees))
     logical, unique = sum(t.logical_tokens for t in trees), sum(t.num_tokens for t in trees)
     sums.add("tree/token_ratio", float(logical), float(unique))
+
+
+def describe_verdicts(batch: Sequence[Group], failures: Mapping[str, Failures], sums: Sums, console: Progress) -> None:
+    """Record the rewards of a batch, and the failures of sampling and judging."""
+    for group in batch:
+        for verdict in group.verdicts:
+            if verdict.value is not None:
+                sums.add("reward/mean", verdict.value)
+            for what, why in (("unparsed", verdict.unparsed), ("skipped", verdict.skipped)):
+                sums.count(f"reward/{what}", why is not None)
+                if why is not None:
+                    sums.count(f"reward/{what}_{why}")
+            sums.add("reward/unparsed_ratio", verdict.unparsed is not None)
+    reasons = [reason for group in batch for reason in group.unsampled]
+    failures["rollout"].record(reasons, sum(len(group.texts) for group in batch), sums, console)
+    verdicts = [verdict for group in batch for verdict in group.verdicts]
+    reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
+    skipped = sum(verdict.skipped is not None for verdict in verdicts)
+    failures["reward"].record(reasons, len(verdicts), sums, console, skipped=skipped)

@@ -7,12 +7,10 @@ a resumed run repeats the uninterrupted one.
 
 from __future__ import annotations
 
-import gc
-import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,6 @@ from ..fleet.workers import Workers
 from ..learn.learning import Learning, RanksLostError
 from ..learn.utilization import GpuMonitor
 from ..methods.schedules import Schedule, at_step
-from ..model.processor import copy_processor
 from ..parts.context import Context
 from ..prompts.demonstrations import Demonstrations
 from ..prompts.group import Group
@@ -43,13 +40,13 @@ from ..train import checkpoint
 from .budget import Budget
 from .buffer import Buffer
 from .callback import CallbackRule
-from .checkpoints import Checkpoints, Keeping
+from .checkpoints import Checkpoints, Keeping, export
 from .controller import Controller
-from .describe import describe, describe_lag, describe_replay
+from .describe import describe, describe_lag, describe_replay, describe_verdicts
 from .evaluation import Evaluation
 from .replay import Replay
 from .replay_store import ReplayStore
-from .runtime import Stopping
+from .runtime import Stopping, only_new_garbage
 from .sampling import SamplingParts
 
 T = TypeVar("T")
@@ -161,20 +158,8 @@ class Orchestrator:
         self.watch = Stopwatch(told=partial(self.trace.add, "learner"))
         self.idle = Idle(options.max_batch_rows)
         self.failures = {
-            "rollout": Failures(
-                "rollout",
-                "responses could not be sampled",
-                limit=options.max_bad_steps,
-                key="trainer.max_bad_steps",
-                remedy="look into the weights and the last rollouts",
-            ),
-            "reward": Failures(
-                "reward",
-                "responses could not be judged",
-                limit=options.max_failed_steps,
-                key="reward.max_failed_steps",
-                remedy="mend the verifier, or raise reward.timeout_s if it needs longer",
-            ),
+            "rollout": Failures.of_rollouts(options.max_bad_steps),
+            "reward": Failures.of_rewards(options.max_failed_steps),
         }
         self.learner = learner(self.watch, console.note)
         self.buffer = Buffer(budget)
@@ -238,7 +223,7 @@ class Orchestrator:
             self.trackers = Trackers(self.options.trackers, run, done, self.console.note)
             self._recovered(self._begin if saved is None else partial(self._restore, saved))
             self.monitor = GpuMonitor.of(self.learner.device, self.console.note)
-            with self.stopping.on_signals(), closing(self.trackers), closing(self.monitor), _only_new_garbage():
+            with self.stopping.on_signals(), closing(self.trackers), closing(self.monitor), only_new_garbage():
                 self.watch.restart()
                 while self.step < steps and not self.stopping.asked:
                     self._recovered(self._step)
@@ -248,7 +233,7 @@ class Orchestrator:
             if without := self.checkpoints.without_best():
                 self.console.note(without)
             self.console.phase("exporting")
-            return self._recovered(self._export)
+            return self._recovered(partial(export, self.options.directory, self.learner, self.tokenizer))
 
     def _begin(self) -> None:
         (self.options.directory / "config.toml").write_text(self.options.toml, encoding="utf-8")
@@ -309,7 +294,7 @@ class Orchestrator:
 
     def _describe(self, batch: Sequence[Group], max_new_tokens: int, sums: Sums) -> None:
         """Record what was sampled and judged for the step."""
-        self._record(batch, sums)
+        describe_verdicts(batch, self.failures, sums, self.console)
         if self.buffer.budget.staleness:
             describe_lag(batch, self.step, sums)
         elif self.rule is not None:
@@ -369,24 +354,6 @@ class Orchestrator:
         self.trace.flush()
         self.console.step(step, self._row)
 
-    def _record(self, batch: Sequence[Group], sums: Sums) -> None:
-        """Record the rewards and failures of a batch."""
-        for group in batch:
-            for verdict in group.verdicts:
-                if verdict.value is not None:
-                    sums.add("reward/mean", verdict.value)
-                for what, why in (("unparsed", verdict.unparsed), ("skipped", verdict.skipped)):
-                    sums.count(f"reward/{what}", why is not None)
-                    if why is not None:
-                        sums.count(f"reward/{what}_{why}")
-                sums.add("reward/unparsed_ratio", verdict.unparsed is not None)
-        reasons = [reason for group in batch for reason in group.unsampled]
-        self.failures["rollout"].record(reasons, sum(len(group.texts) for group in batch), sums, self.console)
-        verdicts = [verdict for group in batch for verdict in group.verdicts]
-        reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
-        skipped = sum(verdict.skipped is not None for verdict in verdicts)
-        self.failures["reward"].record(reasons, len(verdicts), sums, self.console, skipped=skipped)
-
     def _over_sample(self, step: int, sums: Sums) -> None:
         """Let the rounds of ``step`` admit as many groups as `loop.over_sampling` says."""
         schedule, buffer = self.over_sampling, self.buffer
@@ -412,35 +379,3 @@ class Orchestrator:
     def _restore(self, saved: checkpoint.Checkpoint) -> None:
         self._row = self.checkpoints.restore(saved, self.log, self.console.note)
         self._dropped = self.buffer.dropped.copy()
-
-    def _export(self) -> Path:
-        """Write a Hugging Face directory that plain transformers loads, and return its path.
-
-        Each further policy is such a directory of its own within, with the policy's name.
-        """
-        target = self.options.directory / "export"
-        temporary = target.with_name("export.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        folders = {temporary: self.learner}
-        folders |= {temporary / name: learner for name, learner in self.learner.policies.items()}
-        for folder, learner in folders.items():
-            learner.export(folder)
-            self.tokenizer.save_pretrained(folder)
-            copy_processor(self.tokenizer.name_or_path, folder)
-        shutil.rmtree(target, ignore_errors=True)
-        temporary.rename(target)
-        return target
-
-
-@contextmanager
-def _only_new_garbage() -> Iterator[None]:
-    """Freeze existing objects so that garbage collection skips them within the block; scanning the imported libraries
-    slows small steps."""
-    by_caller = gc.get_freeze_count() > 0
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        if not by_caller:
-            gc.unfreeze()

@@ -1,7 +1,8 @@
-"""The surroundings of a run: CPU threads, and signals that end it."""
+"""The surroundings of a run: CPU threads, signals that end it, and garbage collection."""
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -98,3 +99,17 @@ class Cores:
     def _set(self, threads: int) -> None:
         if self.shared and torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+
+
+@contextmanager
+def only_new_garbage() -> Iterator[None]:
+    """Freeze existing objects so that garbage collection skips them within the block; scanning the imported libraries
+    slows small steps."""
+    by_caller = gc.get_freeze_count() > 0
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not by_caller:
+            gc.unfreeze()

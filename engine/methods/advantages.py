@@ -15,8 +15,9 @@ from ..data.segment import Origin
 from ..data.statistics import reads
 from ..data.tree import TokenTree
 from ..errors import UserError
-from . import credit, remembered, scored
-from .credit import EPS, Credit, centred, group, node_values, rewards_of
+from . import credit, estimators, remembered, scored
+from .credit import EPS, Credit, centred, group, rewards_of
+from .estimators import node_values
 from .progress import progress_bonus
 from .roles import by_role
 from .selections import most_varied
@@ -100,7 +101,7 @@ def gdpo(trees: Sequence[TokenTree], *, weights: Mapping[str, float], whiten: bo
             if not np.isnan(values).all():  # else the reward does not judge this problem's task
                 total += weight * _normalised(values)
         found.append(total)
-    return Credit("leaf", credit.whitened(found, [np.ones(len(values)) for values in found]) if whiten else found)
+    return Credit("leaf", estimators.whitened(found, [np.ones(len(values)) for values in found]) if whiten else found)
 
 
 def task_norm(trees: Sequence[TokenTree]) -> Credit:
@@ -159,7 +160,7 @@ def branch_mean(trees: Sequence[TokenTree]) -> Credit:
         below = tree.last_leaf - tree.first_leaf + 1
         return (before[tree.last_leaf + 1] - before[tree.first_leaf]) / below
 
-    own = credit.group_norm(trees).values
+    own = estimators.group_norm(trees).values
     return Credit("node", [of_nodes(tree, values) for tree, values in zip(trees, own, strict=True)])
 
 
@@ -187,7 +188,7 @@ def treepo(trees: Sequence[TokenTree], *, by_size: bool = False, drop_equal: boo
         return total / np.maximum(weight, 1)
 
     found = [of_leaves(tree) for tree in trees]
-    return Credit("leaf", credit.whitened(found, [tree.loss_length for tree in trees]))
+    return Credit("leaf", estimators.whitened(found, [tree.loss_length for tree in trees]))
 
 
 def turn_credit(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
@@ -321,7 +322,7 @@ def wrong_steps(trees: Sequence[TokenTree], *, penalty: float = 1.0) -> Credit:
                 first = end + 1
         return found
 
-    own = credit.group_norm(trees).values
+    own = estimators.group_norm(trees).values
     return Credit("path", [of_paths(tree, values) for tree, values in zip(trees, own, strict=True)])
 
 
@@ -362,23 +363,23 @@ def log_ratio(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
             returns.append(own)
         found.append(np.concatenate(returns))
         live.append(counted)
-    return Credit("path", credit.whitened(found, live))
+    return Credit("path", estimators.whitened(found, live))
 
 
 ADVANTAGES: dict[str, Callable[..., Any]] = {
-    "group_norm": credit.group_norm,
-    "group_mean": credit.group_mean,
-    "rloo": credit.rloo,
-    "maxrl": credit.maxrl,
-    "opo": credit.opo,
-    "tree_path_mean": credit.tree_path_mean,
-    "reinforce_pp": credit.reinforce_pp,
-    "reinforce_pp_baseline": credit.reinforce_pp_baseline,
-    "process": credit.process,
-    "segment_value_diff": credit.segment_value_diff,
-    "sibling_group": credit.sibling_group,
-    "gae": credit.gae,
-    "nft": credit.nft,
+    "group_norm": estimators.group_norm,
+    "group_mean": estimators.group_mean,
+    "rloo": estimators.rloo,
+    "maxrl": estimators.maxrl,
+    "opo": estimators.opo,
+    "tree_path_mean": estimators.tree_path_mean,
+    "reinforce_pp": estimators.reinforce_pp,
+    "reinforce_pp_baseline": estimators.reinforce_pp_baseline,
+    "process": estimators.process,
+    "segment_value_diff": estimators.segment_value_diff,
+    "sibling_group": estimators.sibling_group,
+    "gae": estimators.gae,
+    "nft": estimators.nft,
     "virtual_max": virtual_max,
     "signed": signed,
     "gpg": gpg,

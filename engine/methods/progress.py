@@ -10,7 +10,8 @@ import numpy as np
 from ..data.columns import Array
 from ..data.tree import TokenTree
 from ..errors import UserError
-from .credit import EPS, Credit, centred, check_untrained, continuations, rewards_of
+from .credit import EPS, Credit, centred, check_untrained, rewards_of
+from .estimators import continuations
 
 
 def progress_bonus(trees: Sequence[TokenTree], *, alpha: float = 0.2, per: str = "segment") -> Credit:

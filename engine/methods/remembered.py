@@ -12,7 +12,7 @@ from ..data.columns import Array
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..parts.context import NotReadyError
-from . import credit
+from . import credit, estimators
 from .credit import EPS, Credit, rewards_of
 from .priors import Values, number_in
 from .roles import in_role
@@ -28,7 +28,7 @@ class Cumulative:
         self._seen: dict[str, list[float]] = {}  # by problem: groups, responses, mean, sum of squared deviations
 
     def __call__(self, trees: Sequence[TokenTree]) -> Credit:
-        step = credit.group_norm(trees).values
+        step = estimators.group_norm(trees).values
         return Credit("leaf", [self._blended(tree, own) for tree, own in zip(trees, step, strict=True)])
 
     def _blended(self, tree: TokenTree, step: Array) -> Array:  # [L]
@@ -75,7 +75,7 @@ class Constrained:
         self._weights = dict.fromkeys(self._targets, 0.0)
 
     def __call__(self, trees: Sequence[TokenTree]) -> Credit:
-        found = credit.group_norm(trees).values
+        found = estimators.group_norm(trees).values
         for name, weight in self._weights.items():
             named = [_rewards_named(tree, name) for tree in trees]
             for total, values in zip(found, named, strict=True):

@@ -10,7 +10,7 @@ from ..data.columns import Array
 from ..data.statistics import reads
 from ..data.tree import TokenTree
 from ..errors import UserError
-from . import credit
+from . import credit, estimators
 from .credit import Credit, centred, group, rewards_of
 from .losses import at_ends
 
@@ -92,5 +92,5 @@ class SelfRewarded:
             values = np.nan_to_num(np.array(score, np.float64))
             spread = values.std(ddof=1) if len(values) > 1 else 1.0
             own.append(centred(values) / (spread + credit.EPS))
-        given = credit.group_norm(trees).values
+        given = estimators.group_norm(trees).values
         return Credit("leaf", [(1 - self.mix) * a + self.mix * b for a, b in zip(given, own, strict=True)])

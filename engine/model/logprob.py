@@ -12,9 +12,9 @@ from rolltree.kernels import LogprobOutput
 from rolltree.kernels.checks import shown
 
 from ..batches.batch import TreeBatch
-from .attention import NAME
 from .decoder import decode, statistics_of_pieces, unchecked_logprob
 from .head import target_statistics
+from .masks import NAME
 from .self_check import check_model
 
 

@@ -20,7 +20,7 @@ from ..data.segment import LeafStatus, Origin
 from ..data.tree import TokenTree
 from ..programs import Given, SegmentReport
 from ..rewards import RewardResult
-from ..rollout.branch import sample_dtype
+from ..rollout.records import sample_dtype
 from .group import Responses
 from .prompts import Prompt
 

@@ -53,6 +53,26 @@ class Failures:
         self.reasons: Counter[str] = Counter()  # number of failures of each kind
         self._example: dict[str, str] = {}
 
+    @classmethod
+    def of_rollouts(cls, limit: int) -> Failures:
+        return cls(
+            "rollout",
+            "responses could not be sampled",
+            limit=limit,
+            key="trainer.max_bad_steps",
+            remedy="look into the weights and the last rollouts",
+        )
+
+    @classmethod
+    def of_rewards(cls, limit: int) -> Failures:
+        return cls(
+            "reward",
+            "responses could not be judged",
+            limit=limit,
+            key="reward.max_failed_steps",
+            remedy="mend the verifier, or raise reward.timeout_s if it needs longer",
+        )
+
     def record(self, reasons: Sequence[str], asked: int, sums: Sums, console: Progress, *, skipped: int = 0) -> None:
         """Record a step.
 

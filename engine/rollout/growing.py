@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from ..data.segment import LeafStatus, Origin
 from ..programs import BranchId, Fork, Given, Rewind, SegmentReport
-from .branch import Branch, Node, Request, child_seed, given
+from .branch import Branch, Node, Request
+from .records import child_seed, given
 from .sampling_params import TEMPERATURES
 
 Array = npt.NDArray[Any]

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from ..data.columns import Array
 from ..programs import Action, BranchId, Finish, GroupState, RolloutProgram, SegmentReport
-from .branch import Branch, Request, child_seed, join
+from .branch import Branch, Request
 from .engine import RolloutEngine
 from .growing import Sampled
+from .records import child_seed, join
 
 SEGMENTS = 1 << 32
 """Indices of seeds from here on are those of other policies' segments; no branch has as many children."""

@@ -13,7 +13,7 @@ from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.loop.budget import Budget, StalenessError
 from rolltree.engine.loop.buffer import Buffer
 from rolltree.engine.methods.advantages import ADVANTAGES
-from rolltree.engine.methods.credit import gae, reinforce_pp
+from rolltree.engine.methods.estimators import gae, reinforce_pp
 from rolltree.engine.prompts.group import Group, State
 from rolltree.engine.prompts.prompts import Prompt
 

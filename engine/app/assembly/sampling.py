@@ -34,7 +34,7 @@ from ...prompts.prompts import Prompt
 from ...prompts.sources import PromptSource
 from ...rewards import ProgramVerifier, Rewards, make_rewards
 from ...rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
-from ...rollout.sampler import LocalSampler
+from ...rollout.local import LocalSampler
 from ...settings import LoopConfig, RolloutConfig, TrainConfig
 from ...tasks import Problem
 from . import preflight

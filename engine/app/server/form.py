@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ...data.tree import LeafStatus
 from ...programs.chat.tool_calls import before_calls, written
 from ...rollout import Completion
-from ...rollout.branch import top_logprobs
+from ...rollout.records import top_logprobs
 from .prompts import Offered
 from .schema import Sampling
 

@@ -23,9 +23,9 @@ from torch.fx.experimental import _config as symbols
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import UserError
+from .assembly import Step
 from .draws import DeviceSamples, Draws, draw
 from .kv_cache import KvCache
-from .scheduler import Step
 from .step_buffer import StepVector, count_partials
 
 LEAST_ROWS, LEAST_PARTIALS = 8, 64

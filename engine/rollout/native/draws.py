@@ -14,8 +14,8 @@ from torch import Tensor
 from rolltree.kernels import SampleOutput
 from rolltree.kernels.sampling import sample_rows
 
+from .assembly import Step
 from .rows import RowTable
-from .scheduler import Step
 
 Array = npt.NDArray[Any]
 

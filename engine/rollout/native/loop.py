@@ -15,13 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ...data.segment import LeafStatus, Origin
-from ..branch import Branch, Node, Request, child_seed, given, join
+from ..branch import Branch, Node, Request
+from ..records import child_seed, given, join
 from ..steering import Steering
+from .assembly import Step
 from .drafts import Drafts, on_path, up_to_end
 from .kv_cache import KvCache
 from .rows import RowTable, Sampled
 from .runner import Runner
-from .scheduler import Scheduler, Step, TooLargeError
+from .scheduler import Scheduler, TooLargeError
 from .stops import END_RESPONSE, END_SEGMENT, GO_ON, Stops
 
 Array = npt.NDArray[Any]

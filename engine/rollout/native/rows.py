@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
-from ..branch import Branch, sample_dtype
+from ..branch import Branch
+from ..records import sample_dtype
 
 with contextlib.suppress(ImportError):  # `KvCache` reports what is missing
     from ._host import push_tokens

@@ -22,13 +22,13 @@ from ...model.pictures import FAMILIES, both_ways, placeholders, rotary_input
 from ...model.routes import Record
 from ..branch import Branch
 from ..sampling_params import SamplingParams
+from .assembly import Step
 from .compiled import CompiledLayers, DecodeGraphs
 from .draws import DeviceSamples, Draws, device_samples, draw
 from .fused_decoder import FusedDecoder
 from .kv_cache import KvCache
 from .pictures import Shown, Towers
 from .rows import RowTable, Sampled
-from .scheduler import Step
 from .states import StateStep
 from .step_buffer import StepVector
 

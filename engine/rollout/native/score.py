@@ -15,7 +15,7 @@ from ...batches.pack import pack
 from ...data.tree import TokenTree
 from ...model.decoder import decode
 from ...model.logprob import batch_logprob
-from ..branch import sample_dtype
+from ..records import sample_dtype
 
 Array = npt.NDArray[Any]
 ROWS = 256  # rows whose logits are in memory at once

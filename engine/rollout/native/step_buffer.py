@@ -15,9 +15,9 @@ from rolltree.kernels.tree_decode import schedule as schedules
 from rolltree.kernels.tree_decode.plan import host_columns, lay_out
 
 from ...model.both_ways import Block
+from .assembly import Step
 from .draws import DTYPES, Draws
 from .kv_cache import KvCache
-from .scheduler import Step
 
 Array = npt.NDArray[Any]
 

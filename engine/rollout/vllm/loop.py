@@ -14,7 +14,8 @@ from vllm.sampling_params import RequestOutputKind
 from ...data.media import FIRST_ID
 from ...data.segment import LeafStatus, Origin
 from ...model.pictures import placeholders_of
-from ..branch import Branch, Node, Request, child_seed, given, join, sample_dtype
+from ..branch import Branch, Node, Request
+from ..records import child_seed, given, join, sample_dtype
 from ..steering import Steering
 from .pictures import prompt_of
 

@@ -21,7 +21,8 @@ from rolltree.engine.data.segment import LeafStatus
 from rolltree.engine.programs import PROGRAMS, TreePO
 from rolltree.engine.prompts.archive import Archive
 from rolltree.engine.rollout import Request, SamplingParams
-from rolltree.engine.rollout.sampler import Job, LocalSampler
+from rolltree.engine.rollout.local import LocalSampler
+from rolltree.engine.rollout.sampler import Job
 
 from ..programs.test_programs import CASES, CONTEXTS, PARAMS, calling, counted_rows, rescored
 from ..rollout.test_native_engine import PROMPTS, SIZES, letters, responses

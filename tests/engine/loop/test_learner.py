@@ -15,7 +15,7 @@ from rolltree.engine.app.assembly import learning as build_learning
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.assembly.sampling import rollout_program
 from rolltree.engine.app.console import Console
-from rolltree.engine.learn import learner
+from rolltree.engine.learn import micro_batches
 
 from ..tiny import ROOT, write_job
 
@@ -198,14 +198,14 @@ def test_what_is_missing_is_named_before_the_run(toml, tmp_path, overrides, said
 def test_what_responses_sampled_alike_is_computed_once(toml, tmp_path, monkeypatch, segments):
     """Unless a ratio is of segments, which are the nodes that the program made."""
     seen: list[tuple[int, int]] = []
-    share, packed = learner.share_equal_prefixes, learner.pack
+    share, packed = micro_batches.share_equal_prefixes, micro_batches.pack
 
     def pack(trees, **options):
         alone = [share(tree).num_tokens for tree in trees]
         seen.extend(zip((tree.num_tokens for tree in trees), alone, strict=True))
         return packed(trees, **options)
 
-    monkeypatch.setattr(learner, "pack", pack)
+    monkeypatch.setattr(micro_batches, "pack", pack)
     level = '{ratio_level="segment"}' if segments else "{}"
     alike = ["--rollout.temperature=0.001", "--algorithm.drop_zero_variance=false"]
     run(toml, tmp_path, *alike, "--algorithm.objective=ppo", f"--algorithm.objective_options={level}")

@@ -20,7 +20,7 @@ from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError, UserError
-from rolltree.engine.learn import learner
+from rolltree.engine.learn import micro_batches
 from rolltree.engine.train.trainer import Trainer
 
 RECORDED = [
@@ -294,14 +294,14 @@ def test_a_model_that_trees_do_not_fit_trains_flat(home, tmp_path, monkeypatch):
     """The warning names the difference; updates of padded sequences learn what the tree's would have taught."""
     weights = []
     for name, error, says in (("fits", 1e-7, False), ("not", 0.25, True), ("unasked", 0.25, False)):
-        monkeypatch.setattr(learner, "tree_error", lambda model, trees, error=error: error)
+        monkeypatch.setattr(micro_batches, "tree_error", lambda model, trees, error=error: error)
         check = str(name != "unasked").lower()
         config = configure(home, tmp_path, f"--name={name}", "--trainer.steps=1", f"--trainer.self_check={check}")
         screen = io.StringIO()
         run = build(config, console=Console(RichConsole(file=screen, width=500)))
         run.run()
         assert ("mean difference 0.25" in screen.getvalue()) == says
-        assert run.learner._flat == says
+        assert run.learner.batches.flat == says
         weights.append([p.detach().clone() for p in run.learner.model.parameters()])
     for tree, flat, unasked in zip(*weights, strict=True):
         torch.testing.assert_close(tree, flat, rtol=1e-4, atol=1e-5)

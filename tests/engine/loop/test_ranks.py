@@ -125,7 +125,7 @@ def test_wrong_code_differs(names: Sequence[str], toml: Path, trees: list[list[A
 def divided(group: Group, toml: Path, trees: list[list[Any]]) -> str:
     """Return what is said of preference pairs where the trees do not fit."""
     learner = make(toml, CASES["pairs, recomputed log-probs"], group)
-    learner.max_tokens = max(int(tree.path_length.max()) for tree in trees[0])
+    learner.batches.max_tokens = max(int(tree.path_length.max()) for tree in trees[0])
     with pytest.raises(UserError) as said:
         learner.update(trees[0], [], 1, Sums())
     return str(said.value)

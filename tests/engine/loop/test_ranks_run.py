@@ -492,18 +492,18 @@ def test_two_processes_learn_what_one_learns(
 MINE = """
 import numpy as np
 import torch.distributed as dist
-from rolltree.engine.loop import learner
+from rolltree.engine.learn import micro_batches
 from rolltree.engine.methods.advantages import ADVANTAGES
 from rolltree.engine.methods.credit import Credit
 
-distribute = learner.distribute
+distribute = micro_batches.distribute
 
 def first_share(trees, ranks, *rest, **options):
     return [distribute(trees, ranks, *rest, **options)[0]] * ranks
 
 def same_share(trees):
     if dist.is_initialized():  # in a rank
-        learner.distribute = first_share
+        micro_batches.distribute = first_share
     return ADVANTAGES["group_norm"](trees)
 
 def random(trees):

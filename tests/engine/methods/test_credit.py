@@ -9,7 +9,8 @@ from rolltree.engine.data.segment import LeafStatus, Segment
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.methods.advantages import ADVANTAGES
-from rolltree.engine.methods.credit import gae, give_credit, reinforce_pp
+from rolltree.engine.methods.credit import give_credit
+from rolltree.engine.methods.estimators import gae, reinforce_pp
 from rolltree.engine.parts.resolve import resolve
 
 

@@ -329,7 +329,8 @@ def test_bnpo_means_over_the_tokens_of_each_micro_batch(toml, tmp_path):
     options += ["--trainer.prompts_per_step=5"]
     steps = take_steps(toml, tmp_path, *options, "--algorithm.objective=bnpo")
     other = take_steps(toml, tmp_path / "ppo", *options, "--algorithm.objective=ppo")
-    batches = steps.orchestrator.learner._packed(steps.trees)
+    learner = steps.orchestrator.learner
+    batches = learner.batches.packed(steps.trees, [term for term, _ in learner.terms])
     assert len(batches) > 1
 
     def bnpo(model):

@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_overlay
 
 from rolltree.engine.model import attention
-from rolltree.engine.model.attention import DeferredMask
+from rolltree.engine.model.masks import DeferredMask
 
 B, S, WINDOW = 2, 6, 3
 PADDED = torch.ones(B, S, dtype=torch.bool)

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from rolltree.engine.data.segment import Origin, Text
 from rolltree.engine.programs import Action, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
 from rolltree.engine.rollout import DraftConfig, EngineConfig, NativeEngine, Request, SamplingParams
+from rolltree.engine.rollout.native.assembly import Step
 from rolltree.engine.rollout.native.drafts import cut, on_path, scope_of, up_to_end
 from rolltree.engine.rollout.native.fused_decoder import FusedDecoder
 from rolltree.engine.rollout.native.rows import RowTable, Sampled
-from rolltree.engine.rollout.native.scheduler import Step
 from rolltree.engine.rollout.native.stops import END_SEGMENT, GO_ON
 from rolltree.kernels.linear_logprob.head import Head
 

@@ -13,9 +13,9 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from rolltree.engine.rollout import EngineConfig, NativeEngine, SamplingParams
+from rolltree.engine.rollout.native.assembly import Step
 from rolltree.engine.rollout.native.compiled import Decoded, DecodeGraphs, _bucket
 from rolltree.engine.rollout.native.draws import Draws
-from rolltree.engine.rollout.native.scheduler import Step
 
 from .test_native_engine import MODELS, PROMPTS, TREEPO, assert_all_free, engine, model, responses
 

@@ -18,8 +18,9 @@ from rolltree.engine.fleet.host import Host
 from rolltree.engine.programs import Flat, TreePO
 from rolltree.engine.rollout import NativeEngine, SamplingParams
 from rolltree.engine.rollout.digest import digests
+from rolltree.engine.rollout.local import LocalSampler
 from rolltree.engine.rollout.packed import Changes, pack_changes, pack_weights, unpack_weights
-from rolltree.engine.rollout.sampler import Job, LocalSampler
+from rolltree.engine.rollout.sampler import Job
 
 from ...attack.serving import make_engine, model
 

@@ -25,8 +25,9 @@ from rolltree.engine.programs import (
     SegmentReport,
 )
 from rolltree.engine.rollout import EngineConfig, NativeEngine, SamplingParams
+from rolltree.engine.rollout.local import LocalSampler
 from rolltree.engine.rollout.others import Others, Player
-from rolltree.engine.rollout.sampler import Job, LocalSampler
+from rolltree.engine.rollout.sampler import Job
 
 from .test_native_engine import MODELS, PROMPTS, SIZES, assert_all_free, letters, model
 

@@ -21,10 +21,11 @@ from rolltree.engine.model.pictures import placeholders
 from rolltree.engine.programs import RolloutProgram, TreePO
 from rolltree.engine.prompts.archive import Archive
 from rolltree.engine.rollout import DraftConfig, EngineConfig, NativeEngine, SamplingParams
+from rolltree.engine.rollout.local import LocalSampler
 from rolltree.engine.rollout.native import scheduler
 from rolltree.engine.rollout.native.drafts import Drafts
 from rolltree.engine.rollout.native.pictures import Shown, Towers
-from rolltree.engine.rollout.sampler import Flight, Job, LocalSampler
+from rolltree.engine.rollout.sampler import Flight, Job
 
 from ..model.picture_models import IMAGE, KINDS, make_models, plain_inputs, plain_logprobs, prompt_with, words
 from .test_graphs import Uncaptured

@@ -10,11 +10,12 @@ import numpy.typing as npt
 import pytest
 
 from rolltree.engine import DraftConfig, SamplingParams
-from rolltree.engine.rollout.branch import Branch, Node, Request, sample_dtype
+from rolltree.engine.rollout.branch import Branch, Node, Request
 from rolltree.engine.rollout.native._host import push_tokens
 from rolltree.engine.rollout.native.draws import DTYPES, Draws
 from rolltree.engine.rollout.native.rows import RowTable, Sampled, element_type
 from rolltree.engine.rollout.native.step_buffer import StepVector
+from rolltree.engine.rollout.records import sample_dtype
 
 from .test_native_engine import PROMPTS, TREEPO, engine
 

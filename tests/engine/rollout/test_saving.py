@@ -15,7 +15,7 @@ from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.programs import Fork, GroupState, Reward, RolloutProgram, make_program
 from rolltree.engine.prompts.archive import Archive, NotKeptError
 from rolltree.engine.rollout import SamplingParams
-from rolltree.engine.rollout.branch import sample_dtype
+from rolltree.engine.rollout.records import sample_dtype
 from rolltree.engine.rollout.saving import request_state, restore_request
 
 from .test_native_engine import PROMPTS, TREEPO, engine, responses

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rolltree.engine.rollout import EngineConfig, NativeEngine, SamplingParams
+from rolltree.engine.rollout.native.assembly import Step
 from rolltree.engine.rollout.native.compiled import Decoded, DecodeGraphs
 from rolltree.engine.rollout.native.draws import Draws
-from rolltree.engine.rollout.native.scheduler import Step
 from rolltree.kernels import checks
 from rolltree.kernels.tree_decode import api
 

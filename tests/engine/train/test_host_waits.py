@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rolltree.engine import pack
-from rolltree.engine.methods.credit import gae, give_credit
+from rolltree.engine.methods.credit import give_credit
+from rolltree.engine.methods.estimators import gae
 from rolltree.engine.methods.selections import every_unequal
 from rolltree.engine.model import loss
 from rolltree.engine.train.config import TrainerConfig

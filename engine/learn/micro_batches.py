@@ -1,0 +1,111 @@
+"""The micro-batches of a learner: how it packs the trees of an update, and those that roles score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..batches.batch import TreeBatch
+from ..batches.cost import CostModel
+from ..batches.distribute import distribute
+from ..batches.equal_prefixes import share_equal_prefixes
+from ..batches.pack import pack
+from ..data.tree import TokenTree
+from ..errors import UserError
+from ..model import varlen
+from ..model.pictures import both_ways
+from ..model.self_check import skip_check, tree_error, trees_fit
+from ..train.terms import LossTerm, TokenTerm
+from .learning import LearningParts
+
+
+class MicroBatches:
+    """Packs trees into the micro-batches of this rank.
+
+    Args:
+        note: called with sentences for the user.
+
+    Attributes:
+        max_tokens: packed tokens of one micro-batch of an update; halved by each one that runs out of memory.
+        flat: the model computes trees wrongly, so that updates share no prefixes; None before that is tested.
+    """
+
+    def __init__(self, parts: LearningParts, note: Callable[[str], object]) -> None:
+        self.parts, self.model, self.group, self.note = parts, parts.model, parts.group, note
+        self.cost = CostModel.of(parts.model)
+        self.max_tokens = parts.max_tokens
+        self.flat: bool | None = None
+
+    def shared(self, trees: list[TokenTree], terms: Sequence[LossTerm]) -> list[TokenTree]:
+        """Merge equal prefixes of different leaves, unless an objective is defined on nodes or updates are flat."""
+        by_node = (isinstance(t, TokenTerm) and t.objective.ratio_level == "segment" for t in terms)
+        return trees if self.shares_nothing(trees) or any(by_node) else [share_equal_prefixes(t) for t in trees]
+
+    def packed(self, trees: list[TokenTree], terms: Sequence[LossTerm]) -> list[TreeBatch]:
+        """Return the micro-batches of an update on this rank: as many as the others have.
+
+        Raises:
+            UserError: a tree that does not fit one is divided, and one of ``terms`` compares responses of a whole tree.
+        """
+        unshare = self.cost if varlen.kernel() is not None else None
+        flat = self.shares_nothing(trees)
+        options: dict[str, Any] = {"max_tokens": self.max_tokens, "flat": flat, "unshare": unshare, **self._replay}
+        if self.group.count == 1:
+            found = pack(trees, in_pieces=self.in_pieces, **options)
+            return [replace(batch, of=len(found)) for batch in found]
+        shares = distribute(trees, self.group.count, self.cost, **options)
+        real = [batch for batches in shares for batch in batches if batch.trees]
+        parts = [part for b in real for part in zip(b.tree_index, b.leaf_index, strict=True)]
+        whole = flat or all(len(leaves) == trees[i].num_leaves for i, leaves in parts)
+        if not whole and (needs := [term.name for term in terms if term.whole_trees]):
+            raise UserError(
+                f"The loss term '{needs[0]}' compares responses of a whole tree, and with trainer.ranks = "
+                f"{self.group.count} a tree over trainer.max_tokens = {self.max_tokens} is divided; raise "
+                "trainer.max_tokens, or set trainer.ranks to 1."
+            )
+        return [replace(batch, of=len(real)) for batch in shares[self.group.rank]]
+
+    def halve(self, trees: Sequence[TokenTree]) -> bool:
+        """Halve the micro-batches after an update of ``trees`` that ran out of memory.
+
+        Returns:
+            False if the longest sequence would not fit, or on one of several ranks, since the others wait for it in a
+            collective.
+        """
+        if self.group.count > 1 or self.max_tokens // 2 < max(int(tree.path_length.max()) for tree in trees):
+            return False
+        self.max_tokens //= 2
+        self.note(f"An update ran out of memory; micro-batches have {self.max_tokens} tokens from now on.")
+        return True
+
+    def to_score(self, trees: Sequence[TokenTree], *, in_pieces: bool = False, flat: bool = False) -> list[TreeBatch]:
+        """Pack the trees that this rank scores."""
+        options: dict[str, Any] = {"max_tokens": self.parts.max_tokens, "flat": flat, **self._replay}
+        if self.group.count == 1:
+            return pack(trees, in_pieces=in_pieces, **options)
+        return distribute(trees, self.group.count, self.cost, **options)[self.group.rank]
+
+    @property
+    def in_pieces(self) -> bool:
+        """Larger trees are computed in pieces; pictures that attend in both directions are not, and such trees are
+        split by their leaves."""
+        return both_ways(self.model) is None
+
+    @property
+    def _replay(self) -> dict[str, bool]:
+        return {"replay_routes": self.parts.replay_routes}
+
+    def shares_nothing(self, trees: Sequence[TokenTree]) -> bool:
+        """Return True if the model computes trees wrongly, so that updates must be flat; tested once, on rollouts."""
+        if self.flat is None and trees:
+            skip_check(self.model)  # it is done here, on real rollouts, or not wanted
+            error = tree_error(self.model, trees) if self.parts.self_check else None
+            self.flat = not all(trees_fit(e, self.model.dtype) for e in self.group.gather(error))
+            if self.flat:
+                self.note(
+                    f"{type(self.model).__name__} gives other log-probs on packed trees than on plain sequences (mean "
+                    f"difference {error:.3g}): updates share no prefixes. trainer.self_check = false trains on trees "
+                    "nevertheless."
+                )
+        return bool(self.flat)
