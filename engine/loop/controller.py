@@ -32,6 +32,7 @@ from ..record.progress import Progress
 from ..rewards import Rewards
 from ..rollout import SamplingParams
 from ..rollout.sampler import Flight, Job, LostError, WeightSource
+from .background import Background
 from .buffer import Buffer
 from .callback import Callback, CallbackRule
 from .judging import Judging, TraceCall, no_trace
@@ -77,10 +78,8 @@ class Controller:
         self._unread = False  # flights may have ended outside of a step
         self._changed = threading.Condition(threading.RLock())
         self.judging = Judging(parts.tokenizer, self._notify, on_failure=parts.on_failure, trace=trace)
-        self._thread: threading.Thread | None = None
-        self._pauses, self._resting, self._closing = 0, False, False
+        self._thread = Background(self._changed, self.advance, self.sampler.in_thread)
         self._settles_at_once = False  # at staleness 0, a group is ready before its round has ended
-        self._error: BaseException | None = None
         self.restarted: Counter[str] = Counter()  # unfinished groups that began again, by reason
         self.callback = Callback(
             rule, buffer, lambda problem: self.source.prompt(problem), lambda *given: self.judging.given(*given)
@@ -95,11 +94,7 @@ class Controller:
             try:
                 yield
             finally:
-                with self._changed:
-                    self._closing = True
-                    self._changed.notify_all()
-                if self._thread is not None:
-                    self._thread.join()
+                self._thread.close()
 
     def next_batch(
         self, params: SamplingParams | None = None, ahead: Callable[[TokenTree], object] | None = None
@@ -120,14 +115,13 @@ class Controller:
         if self.buffer.budget.staleness == 0:
             for sampler in (self.sampler, *self.parts.others.values()):
                 sampler.forget_prefixes()  # so that the samples follow from this step alone
-        if self.parts.overlaps and self._thread is None:
-            self._thread = threading.Thread(target=self._keep_sampling, name="rolltree-sampling", daemon=True)
+        if self.parts.overlaps:
             self._thread.start()
         self._settles_at_once = ahead is not None and self.callback.rule is None and not self.judging.in_turn
         while True:
             with self.cores.left_to_sampler():
                 while (found := self._batch_or_group(offers=ahead is not None)) is None:
-                    self.advance() if self._thread is None else self._await_change()
+                    self._await_change() if self._thread.started else self.advance()
             if isinstance(found, list):
                 return found
             assert ahead is not None
@@ -186,11 +180,7 @@ class Controller:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop sampling within the block, except for the caller's own requests to the engine."""
-        with self._changed:
-            self._pauses += 1
-            self._changed.notify_all()
-            while self._thread is not None and not self._resting and self._error is None:
-                self._changed.wait()
+        self._thread.pause()
         self._synchronize()
         self._unread = True
         try:
@@ -198,10 +188,8 @@ class Controller:
                 yield
         finally:
             self._synchronize()
-            with self._changed:
-                self._unread = True
-                self._pauses -= 1
-                self._changed.notify_all()
+            self._unread = True
+            self._thread.go_on()
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -257,40 +245,18 @@ class Controller:
 
     # -- the thread that samples ------------------------------------------------------------------------------------
 
-    def _keep_sampling(self) -> None:
-        try:
-            with self.sampler.in_thread():
-                while self._may_go_on():
-                    self.advance()
-        except BaseException as error:
-            self._error = error
-        finally:
-            with self._changed:
-                self._resting = True
-                self._changed.notify_all()
-
-    def _may_go_on(self) -> bool:
-        """Wait until no pause is requested; return False when the controller closes."""
-        with self._changed:
-            while self._pauses and not self._closing:
-                self._resting = True
-                self._changed.notify_all()
-                self._changed.wait()
-            self._resting = False
-            return not self._closing
-
     def _await_change(self) -> None:
         """Wait for the sampling thread, and account for the time; raise the thread's error if it failed."""
         with self._changed:
-            if self._error is not None:
-                raise self._error
+            if self._thread.error is not None:
+                raise self._thread.error
             self.console.phase("sampling" if self._sampling else "waiting for rewards")
             with self.watch.part("gen" if self._sampling or not self.judging.busy else "reward"):
                 self._changed.wait(LOOK_S)
 
     def _synchronize(self) -> None:
         """Finish the work of one thread on shared weights and keys before the other thread begins."""
-        if self._thread is not None:
+        if self._thread.started:
             self.sampler.settle()
 
     # -- one round --------------------------------------------------------------------------------------------------
@@ -308,12 +274,12 @@ class Controller:
         elif self.judging.busy:
             with self._timed("waiting for rewards", "reward"):
                 self.judging.wait(LOOK_S)
-        elif self._thread is not None:
+        elif self._thread.started:
             with self._changed:
                 self._changed.wait(LOOK_S)
 
     def _step_sampler(self) -> None:
-        if self._thread is not None:
+        if self._thread.started:
             self.cores.take()
         begin = time.perf_counter()
         self._ended += self.sampler.step(LOOK_S)
@@ -322,7 +288,7 @@ class Controller:
     @contextmanager
     def _timed(self, phase: str | None, part: str) -> Iterator[None]:
         """Account for the caller's time; time in a sampling thread is not counted."""
-        if self._thread is not None:
+        if self._thread.started:
             yield
             return
         if phase is not None:

@@ -21,6 +21,7 @@ from ..data.tree import TokenTree
 from ..programs import BranchId, RolloutProgram, make_program
 from .branch import Request
 from .checks import check_params, media_of, signed, token_ids
+from .counters import Counters
 from .digest import Held
 from .packed import Changes
 from .sampling_params import INT32, MOST_TOP_LOGPROBS, SEEDS, SamplingParams, check_integer
@@ -49,8 +50,7 @@ class RolloutEngine(ABC):
         self._numbers = 0
         self._paused = False
         self._asleep = False
-        self._logical = self._unique = 0
-        self._seconds = 0.0
+        self._counters = Counters()
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
@@ -158,11 +158,11 @@ class RolloutEngine(ABC):
             begin = time.perf_counter()
             with self._computing():
                 done = self.loop.step()
-            self._seconds += time.perf_counter() - begin
+            self._counters.seconds += time.perf_counter() - begin
             for request in done:
                 if request.tree is not None:
-                    self._logical += request.tree.logical_tokens
-                    self._unique += request.tree.num_tokens
+                    self._counters.logical += request.tree.logical_tokens
+                    self._counters.unique += request.tree.num_tokens
             return done
 
     async def stream(
@@ -318,42 +318,13 @@ class RolloutEngine(ABC):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counters since the last `generate` or `reset_stats`.
-
-        ``logical_tokens`` (sum over root-to-leaf paths) and ``unique_tokens`` of finished trees, and both per second;
-        ``sampled_tokens``, ``drafted_tokens`` and how many of those were accepted (``accepted_tokens``); ``steps``,
-        ``failed_steps`` (they ended every request that they computed), ``forks``, ``rewinds``, ``pruned``,
-        ``failed_calls``, ``appends_too_long``. ``bubble``: of the unfinished branches, summed over the steps, the share
-        that sampled nothing.
-        """
-        counts = self.loop.counts
-        events = [
-            "sampled_tokens",
-            "drafted_tokens",
-            "accepted_tokens",
-            "steps",
-            "failed_steps",
-            "forks",
-            "rewinds",
-            "pruned",
-            "failed_calls",
-            "appends_too_long",
-        ]
-        branch_steps = counts["row_steps"] + counts["idle_row_steps"]
-        return {
-            **{name: counts[name] for name in events},
-            "bubble": counts["idle_row_steps"] / branch_steps if branch_steps else 0.0,
-            "logical_tokens": self._logical,
-            "unique_tokens": self._unique,
-            "logical_tokens_per_s": self._logical / self._seconds if self._seconds else 0.0,
-            "unique_tokens_per_s": self._unique / self._seconds if self._seconds else 0.0,
-        }
+        """Counters since the last `generate` or `reset_stats`; see `Counters.read`."""
+        return self._counters.read(self.loop.counts)
 
     def reset_stats(self) -> None:
         """Set the counters of `stats` to 0."""
         self.loop.counts.clear()
-        self._logical = self._unique = 0
-        self._seconds = 0.0
+        self._counters = Counters()
 
     # -- properties of a backend ------------------------------------------------------------------------------------
 

@@ -20,10 +20,9 @@ from ...model.both_ways import Block
 from ...model.head import decoder_of, head_reader
 from ...model.pictures import FAMILIES, both_ways, placeholders, rotary_input
 from ...model.routes import Record
-from ..branch import Branch
-from ..sampling_params import SamplingParams
 from .assembly import Step
 from .compiled import CompiledLayers, DecodeGraphs
+from .constraints import Constraints
 from .draws import DeviceSamples, Draws, device_samples, draw
 from .fused_decoder import FusedDecoder
 from .kv_cache import KvCache
@@ -33,7 +32,6 @@ from .states import StateStep
 from .step_buffer import StepVector
 
 Array = npt.NDArray[Any]
-REMEMBERED = 64  # parameters whose biases are kept on the device
 
 
 class Runner:
@@ -84,7 +82,7 @@ class Runner:
         self._vector: StepVector | None = None  # of the previous step
         self._draws: Draws | None = None
         self._product: Head | None = None
-        self._biases: dict[int, tuple[SamplingParams, Tensor]] = {}
+        self._constraints = Constraints(self.vocabulary, self._device)
 
     def run(self, step: Step, rows: RowTable, samples: Array, seeds: Array) -> Sampled:
         """Compute a step and return its E samples.
@@ -187,7 +185,7 @@ class Runner:
         if len(draws.constrained):
             logits, why = logits.clone(), np.full(len(slots), None)
             last = step.input_ids[step.sample_rows[draws.head_row]]
-            self._constrain(logits, rows, slots, draws.offset, last, draws.constrained, why)
+            self._constraints.apply(logits, rows, slots, draws.offset, last, draws.constrained, why)
             own = {name: column[: len(slots)] for name, column in columns.items()}
             drawn = draw(logits, own, draws.filters, self._never)
             raw = free.log_softmax(-1).gather(1, drawn.out.token.clamp(min=0)[:, None])[:, 0]
@@ -230,75 +228,6 @@ class Runner:
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         return logits
-
-    def _constrain(
-        self,
-        logits: Tensor,  # [E, V] fp32
-        rows: RowTable,
-        slots: Array,  # [E] int64
-        offset: Array,  # [E] int64
-        token: Array,  # [E] int64, the token before each sample
-        constrained: Array,  # [<= E] int64
-        why: Array,  # [E] object
-    ) -> None:
-        """Add biases to the rows ``constrained`` of the logits, in place; rows with the same parameters together. If
-        that fails, the row's logits become NaN and ``why`` gets the reason."""
-        alike: dict[int, tuple[SamplingParams, list[int]]] = {}
-        mask = np.zeros(0, np.float32)  # mask of the previous row
-        for i in constrained.tolist():
-            branch = rows.branch[slots[i]]
-            assert branch is not None
-            params = branch.request.params
-            alike.setdefault(id(params), (params, []))[1].append(i)
-            if params.prefix_allowed_tokens_fn is None:
-                continue
-            if offset[i] and not (len(mask) and mask[token[i]] == 0):
-                mask = mask[:0]  # the grammar forbids the draft before this sample, which is therefore never used
-                continue
-            try:
-                draft = token[i - offset[i] + 1 : i + 1] if offset[i] else token[:0]
-                mask = self._grammar_mask(branch, rows, int(slots[i]), draft)
-                logits[i] += self._to_device(mask)
-            except (Exception, SystemExit) as error:  # a grammar of the user's: only the branch fails
-                why[i], mask = f"prefix_allowed_tokens_fn raised {type(error).__name__}: {error}", mask[:0]
-                logits[i] = torch.nan
-        for params, some in alike.values():
-            try:
-                logits[self._to_device(np.array(some))] += self._bias(params)
-            except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # they were changed after the check
-                for i in some:
-                    why[i] = f"its biases: {type(error).__name__}: {error}"
-                    logits[i] = torch.nan
-
-    def _bias(self, params: SamplingParams) -> Tensor:  # [V] float32
-        if id(params) not in self._biases:
-            if len(self._biases) >= REMEMBERED:
-                self._biases.clear()
-            self._biases[id(params)] = params, self._to_device(self._fixed_bias(params))
-        return self._biases[id(params)][1]
-
-    def _grammar_mask(self, branch: Branch, rows: RowTable, slot: int, draft: Array) -> Array:  # [V] float32
-        allowed_after = branch.request.params.prefix_allowed_tokens_fn
-        assert allowed_after is not None
-        above = branch.node if branch.node.sealed else branch.node.parent
-        path = above.column("token") if above else np.zeros(0, np.int32)
-        fill = 0 if branch.node.sealed else int(rows.fill[slot])
-        sampled = rows.records["token"][slot, :fill]
-        response = np.concatenate([path, sampled, draft.astype(np.int32)])[len(branch.request.prompt) :]
-        mask = np.full(self.vocabulary, -np.inf, np.float32)
-        allowed = np.asarray(allowed_after(response), np.int64)
-        if len(allowed) and (allowed.min() < 0 or allowed.max() >= self.vocabulary):
-            raise ValueError(f"it names tokens outside the model's vocabulary of {self.vocabulary}")
-        mask[allowed] = 0
-        return mask
-
-    def _fixed_bias(self, params: SamplingParams) -> Array:  # [V] float32
-        bias = np.zeros(self.vocabulary, np.float32)
-        if params.allowed_token_ids is not None:
-            bias[:] = -np.inf
-            bias[list(params.allowed_token_ids)] = 0
-        bias[list(params.logit_bias)] += list(params.logit_bias.values())
-        return bias
 
     def _to_device(self, values: Array) -> Tensor:
         return torch.from_numpy(values).to(self._device)
