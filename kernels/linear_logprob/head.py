@@ -56,7 +56,7 @@ class Head:
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """Fill ``out [C, V]`` with the logits without bias, in the accumulation dtype, and return it."""
         if self.tiles:
-            torch.ops.rolltree_cpu.bf16_logits(hidden.contiguous(), self.weight.contiguous(), out)
+            torch.ops.rolltree_cpu.bf16_logits(_rows(hidden), _rows(self.weight), out)
         elif self.mixed:
             torch.mm(hidden, self.weight.T, out_dtype=self.accumulator, out=out)
         elif self.accumulator == torch.float32 and own_product(hidden, self.operand, out):
@@ -122,6 +122,11 @@ def own_product(hidden: Tensor, weight: Tensor, out: Tensor) -> bool:
         and dispatch.usable("cpu", weight.device)
         and len(hidden) <= few_rows()
     )
+
+
+def _rows(t: Tensor) -> Tensor:  # [N, K]
+    """Return ``t`` with the elements of each row next to each other; the rows may lie apart."""
+    return t if t.stride(1) == 1 else t.contiguous()
 
 
 def has_bf16_gemm(weight: Tensor) -> bool:

@@ -34,20 +34,20 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return ``(logprob [M], logsumexp [N], correction [N], entropy [N], sum_p2 [N], kept)``; empty where not wanted.
 
-    The chunked backends use ``correction`` (the rounding error of the log-sum-exp) and, without a frozen head, logits
-    kept for the backward; the definition uses neither.
+    The backward reads the log-sum-exp with its rounding error, ``correction``. Without a frozen head the chunked
+    backends keep logits for it; the definition does not use them.
     """
     u = product(hidden, head, temperature)
-    kept = temperature.new_zeros(kept_shape(hidden, head.weight))
-    if frozen_head:
-        towards, constant = frozen.direction_coefficients(targets, temperature)
-        absent, nothing = temperature.new_empty(0), HeadGradient(head, False, False, False)
-        inputs = (hidden, head, targets, temperature, softcap, absent, absent, absent, absent, absent)
-        kept = backward(*inputs, towards, constant, absent, absent, True, nothing)
     N, new = len(hidden), temperature.new_empty
     logprob = new(len(targets.target))
     of_rows = new(N), new(N), new(N if want_entropy else 0), new(N if want_sum_p2 else 0)
     statistics(RowInputs(u, head.bias, temperature, softcap, targets.start, targets.target), logprob, *of_rows)
+    kept = temperature.new_zeros(kept_shape(hidden, head.weight))
+    if frozen_head:
+        towards, constant = frozen.direction_coefficients(targets, temperature)
+        absent, nothing = temperature.new_empty(0), HeadGradient(head, False, False, False)
+        inputs = (hidden, head, targets, temperature, softcap, *of_rows[:2], absent, absent, absent)
+        kept = backward(*inputs, towards, constant, absent, absent, True, nothing)
     return logprob, *of_rows, kept
 
 
@@ -67,7 +67,7 @@ def statistics(
     logprob[here] = logp[row, rows.target[here]].to(logprob.dtype)
     exact = torch.where(z.amax(-1) == torch.inf, torch.nan, torch.logsumexp(z, dim=-1))
     logsumexp.copy_(exact)
-    correction.zero_()
+    correction.copy_(exact - logsumexp)
     if len(entropy):
         entropy.copy_(-torch.where(p > 0, p * logp, p).sum(-1))
     if len(sum_p2):
@@ -122,10 +122,10 @@ def gradient(
 ) -> None:
     """Fill ``dL/du_j = (sum_m a_m (1[j = y_m] - p_j) + p_j (c - b log p_j + q p_j)) dz/du``; see `coefficients`.
 
-    The definition computes the log-sum-exp again instead of reading it.
+    The log-sum-exp is read, not computed again: with a vocabulary split over ranks it is that of all shards.
     """
     z = scaled(rows.logits, rows.bias, rows.temperature, rows.softcap)
-    logp = torch.log_softmax(z, dim=-1)
+    logp = z - (logsumexp.double() + correction)[:, None]
     p = logp.exp()
     row, here = _row_of_targets(rows.start)
     a = grad_logprob[here].to(z.dtype)

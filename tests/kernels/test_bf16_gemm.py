@@ -9,7 +9,8 @@ from rolltree.kernels import linear_logprob, use_backend
 from rolltree.kernels.linear_logprob.head import Head, has_bf16_gemm
 
 pytestmark = pytest.mark.skipif(
-    not has_bf16_gemm(torch.empty(0)), reason="this machine has no AMX tiles for bf16, or the C++ kernels are not built"
+    not has_bf16_gemm(torch.empty(0)),
+    reason="this machine has no AMX tiles for bf16 and ROLLTREE_AMX=emulate is not set, or the C++ kernels are not built",
 )
 
 
@@ -45,6 +46,25 @@ def test_rows_do_not_see_each_other() -> None:
     assert torch.equal(logits(hidden[order], weight), whole[order])
     assert torch.equal(logits(hidden[40:41], weight), whole[40:41])
     assert torch.equal(logits(hidden[10:77], weight), whole[10:77])
+
+
+@pytest.mark.parametrize("stride", [50, 64])
+def test_tiles_of_padded_rows_are_filled(stride: int) -> None:
+    """As Triton's row kernels have them: rows of logits begin at multiples of 16 elements. Hidden and weight are slices
+    too, and what lies between the rows stays as it is."""
+    hidden, weight = operands(40, 36, 50)
+    wide_hidden, wide_weight = torch.zeros(40, 61, dtype=torch.bfloat16), torch.zeros(50, 77, dtype=torch.bfloat16)
+    wide_hidden[:, :36], wide_weight[:, :36] = hidden, weight
+    tile = torch.full((40, stride), -7.0)
+    Head(wide_weight[:, :36], None, None, torch.float32).logits(wide_hidden[:, :36], tile[:, :50])
+    assert torch.equal(tile[:, :50], logits(hidden, weight))
+    assert (tile[:, 50:] == -7.0).all()
+
+
+def test_transposed_operands_are_copied() -> None:
+    hidden, weight = operands(40, 36, 50)
+    got = Head(weight.T.contiguous().T, None, None, torch.float32).logits(hidden.T.contiguous().T, torch.empty(40, 50))
+    assert torch.equal(got, logits(hidden, weight))
 
 
 def test_not_a_number_stays_in_its_row_and_column() -> None:

@@ -163,7 +163,8 @@ def test_only_rows_with_a_gradient_are_multiplied(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         chunked.Head, "logits", lambda self, h, out: multiplied.append(len(h)) or original(self, h, out)
     )
-    gradients(given, ("hidden", "weight"), upstream)
+    with use_backend("triton"):  # the chunks are the same for every backend but the definition
+        gradients(given, ("hidden", "weight"), upstream)
     assert multiplied == [40, 3]
 
 
