@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -31,6 +32,7 @@ from .grammar import Grammars
 from .prompts import Offered, answer_schema, chat_prompt, completion_prompts, forced_tool, offered_tools
 from .rollouts import EngineFailedError, Job, Rollouts
 from .schema import ChatBody, CompletionBody, Sampling
+from .streamed import Streamed
 
 Body = TypeVar("Body", bound=Sampling)
 T = TypeVar("T")
@@ -268,30 +270,27 @@ class Service:
     async def _events(self, job: Job, task: Task) -> AsyncIterator[str]:
         """Yield server-sent events, each with the text that has become final and the tokens since the previous one."""
         form, n = task.form, task.n
-        sent: dict[int, tuple[int, int, int]] = {}  # choice -> characters, tokens, characters of those tokens
+        choices: dict[int, Streamed] = defaultdict(form.streamed)
         while not job.done:
             await job.changed.wait()
             job.changed.clear()
             for i, branches in enumerate(job.progress):
                 for branch, records in branches.items() if form.tool is None else ():
                     index = i * n + branch[0]
-                    begin, tokens, offset = sent.get(index, (0, 0, 0))
-                    text = form.certain(records["token"].tolist())
-                    if len(text) > begin:
-                        new = Scored.of_records(records[tokens:]) if form.logprobs else Scored()
-                        yield event(form.chunk(index, text[begin:], new, offset, first=not begin))
-                        sent[index] = len(text), len(records), offset + form.width(new.tokens)
+                    choice, first = choices[index], not choices[index].begun
+                    if text := choice.add(records["token"][choice.seen :].tolist()):
+                        new = Scored.of_records(records[choice.tokens :]) if form.logprobs else Scored()
+                        yield event(form.chunk(index, text, new, choice.offset, first=first))
+                        choice.tokens, choice.offset = len(records), choice.offset + form.width(new.tokens)
         if failed := _failure(job):
             yield event(error(failed, "server_error", 500))
         written = 0
         for i, rollout in enumerate(job.rollouts if job.error is None else ()):
             for j, completion in enumerate(rollout.completions() if rollout.error is None else ()):
                 index, written = i * n + j, written + len(completion.token_ids)
-                begin, tokens, offset = sent.get(index, (0, 0, 0))
-                new = Scored.of_completion(completion).since(tokens)
                 if completion.error:
                     yield event(error(completion.error, "server_error", 500))
-                yield event(form.last_chunk(index, begin, new, offset, completion, first=not begin))
+                yield event(form.last_chunk(index, choices[index], completion))
         if task.body.stream_options is not None and task.body.stream_options.include_usage:
             yield event({**form.head(".chunk"), "choices": [], "usage": usage(task.prompts, written)})
         yield "data: [DONE]\n\n"
