@@ -252,7 +252,7 @@ def usage(prompts: Sequence[Sequence[int]], written: int) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
-def error(message: str, kind: str, code: int) -> dict[str, Any]:
+def error(message: str, kind: str, code: int | str) -> dict[str, Any]:
     """Format an error as OpenAI does."""
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
