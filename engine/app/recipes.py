@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from pydantic import ValidationError
+
 from ..errors import UserError
 from ..settings.algorithm import DemonstrationsConfig
 from ..settings.training import TrainerSection
@@ -110,6 +112,14 @@ def _about(text: str) -> dict[str, str]:
             label, said = found[1], said[found.end() :]
         about[label] = f"{about[label]} {said}" if label in about else said
     return about
+
+
+def needs(data: Mapping[str, Any], error: ValidationError) -> str:
+    """Return a sentence about what the recipe of a run leaves to it, if the run's tables lack a key; else ""."""
+    if not isinstance(recipe := data.get("recipe"), str) or all(e["type"] != "missing" for e in error.errors()):
+        return ""
+    about = read_recipe(recipe).about.get("needs")
+    return f" The recipe '{recipe}' needs {about}." if about else ""
 
 
 def combined(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -169,6 +169,14 @@ def test_a_stages_updates_are_shares_of_its_own_batch(tmp_path: Path) -> None:
     assert [config.trainer.updates_per_step for config in load_stages(path, flags)] == [5, 5, 3]
 
 
+def test_what_a_recipe_leaves_to_the_run_is_said_where_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"lacks `reward.parts.verifier`; add it. The recipe 'azr' needs .*name solved"):
+        load_config(write(tmp_path), ["--recipe=azr"])
+    with pytest.raises(UserError) as caught:
+        load_config(write(tmp_path), ["--recipe=azr", "--trainer.lr=-1", "--reward.parts=[]"])
+    assert "needs" not in str(caught.value)
+
+
 def test_updates_that_a_file_gives_are_not_changed(tmp_path: Path) -> None:
     flags = ["--recipe=dapo", "--trainer.prompts_per_step=4", "--trainer.updates_per_step=16"]
     with pytest.raises(UserError, match="set the first to 4 or less, or the second to 16 or more"):
