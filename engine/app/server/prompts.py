@@ -94,7 +94,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> Conversat
 class _Generation(jinja2.ext.Extension):
     """The tag of Transformers that marks what a model writes."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
+import dataclasses
 import functools
+import json
 import re
 import threading
 import time
@@ -18,11 +20,12 @@ import pytest
 import torch
 import uvicorn
 from starlette.testclient import TestClient
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Regex, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from rolltree.engine.app.cli import main
 from rolltree.engine.app.server import make_app
+from rolltree.engine.app.server.app import _EMPTY
 from rolltree.engine.app.server.form import Form, Scored
 from rolltree.engine.app.server.schema import CompletionBody
 from rolltree.engine.rollout import EngineConfig, NativeEngine, SamplingParams
@@ -182,6 +185,18 @@ def small(template: str = TEMPLATE) -> NativeEngine:
     tokenizer = letters()
     tokenizer.chat_template = template
     return NativeEngine(model("qwen3"), tokenizer, EngineConfig(page_size=4, kv_tokens=512))
+
+
+def test_a_stream_ends_with_an_error_where_the_tokenizer_changes_what_was_sent() -> None:
+    tokenizer = letters()
+    changes = [decoders.Fuse(), decoders.Replace(Regex("^.(?=.{5})"), "changed")]  # of texts of six characters and more
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(changes)
+    form = Form(tokenizer, "m", CompletionBody(prompt="x"), (), chat=False, logprobs=False)
+    for length, ending in ((5, '"text": ""'), (6, "The tokenizer changed text that was sent")):
+        choice, ids = form.streamed(), list(range(1, length + 1))
+        assert "".join(choice.add([token]) for token in ids) == text(ids)
+        completion = dataclasses.replace(_EMPTY, token_ids=np.array(ids, np.int32))
+        assert ending in json.dumps(form.last_chunk(0, choice, completion))
 
 
 @pytest.mark.parametrize("stream", [False, True])
