@@ -217,6 +217,14 @@ class Arguments:
             self.require(low > 0 and high < math.inf, f"{name} must be positive and finite, got {low}..{high}")
 
 
+def refuse_second_derivative(op: str) -> NoReturn:
+    """Raise the RuntimeError of an op that can be differentiated once."""
+    raise RuntimeError(
+        f"{op} has no second derivative; call backward without create_graph, or compute the loss in plain PyTorch "
+        "(a model without patch_model)."
+    )
+
+
 def _readable(t: Tensor) -> bool:
     """Return whether values can be read without waiting for a device or breaking a compiled graph."""
     return t.device.type == "cpu" and not torch.compiler.is_compiling()

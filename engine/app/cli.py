@@ -159,8 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     serve = command("serve", _serve, "Serve a model on this machine with an OpenAI-compatible API.")
     serve.add_argument("model", metavar="MODEL", help="Hugging Face directory")
     serve.add_argument("--name", help="what clients call the model (default: the directory's name)")
-    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--host", default="127.0.0.1", help="address; one that is not loopback needs a key")
     serve.add_argument("--port", type=_integer(0, 65535), default=8000)
+    serve.add_argument(
+        "--api_key", metavar="KEY", help="what clients must send (default: the environment's ROLLTREE_API_KEY)"
+    )
     serve.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     serve.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     serve.add_argument(
@@ -315,6 +318,7 @@ def _serve(args: argparse.Namespace, _: list[str]) -> int:
         name=args.name,
         host=args.host,
         port=args.port,
+        api_key=args.api_key,
         dtype=args.dtype,
         device=args.device,
         kv_tokens=args.kv_tokens,

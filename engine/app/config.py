@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from ..errors import UserError
 from ..methods.papers import OWN_ADVANTAGE, OWN_SELECTION
 from ..settings import Section, TrainConfig
-from .recipes import combined, read_recipe
+from .recipes import combined, needs, read_recipe, with_updates
 
 OBJECT = re.compile(r"[^\n]+\.py:[A-Za-z_]\w*")
 """The form `file.py:object`."""
@@ -100,9 +100,9 @@ def read_tables(
 def checked(data: dict[str, Any], path: Path, given: dict[str, str]) -> TrainConfig:
     """Return the configuration of ``data``; raises as `load_config`."""
     try:
-        return _validate(data)
+        return _validate(with_updates(data))
     except ValidationError as error:
-        raise UserError(_sentence(error, path, given)) from None
+        raise UserError(_sentence(error, path, given) + needs(data, error)) from None
 
 
 def config_keys(section: type[BaseModel] | None = None, prefix: str = "") -> Iterator[ConfigKey]:

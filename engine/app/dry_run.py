@@ -38,7 +38,7 @@ from .assembly.learning import corrects, inert, objective
 from .assembly.policies import check_policies, check_same_tokens, of_policy, roles_of
 from .assembly.sampling import budget, check_backend, check_hints, group_callback, prompts_of, rollout_program
 from .assembly.workers import check_workers
-from .recipes import flat, read_recipe
+from .recipes import Updates, flat, read_recipe
 
 
 def plan_lines(config: TrainConfig) -> Iterator[str]:
@@ -175,7 +175,9 @@ def recipe_line(config: TrainConfig) -> str:
         given: Any = config.model_dump(mode="json")
         for part in key.split("."):
             given = (given or {}).get(part)
-        keys[_holds(given, value)].append(key)
+        held = _holds(given, value)
+        instead = f" ({given} instead of {value})" if isinstance(value, Updates) and not held else ""
+        keys[held].append(key + instead)
     changed = f"; changed: {', '.join(sorted(keys[False]))}" if keys[False] else ""
     return f"{config.recipe}: {', '.join(sorted(keys[True]))}{changed}"
 

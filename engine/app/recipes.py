@@ -9,6 +9,8 @@ A recipe is the file ``engine/recipes/NAME.toml``. Its first comment is its docu
 - ``inferred:`` (optional) what no source states;
 - ``needs:`` (optional) keys that the run's own file must give;
 - ``equal:`` (optional) another recipe that behaves alike, and why.
+
+A number of updates a step is a share of the batch (`Updates`), so that every recipe fits a run of a few prompts.
 """
 
 from __future__ import annotations
@@ -21,11 +23,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from pydantic import ValidationError
+
 from ..errors import UserError
+from ..settings.algorithm import DemonstrationsConfig
+from ..settings.training import TrainerSection
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 LABEL = re.compile(r"(papers|formula|differs|source|inferred|needs|equal): ")
 PAPER = re.compile(r"(?P<name>.+?)(?: (?P<number>\d{4}\.\d{4,5}))?")
+
+
+class Updates(int):
+    """A recipe's `trainer.updates_per_step`, K: papers mean mini-batches of a K-th of the batch, whatever its size, so
+    a batch of fewer than K prompts has an update for each prompt."""
+
+    def of(self, prompts: int) -> int:
+        return min(int(self), prompts)
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,10 @@ def read_recipe(name: str) -> Recipe:
             f"There is no recipe '{name[:100]}'; {which or 'choose another'} (`rolltree methods` lists all)."
         )
     text = (FOLDER / f"{name}.toml").read_text(encoding="utf-8")
-    return Recipe(name, tomllib.loads(text), _about(text))
+    keys = tomllib.loads(text)
+    if "updates_per_step" in keys.get("trainer", {}):
+        keys["trainer"]["updates_per_step"] = Updates(keys["trainer"]["updates_per_step"])
+    return Recipe(name, keys, _about(text))
 
 
 def _about(text: str) -> dict[str, str]:
@@ -95,6 +112,14 @@ def _about(text: str) -> dict[str, str]:
             label, said = found[1], said[found.end() :]
         about[label] = f"{about[label]} {said}" if label in about else said
     return about
+
+
+def needs(data: Mapping[str, Any], error: ValidationError) -> str:
+    """Return a sentence about what the recipe of a run leaves to it, if the run's tables lack a key; else ""."""
+    if not isinstance(recipe := data.get("recipe"), str) or all(e["type"] != "missing" for e in error.errors()):
+        return ""
+    about = read_recipe(recipe).about.get("needs")
+    return f" The recipe '{recipe}' needs {about}." if about else ""
 
 
 def combined(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,6 +144,21 @@ def combined(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
             if options in given:
                 result[options] = given[options]
     return result
+
+
+def with_updates(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the tables of a run with the number of updates that its batch allows, if they have the recipe's own."""
+    trainer = data.get("trainer")
+    if not isinstance(trainer, Mapping) or not isinstance(updates := trainer.get("updates_per_step"), Updates):
+        return data
+    given = data.get("demonstrations", [])
+    tables = [table for table in (given if isinstance(given, list) else [given]) if isinstance(table, Mapping)]
+    default = DemonstrationsConfig.model_fields["per_step"].default
+    prompts = trainer.get("prompts_per_step", TrainerSection.model_fields["prompts_per_step"].default)
+    sizes = [prompts, *(table.get("per_step", default) for table in tables)]
+    if not all(isinstance(size, int) for size in sizes) or (most := max(sizes[0], sum(sizes[1:]))) < 1:
+        return data  # a mistake, which the check of the configuration names
+    return data | {"trainer": {**trainer, "updates_per_step": updates.of(most)}}
 
 
 def _parts(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

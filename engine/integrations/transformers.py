@@ -31,8 +31,9 @@ def patch_model(model: PreTrainedModel, *, layers: bool = True) -> PreTrainedMod
     While ``model.training``, a call with ``labels`` returns the loss of Transformers and ``logits=None``. The loss is
     the mean over the labels other than ``ignore_index``, or their sum divided by ``num_items_in_batch``, plus the load
     balancing loss of experts if the call or the config asks for it; without any label it is 0 and not NaN. Rows without
-    a label are not multiplied, and the gradients of the head are computed in the same pass. Every other call, including
-    generation and evaluation, is unchanged.
+    a label are not multiplied, and the gradients of the head are computed in the same pass; they have no second
+    derivative, so a backward with ``create_graph`` raises a RuntimeError. Every other call, including generation and
+    evaluation, is unchanged.
 
     Works with Transformers' Trainer, accelerate, DDP, gradient checkpointing and peft; patch before they wrap the
     model. A second call changes nothing.
@@ -78,7 +79,7 @@ def _fused(forward: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         del given["self"]
-        if not self.training or (given.get("labels") is None and given.get("shift_labels") is None):
+        if not self.training or given.get("labels") is None:  # as in Transformers, shift_labels alone ask for no loss
             return forward(self, *args, **kwargs)
         of_the_loss = {name: given.pop(name) for name in OF_THE_LOSS if name in given}
         if of_the_loss.get("logits_to_keep") not in (None, 0):

@@ -352,7 +352,7 @@ def log_ratio(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
         gain = (tree.teacher_logprob.astype(np.float64) - tree.ref_logprob)[tree.path_tokens]
         counted = tree.loss_mask[tree.path_tokens]
         if np.isnan(gain[counted]).any():
-            raise UserError("algorithm.advantage = 'log_ratio' needs [roles.teacher] and [roles.reference].")
+            raise UserError("algorithm.advantage = 'log_ratio' needs [roles.teacher] and [roles.reference]; add both.")
         cuts, returns = np.cumsum(tree.response_length)[:-1], []
         for mine, values in zip(np.split(counted, cuts), np.split(np.where(counted, gain, 0.0), cuts), strict=True):
             total, own = 0.0, np.zeros(len(values))

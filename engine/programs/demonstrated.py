@@ -37,7 +37,7 @@ class DemoPrefix(RolloutProgram):
 
     def start(self, group: GroupState) -> int:
         if self.members >= group.width:
-            raise ValueError(f"demo_prefix with {self.members} members needs n > {self.members}, got {group.width}.")
+            raise ValueError(f"demo_prefix with {self.members} members needs n above that; set rollout.n or members.")
         if self.tokenizer is None or not isinstance(self.context, Mapping) or self.column not in self.context:
             raise ValueError(
                 f"demo_prefix needs a tokenizer, and problems with a column '{self.column}'; name it in `column`."
@@ -93,7 +93,7 @@ class Foresee(RolloutProgram):
         if self.tokenizer is None:
             raise ValueError("foresee puts a text into responses, so the engine needs a tokenizer.")
         if self.members >= group.width:
-            raise ValueError(f"foresee with {self.members} members needs n > {self.members}, got {group.width}.")
+            raise ValueError(f"foresee with {self.members} members needs n above that; set rollout.n or members.")
         self._waiting: set[BranchId] = set()
         self._shares: list[float] = []
         self._lengths: list[float] = []

@@ -31,7 +31,7 @@ class EPTree(RolloutProgram):
     def start(self, group: GroupState) -> int:
         leaves = self.chains * (1 + self.forks * self.rounds * self.continuations)
         if group.width != leaves:
-            raise ValueError(f"eptree with these options makes {leaves} leaves; set n to that.")
+            raise ValueError(f"eptree with these options makes {leaves} leaves; set rollout.n to that.")
         self._round = 0
         self._tokens: dict[int, list[tuple[float, BranchId, int]]] = {}  # chain -> log-prob, leaf, response length
         return self.chains

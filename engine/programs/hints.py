@@ -42,7 +42,9 @@ class HintLadder(RolloutProgram):
         if self.judge is None:
             raise ValueError("hints needs a judge, or a run whose verifier judges.")
         if self.tokenizer is None or not isinstance(self.context, Mapping) or "solution" not in self.context:
-            raise ValueError("hints needs a tokenizer, and contexts that are mappings with a 'solution'.")
+            raise ValueError(
+                "hints needs a tokenizer, and contexts that are mappings with a 'solution'; add the column to the data."
+            )
         self._rung, self._missing, self._solved = 0, group.width, False
         self._leaves: list[BranchId] = []
         return group.width

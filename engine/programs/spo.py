@@ -36,7 +36,7 @@ class SPOTree(RolloutProgram):
         leaves = math.prod(self.branch_factors)
         if group.width != leaves:
             raise ValueError(
-                f"spo_tree with branch_factors {self.branch_factors} makes {leaves} leaves; set n to that."
+                f"spo_tree with branch_factors {self.branch_factors} makes {leaves} leaves; set rollout.n to that."
             )
         return self.branch_factors[0]
 

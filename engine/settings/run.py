@@ -257,10 +257,11 @@ class TrainConfig(Section):
                 f"makes {updates}; raise `trainer.steps`, or lower one of them"
             )
         given = sum(table.per_step for table in self.demonstrations)
-        if trainer.updates_per_step > max(trainer.prompts_per_step, given):
+        if trainer.updates_per_step > (most := max(trainer.prompts_per_step, given)):
             raise ValueError(
                 f"`trainer.updates_per_step` = {trainer.updates_per_step} needs at least as many prompts, and "
-                f"`trainer.prompts_per_step` is {trainer.prompts_per_step}"
+                f"`trainer.prompts_per_step` is {trainer.prompts_per_step}; set the first to {most} or less, or the "
+                f"second to {trainer.updates_per_step} or more"
             )
         if self.replay is not None and not 0 < self.replayed < trainer.prompts_per_step:
             raise ValueError(

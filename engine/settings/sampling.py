@@ -165,7 +165,7 @@ class DataConfig(Section):
         if self.curriculum in OF_ROWS and self.tasks:
             raise ValueError(
                 f"`data.curriculum` = '{self.curriculum}' needs `data.path`: the problems of `data.tasks` come once, "
-                "before anything is known of them"
+                "before anything is known of them; give a file instead of them"
             )
         return self
 

@@ -21,8 +21,8 @@ class TrainerSection(Section):
     prompts_per_step: NonNegativeInt = 32
     """Prompts (trees) in the batch of a step; 0: nothing is sampled, the run trains on `demonstrations` alone."""
     updates_per_step: PositiveInt = 1
-    """Updates (optimiser steps) of one pass over a step's batch, which divide it evenly. From the second update of a
-    step on, `algorithm.old_logprob` applies."""
+    """Updates (optimiser steps) of one pass over a step's batch, on shares of it that differ by at most one prompt;
+    those of a recipe are at most one a prompt. From the second update of a step on, `algorithm.old_logprob` applies."""
     epochs: PositiveInt = 1
     """Passes over the batch of each step, demonstrations included, with the same division into updates each time."""
     lr: PositiveFloat = TrainerConfig.lr

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
+from ..checks import refuse_second_derivative
 from . import reference
 
 OPS = ("rms_norm", "rms_norm_backward", "rotate", "silu_mul", "silu_mul_backward")
@@ -94,6 +95,7 @@ def _rms_norm_backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | N
 
 
 rms_norm_op.register_autograd(_rms_norm_backward, setup_context=_setup_rms_norm)
+rms_norm_backward_op.register_autograd(lambda *_: refuse_second_derivative("rms_norm"))
 
 
 # ---- rotary embedding
@@ -203,3 +205,4 @@ def _silu_mul_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
 
 
 silu_mul_op.register_autograd(_silu_mul_backward, setup_context=_setup_silu_mul)
+silu_mul_backward_op.register_autograd(lambda *_: refuse_second_derivative("silu_mul"))

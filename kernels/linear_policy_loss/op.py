@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import Arguments
+from ..checks import Arguments, refuse_second_derivative
 from ..linear_logprob.head import Head, HeadGradient, HeadLora
 from ..linear_logprob.op import backend_of, check_values, row_kernels
 from ..linear_logprob.targets import Targets
@@ -147,7 +147,13 @@ def _take_gradients(ctx: Any) -> list[Any]:
     return gradients
 
 
+def _check_first_derivative() -> None:
+    if torch.is_grad_enabled():  # create_graph: autograd would take the gradients for constants
+        refuse_second_derivative("linear_policy_loss")
+
+
 def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    _check_first_derivative()
     if grad is None:
         return *(None,) * 5, *ctx.constants
     gradients = _take_gradients(ctx)
@@ -187,6 +193,7 @@ class AccumulatedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        _check_first_derivative()
         none = (None,) * (len(ctx.needs_input_grad) - 5)
         if grad is None:
             return *(None,) * 5, *none

@@ -256,7 +256,7 @@ def test_a_second_derivative_is_refused(name: str) -> None:
     given, upstream = inputs(op, op.shapes[1])
     leaves = [t.requires_grad_() for t in given]
     grads = torch.autograd.grad(op.run(*leaves), leaves, upstream, create_graph=True)
-    with pytest.raises(RuntimeError, match=f"rolltree.{name}_backward.* no autograd formula"):
+    with pytest.raises(RuntimeError, match=f"{name} has no second derivative; call backward"):
         grads[0].sum().backward()
 
 

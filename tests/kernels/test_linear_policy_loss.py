@@ -367,6 +367,16 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_a_second_derivative_is_refused(in_forward: bool) -> None:
+    given, fields = batch()
+    leaves = [given[name].requires_grad_() for name in ("hidden", "weight")]
+    into = {"weight_grad": torch.zeros_like(given["weight"]), "in_forward": True} if in_forward else {}
+    loss = fused(fields, Objective.preset("dapo"), 7.0, **given, **into).loss
+    with pytest.raises(RuntimeError, match="linear_policy_loss has no second derivative"):
+        torch.autograd.grad(loss, leaves[0], create_graph=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_accumulator_takes_the_weight_gradient_in_fp32(dtype: torch.dtype) -> None:
     given, fields = batch(dtype=dtype)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,9 +29,11 @@ from ...data.segment import LeafStatus
 from ...rollout import Completion, RolloutEngine, SamplingParams
 from .form import Form, Scored, error, event, usage
 from .grammar import Grammars
+from .keys import KeyGate
 from .prompts import Offered, answer_schema, chat_prompt, completion_prompts, forced_tool, offered_tools
 from .rollouts import EngineFailedError, Job, Rollouts
 from .schema import ChatBody, CompletionBody, Sampling
+from .streamed import Streamed
 
 Body = TypeVar("Body", bound=Sampling)
 T = TypeVar("T")
@@ -42,19 +45,21 @@ LOOK_S = 0.5  # between checks whether a client is still connected
 
 
 class RefusedError(Exception):
-    """A request that cannot be served; the message is one sentence, ``code`` the HTTP status."""
+    """A request that cannot be served; the message is one sentence, ``code`` OpenAI's name of the mistake, if any."""
 
-    def __init__(self, message: str, code: int = 400) -> None:
+    def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
+        self.status = status
         self.code = code
 
 
-def make_app(engine: RolloutEngine, name: str, *, stalled_after_s: float = 60.0) -> FastAPI:
+def make_app(engine: RolloutEngine, name: str, *, api_key: str | None = None, stalled_after_s: float = 60.0) -> FastAPI:
     """Make the server of ``engine``.
 
     Args:
         engine: the engine; from then on only the server may step it.
         name: name of the model for clients.
+        api_key: key that clients must send (`KeyGate`); None: they need none.
         stalled_after_s: ``/health`` answers 503 if a step takes longer, in seconds.
 
     Raises:
@@ -69,6 +74,8 @@ def make_app(engine: RolloutEngine, name: str, *, stalled_after_s: float = 60.0)
         service.rollouts.stop()
 
     app = FastAPI(title="rolltree", lifespan=lifespan)
+    if api_key is not None:
+        app.add_middleware(KeyGate, key=api_key)
     app.add_exception_handler(RefusedError, _refuse)
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(ClientDisconnect, _nobody)
@@ -87,8 +94,7 @@ def make_app(engine: RolloutEngine, name: str, *, stalled_after_s: float = 60.0)
 
     @app.get("/v1/models/{model:path}")  # a name may have slashes, as on the Hub
     async def model(model: str) -> dict[str, Any]:
-        if model != name:
-            raise RefusedError(f"There is no model '{model}' here; this is '{name}'.", 404)
+        service.check_model(model)
         return card
 
     @app.post("/v1/completions")
@@ -116,6 +122,12 @@ class Task:
     n: int
     """Number of choices returned for each prompt: the likeliest of ``params.n``."""
     echo: bool = False
+    ignored: Sequence[str] = ()
+    """Fields of the body that this model's template does not know."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-rolltree-ignored": ", ".join(self.ignored)} if self.ignored else {}
 
 
 class Service:
@@ -138,6 +150,11 @@ class Service:
         except ValueError as wrong:
             raise RefusedError(str(wrong)) from wrong
 
+    def check_model(self, model: str) -> None:
+        """Refuse a request for another model, as OpenAI does."""
+        if model != self.name:
+            raise RefusedError(f"There is no model '{model}' here; this is '{self.name}'.", 404, "model_not_found")
+
     # -- bodies; a ValueError names the mistake in the request --------------------------------------------------------
 
     def completion(self, raw: bytes) -> Task:
@@ -157,7 +174,7 @@ class Service:
         body = self._body(ChatBody, raw)
         if body.top_logprobs and not body.logprobs:
             raise ValueError("`top_logprobs` needs `logprobs` to be true.")
-        prompt = chat_prompt(self.tokenizer, body)
+        prompt, ignored = chat_prompt(self.tokenizer, body)
         room = self.engine.room(len(prompt))
         most = body.max_completion_tokens or body.max_tokens or max(MOST_TOKENS if room is None else room, 1)
         top = (body.top_logprobs or 0) if body.logprobs else None
@@ -165,7 +182,8 @@ class Service:
         if body.best_of not in (None, n):
             raise ValueError(f"`best_of` is {body.best_of}, but a chat gives all {n} of its `n` choices; leave it out.")
         seen = offered_tools(self.tokenizer, body)
-        return self._task(body, [prompt], top, n, n, most, chat=True, tool=forced_tool(body), tools=seen)
+        task = self._task(body, [prompt], top, n, n, most, chat=True, tool=forced_tool(body), tools=seen)
+        return replace(task, ignored=ignored)
 
     def _body(self, kind: type[Body], raw: bytes) -> Body:
         try:
@@ -174,8 +192,7 @@ class Service:
             first = wrong.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"] if "[" not in str(part) and part not in ("str", "int"))
             raise ValueError(f"`{where}`: {first['msg']}." if where else f"{first['msg']}.") from None
-        if body.model not in (None, self.name):
-            raise ValueError(f"There is no model '{body.model}' here; this is '{self.name}'.")
+        self.check_model(self.name if body.model is None else body.model)
         if body.stream_options is not None and not body.stream:
             raise ValueError("`stream_options` needs `stream` to be true.")
         return body
@@ -231,7 +248,7 @@ class Service:
             nothing = [Scored() for _ in task.prompts]
             return JSONResponse(self._whole(task, [[_EMPTY] * task.n for _ in nothing], scored))
         if task.body.stream:
-            return Events(self._events(job, task), partial(self.rollouts.finished, job))
+            return Events(self._events(job, task), partial(self.rollouts.finished, job), task.headers)
         try:
             while not job.done:
                 try:
@@ -246,7 +263,7 @@ class Service:
         choices = [rollout.completions() for rollout in job.rollouts]
         if failing := next((c.error for some in choices for c in some if c.error), None):
             return JSONResponse(error(failing, "server_error", 500), 500)
-        return JSONResponse(self._whole(task, choices, scored))
+        return JSONResponse(self._whole(task, choices, scored), headers=task.headers)
 
     async def _submit(self, task: Task) -> Job | None:
         if task.params is None:
@@ -268,30 +285,27 @@ class Service:
     async def _events(self, job: Job, task: Task) -> AsyncIterator[str]:
         """Yield server-sent events, each with the text that has become final and the tokens since the previous one."""
         form, n = task.form, task.n
-        sent: dict[int, tuple[int, int, int]] = {}  # choice -> characters, tokens, characters of those tokens
+        choices: dict[int, Streamed] = defaultdict(form.streamed)
         while not job.done:
             await job.changed.wait()
             job.changed.clear()
             for i, branches in enumerate(job.progress):
                 for branch, records in branches.items() if form.tool is None else ():
                     index = i * n + branch[0]
-                    begin, tokens, offset = sent.get(index, (0, 0, 0))
-                    text = form.certain(records["token"].tolist())
-                    if len(text) > begin:
-                        new = Scored.of_records(records[tokens:]) if form.logprobs else Scored()
-                        yield event(form.chunk(index, text[begin:], new, offset, first=not begin))
-                        sent[index] = len(text), len(records), offset + form.width(new.tokens)
+                    choice, first = choices[index], not choices[index].begun
+                    if text := choice.add(records["token"][choice.seen :].tolist()):
+                        new = Scored.of_records(records[choice.tokens :]) if form.logprobs else Scored()
+                        yield event(form.chunk(index, text, new, choice.offset, first=first))
+                        choice.tokens, choice.offset = len(records), choice.offset + form.width(new.tokens)
         if failed := _failure(job):
             yield event(error(failed, "server_error", 500))
         written = 0
         for i, rollout in enumerate(job.rollouts if job.error is None else ()):
             for j, completion in enumerate(rollout.completions() if rollout.error is None else ()):
                 index, written = i * n + j, written + len(completion.token_ids)
-                begin, tokens, offset = sent.get(index, (0, 0, 0))
-                new = Scored.of_completion(completion).since(tokens)
                 if completion.error:
                     yield event(error(completion.error, "server_error", 500))
-                yield event(form.last_chunk(index, begin, new, offset, completion, first=not begin))
+                yield event(form.last_chunk(index, choices[index], completion))
         if task.body.stream_options is not None and task.body.stream_options.include_usage:
             yield event({**form.head(".chunk"), "choices": [], "usage": usage(task.prompts, written)})
         yield "data: [DONE]\n\n"
@@ -300,8 +314,8 @@ class Service:
 class Events(StreamingResponse):
     """A stream that calls ``ended`` when it is over, even if it never started."""
 
-    def __init__(self, content: AsyncIterator[str], ended: Callable[[], None]) -> None:
-        super().__init__(content, media_type="text/event-stream")
+    def __init__(self, content: AsyncIterator[str], ended: Callable[[], None], headers: dict[str, str]) -> None:
+        super().__init__(content, headers=headers, media_type="text/event-stream")
         self._ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -355,8 +369,8 @@ async def _refuse(http: Request, wrong: Exception) -> JSONResponse:
         return JSONResponse(
             error(message, "invalid_request_error", wrong.status_code), wrong.status_code, wrong.headers
         )
-    code = wrong.code if isinstance(wrong, RefusedError) else 400
-    return JSONResponse(error(str(wrong), "invalid_request_error", code), code)
+    assert isinstance(wrong, RefusedError)
+    return JSONResponse(error(str(wrong), "invalid_request_error", wrong.code or wrong.status), wrong.status)
 
 
 async def _nobody(_: Request, __: Exception) -> Response:

@@ -17,11 +17,13 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from ...data.tree import LeafStatus
-from ...programs.chat.tool_calls import before_calls, written
+from ...programs.chat.tool_calls import written
 from ...rollout import Completion
 from ...rollout.records import top_logprobs
+from .detokenize import Detokenizer
 from .prompts import Offered
 from .schema import Sampling
+from .streamed import Streamed
 
 Array = npt.NDArray[Any]
 REASONS = {LeafStatus.STOP: "stop", LeafStatus.LENGTH: "length"}
@@ -102,19 +104,9 @@ class Form:
         """Return the answer's text, without the stop text that ended it, as the API requires."""
         return self._cut(self.decode(completion.token_ids.tolist()))
 
-    def certain(self, ids: list[int]) -> str:
-        """Return the beginning of the text that further tokens cannot change."""
-        text = self.decode(ids)
-        whole = self._cut(text)
-        if len(whole) == len(text):
-            whole = self._unstopped(text)
-        return before_calls(whole, self._tools.form) if self._tools else whole
-
-    def _unstopped(self, text: str) -> str:
-        held = max((len(stop) for stop in self._stop), default=1) - 1
-        while text.endswith("\ufffd"):
-            text = text[:-1]
-        return text[: len(text) - held] if held else text
+    def streamed(self) -> Streamed:
+        """Return the state of a stream of one choice, which has sent nothing."""
+        return Streamed(Detokenizer(self._tokenizer), self._stop, self._tools.form if self._tools else None)
 
     def choice(
         self, index: int, completion: Completion, echoed: str = "", before: Scored | None = None
@@ -143,15 +135,17 @@ class Form:
         """
         return self._chunk(index, text, [], scored, offset, {"finish_reason": None, "logprobs": None}, first=first)
 
-    def last_chunk(
-        self, index: int, sent: int, scored: Scored, offset: int, completion: Completion, *, first: bool
-    ) -> dict[str, Any]:
-        """Format the end of a choice, after ``sent`` characters of its text."""
+    def last_chunk(self, index: int, choice: Streamed, completion: Completion) -> dict[str, Any]:
+        """Format the end of a choice, or an error where its text is not what was sent of it."""
         content, calls = self._message(self.text(completion), completion)
+        if not content.startswith(choice.sent):
+            return error("The tokenizer changed text that was sent; ask again without `stream`.", "server_error", 500)
+        new = Scored.of_completion(completion).since(choice.tokens)
         end: dict[str, Any] = {"finish_reason": self._reason(completion, calls), "logprobs": None}
         if self.body.return_token_ids:
             end["token_ids"] = completion.token_ids.tolist()
-        return self._chunk(index, content[sent:], calls, scored, offset, end, first=first)
+        text = content[len(choice.sent) :]
+        return self._chunk(index, text, calls, new, choice.offset, end, first=not choice.begun)
 
     def _chunk(
         self,
@@ -258,7 +252,7 @@ def usage(prompts: Sequence[Sequence[int]], written: int) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
-def error(message: str, kind: str, code: int) -> dict[str, Any]:
+def error(message: str, kind: str, code: int | str) -> dict[str, Any]:
     """Format an error as OpenAI does."""
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 

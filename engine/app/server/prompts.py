@@ -9,15 +9,21 @@ import contextlib
 import copy
 import inspect
 import json
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 from transformers import PreTrainedTokenizerBase
 
 from ...programs.chat.messages import find_format
 from ...programs.chat.tool_formats import ToolFormat
 from .schema import ChatBody, CompletionBody, JsonObjectFormat, JsonSchemaFormat, NamedTool, Sampling, TextFormat
 
+HINTS = ("reasoning_effort", "verbosity")
+"""Fields of a chat that are variables of some chat templates."""
 MOST_RESPONSES = 4096  # largest number of responses to one HTTP request
 
 
@@ -37,7 +43,13 @@ def completion_prompts(tokenizer: PreTrainedTokenizerBase, body: CompletionBody)
     return [tokenizer(text)["input_ids"] if isinstance(text, str) else text for text in given]
 
 
-def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]:
+class Conversation(NamedTuple):
+    ids: list[int]
+    ignored: list[str]
+    """Those of `HINTS` that the body gives and the template does not know."""
+
+
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> Conversation:
     """Return the token ids of the conversation, written with the model's chat template.
 
     Raises:
@@ -51,16 +63,22 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]
         if "tool_calls" in plain:
             plain["tool_calls"] = _with_objects(plain["tool_calls"])
         messages.append(plain)
-    shown = None if body.tool_choice == "none" else body.tools
-    options = body.chat_template_kwargs or {}
+    offered = None if body.tool_choice == "none" else body.tools
+    shown = None if offered is None else [tool.model_dump(exclude_none=True) for tool in offered]
+    options = dict(body.chat_template_kwargs or {})
     # the method's own parameters are refused: they would let a client supply a template
     taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages", "self"}
     if refused := next((name for name in options if name in taken), None):
         raise ValueError(f"`chat_template_kwargs.{refused}` is not a variable of the template; leave it out.")
+    hints = {name: value for name in HINTS if (value := getattr(body, name)) is not None}
+    if twice := next((name for name in hints if name in options), None):
+        raise ValueError(f"`{twice}` is in `chat_template_kwargs` too; give it once.")
     try:
+        known = _variables(tokenizer.get_chat_template(tools=shown)) if hints else frozenset()
+        options |= {name: value for name, value in hints.items() if name in known}
         ids = tokenizer.apply_chat_template(
             messages,
-            tools=None if shown is None else [tool.model_dump(exclude_none=True) for tool in shown],
+            tools=shown,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,
@@ -70,7 +88,24 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]
         raise ValueError(
             f"The model's chat template cannot write these messages: {' '.join(str(error).split())}"
         ) from error
-    return cast("list[int]", ids)
+    return Conversation(cast("list[int]", ids), [name for name in hints if name not in known])
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tag of Transformers that marks what a model writes."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(16)
+def _variables(template: str) -> frozenset[str]:
+    """Return the names that a template reads."""
+    tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _Generation]).parse(template)
+    return frozenset(name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "load")
 
 
 def _with_objects(calls: Any) -> Any:

@@ -230,6 +230,8 @@ class ChatBody(Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[Name, str | int | float | bool | None] | None = None
+    reasoning_effort: Text | None = None  # a variable of the chat template, as is the next
+    verbosity: Text | None = None
     best_of: Count | None = None
 
     # options of OpenAI and vLLM that this server does not have
@@ -241,8 +243,6 @@ class ChatBody(Sampling):
     chat_template: Annotated[Any, only()] = None
     mm_processor_kwargs: Annotated[Any, only({})] = None
     include_reasoning: Annotated[Any, only(True)] = None
-    reasoning_effort: Annotated[Any, only()] = None
     modalities: Annotated[Any, only(["text"])] = None
-    verbosity: Annotated[Any, only("medium")] = None
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none")] = None

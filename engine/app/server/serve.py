@@ -16,6 +16,7 @@ from ...errors import UserError
 from ...model.loading import choose_device, load_model, load_tokenizer
 from ...rollout import EngineConfig, NativeEngine
 from .app import make_app
+from .keys import VARIABLE, check_key
 
 GRACE_S = 2
 """Seconds after the signal until unfinished answers are cut off."""
@@ -43,7 +44,16 @@ class Server(uvicorn.Server):
 
 
 def serve(
-    path: str, *, name: str | None, host: str, port: int, dtype: str, device: str, kv_tokens: int, debug: bool
+    path: str,
+    *,
+    name: str | None,
+    host: str,
+    port: int,
+    api_key: str | None,
+    dtype: str,
+    device: str,
+    kv_tokens: int,
+    debug: bool,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -52,24 +62,28 @@ def serve(
         name: name of the model for clients; None: the directory's name.
         host: address to listen on.
         port: port to listen on; 0: any free one.
+        api_key: key that clients must send; None: `keys.VARIABLE` of the environment, or none if that is not set.
         dtype: number type of the model, such as "bfloat16".
         device: "auto", "cpu" or "cuda".
         kv_tokens: capacity of the KV cache, in tokens.
         debug: log all requests.
 
     Raises:
-        UserError: the model, its tokenizer, the sizes or the address cannot be used.
+        UserError: the model, its tokenizer, the sizes, the address or the key cannot be used, or the address is not a
+            loopback one and there is no key.
     """
     try:
         config = EngineConfig(kv_tokens=kv_tokens)
     except ValueError as error:
         raise UserError(str(error)) from error
+    api_key = os.environ.get(VARIABLE) if api_key is None else api_key
     listening = _listen(host, port)
+    check_key(api_key, listening)
     tokenizer = load_tokenizer(path)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes this of a directory without a tokenizer
         raise UserError(f"'{path}' has no tokenizer, which a server needs; save the tokenizer in the same directory.")
     model = load_model(path, dtype=getattr(torch, dtype), device=choose_device(device))
-    app = make_app(NativeEngine(model, tokenizer, config), name or Path(path).resolve().name)
+    app = make_app(NativeEngine(model, tokenizer, config), name or Path(path).resolve().name, api_key=api_key)
     level = "debug" if debug else "warning"
     settings = uvicorn.Config(app, log_level=level, timeout_graceful_shutdown=GRACE_S)
     address = f"[{host}]" if ":" in host else host

@@ -15,6 +15,7 @@ from rolltree.engine.app.cli import main
 from rolltree.engine.app.config import config_keys, resolved_toml, training_config
 from rolltree.engine.app.dry_run import recipe_line
 from rolltree.engine.app.recipes import combined, flat, read_recipe, recipe_names
+from rolltree.engine.app.stages import load_stages
 
 FILE = """
 name = "demo"
@@ -137,6 +138,49 @@ def test_combining_changes_neither_table():
     recipe, given = {"a": {"b": 1, "c": [1]}}, {"a": {"b": 2}}
     assert combined(recipe, given) == {"a": {"b": 2, "c": [1]}}
     assert (recipe, given) == ({"a": {"b": 1, "c": [1]}}, {"a": {"b": 2}})
+
+
+@pytest.mark.parametrize(
+    ("flags", "updates"),
+    [
+        ([], 16),
+        (["--trainer.prompts_per_step=16"], 16),
+        (["--trainer.prompts_per_step=4"], 4),
+        (["--trainer.prompts_per_step=1"], 1),
+        (["--trainer.prompts_per_step=4", "--trainer.updates_per_step=2"], 2),
+        (["--trainer.prompts_per_step=4", '--demonstrations=[{path="d.jsonl"}]'], 8),
+    ],
+)
+def test_a_recipes_updates_are_shares_of_the_batch(tmp_path: Path, flags: list[str], updates: int) -> None:
+    config = load_config(write(tmp_path), ["--recipe=dapo", *flags])
+    assert config.trainer.updates_per_step == updates
+    assert ("16)" in recipe_line(config)) == (updates < 16)
+    again = load_config(write(tmp_path, resolved_toml(config)))
+    assert again.trainer.updates_per_step == updates
+
+
+def test_a_stages_updates_are_shares_of_its_own_batch(tmp_path: Path) -> None:
+    stages = 'recipe = "lite_ppo"\n' + FILE.replace('recipe = "mine"', "")
+    stages += "[[stages]]\nname = 'a'\ntrainer = { prompts_per_step = 4 }\n[[stages]]\nname = 'b'\nrecipe = 'dapo'\n"
+    stages += "[[stages]]\nname = 'c'\ntrainer = { updates_per_step = 3 }\n"
+    path = write(tmp_path, stages)
+    assert [config.trainer.updates_per_step for config in load_stages(path)] == [4, 16, 3]
+    flags = ["--trainer.prompts_per_step=5"]
+    assert [config.trainer.updates_per_step for config in load_stages(path, flags)] == [5, 5, 3]
+
+
+def test_what_a_recipe_leaves_to_the_run_is_said_where_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"lacks `reward.parts.verifier`; add it. The recipe 'azr' needs .*name solved"):
+        load_config(write(tmp_path), ["--recipe=azr"])
+    with pytest.raises(UserError) as caught:
+        load_config(write(tmp_path), ["--recipe=azr", "--trainer.lr=-1", "--reward.parts=[]"])
+    assert "needs" not in str(caught.value)
+
+
+def test_updates_that_a_file_gives_are_not_changed(tmp_path: Path) -> None:
+    flags = ["--recipe=dapo", "--trainer.prompts_per_step=4", "--trainer.updates_per_step=16"]
+    with pytest.raises(UserError, match="set the first to 4 or less, or the second to 16 or more"):
+        load_config(write(tmp_path), flags)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,28 @@ def test_what_else_a_loss_may_be_given() -> None:
     torch.testing.assert_close(loss, out.loss)
 
 
+def test_shifted_labels_alone_ask_for_no_loss() -> None:
+    ours, theirs = pair("qwen3", layers=False)
+    batch = padded()
+    batch["shift_labels"] = batch.pop("labels").roll(-1, 1)
+    out, expected = ours(**batch), theirs(**batch)
+    assert out.loss is expected.loss is None
+    torch.testing.assert_close(out.logits, expected.logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layers", [True, False])
+def test_a_second_derivative_is_refused_in_a_sentence(layers: bool) -> None:
+    ours, _ = pair("qwen3", layers=layers)
+    batch = padded()
+    with pytest.raises(RuntimeError, match="linear_policy_loss has no second derivative; call backward without"):
+        ours(**batch).loss.backward(create_graph=True)
+    if layers and dispatch.load_library("cpu"):
+        weight = ours.model.layers[0].mlp.up_proj.weight
+        grad = torch.autograd.grad(ours(batch["input_ids"]).logits.sum(), weight, create_graph=True)[0]
+        with pytest.raises(RuntimeError, match=r"(rms_norm|silu_mul) has no second derivative"):
+            grad.sum().backward()
+
+
 def test_experts_are_balanced_as_before() -> None:
     ours, theirs = pair("qwen3-moe")
     out = check(ours, theirs, **padded(), output_router_logits=True)

@@ -92,7 +92,7 @@ def orchestrate(config: TrainConfig, resume: bool = False) -> tuple[Orchestrator
 
 MISTAKES = [
     (["--rollout.program=spo_tree", "--rollout.program_options={}"], "spo_tree"),
-    (["--rollout.program=eptree", "--rollout.program_options={}"], "leaves; set n to that"),
+    (["--rollout.program=eptree", "--rollout.program_options={}"], "leaves; set rollout.n to that"),
     (
         ["--rollout.program=treepo", "--rollout.program_options={segment_tokens='a'}"],
         "program = 'treepo' failed: TypeEr",

@@ -1,0 +1,59 @@
+"""The key that clients of a server must send, and who may do without one."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+import socket
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...errors import UserError
+from .form import error
+
+VARIABLE = "ROLLTREE_API_KEY"
+"""Environment variable with the key; unlike an argument, other users of the machine cannot read it."""
+OPEN = "/health"
+"""The only path that needs no key, because probes send none; it tells counts and the engine's state."""
+
+
+class KeyGate:
+    """Middleware that refuses requests without ``Authorization: Bearer KEY``, whatever their path but `OPEN`."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = b"Bearer " + key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or scope["path"] == OPEN or self._holds(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        message = "The key is missing or wrong; send the server's own as `Authorization: Bearer KEY`."
+        refusal = error(message, "invalid_request_error", "invalid_api_key")
+        await JSONResponse(refusal, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+
+    def _holds(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = scheme.capitalize() + " " + key.strip()
+        return hmac.compare_digest(given.encode(), self._expected)  # in a time that does not tell how much is right
+
+
+def check_key(key: str | None, listening: socket.socket) -> None:
+    """Check the key of a server that listens on a socket.
+
+    Raises:
+        UserError: clients cannot send the key, or there is none and other machines can reach the address.
+    """
+    if key is not None and not re.fullmatch(r"[!-~]+", key):
+        raise UserError(
+            f"The key of --api_key or {VARIABLE} is empty, or has blanks or characters outside ASCII; give one without."
+        )
+    address = listening.getsockname()[0]
+    if key is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        raise UserError(
+            f"Other machines can reach {address}, so clients must send a key; set {VARIABLE} or --api_key, or leave "
+            "out --host."
+        )
