@@ -25,7 +25,7 @@ from rolltree.engine.app.assembly.sampling import make_engine, prepare_model, ro
 from rolltree.engine.batches import distribute as distributing
 from rolltree.engine.data.segment import LeafStatus, Origin, Segment
 from rolltree.engine.data.tree import TokenTree
-from rolltree.engine.learn import learner as learning
+from rolltree.engine.learn import micro_batches
 from rolltree.engine.learn.learner import Learner
 from rolltree.engine.model import sharding
 from rolltree.engine.prompts.sources import PromptSource
@@ -211,10 +211,10 @@ def alone(toml: Path, trees: Sequence[list[Any]], case: Case, *options: str) -> 
         return learn(learner, trees, case)
 
     def as_ranks(trees: list[Any], *, max_tokens: int, **_: Any) -> list[Any]:
-        shares = distributing.distribute(trees, case.micro_batches_of, learner.cost, max_tokens=max_tokens)
+        shares = distributing.distribute(trees, case.micro_batches_of, learner.batches.cost, max_tokens=max_tokens)
         return [batch for batches in shares for batch in batches if batch.trees]
 
-    with mock.patch.object(learning, "pack", as_ranks):
+    with mock.patch.object(micro_batches, "pack", as_ranks):
         return learn(learner, trees, case)
 
 
@@ -329,7 +329,7 @@ MUTANTS: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
         [("rolltree.engine.app.assembly.learning", "shard", _sharded_with_means)],
     ),
     "the head's gradient averaged": ("sequences, a reference that moves, untied", [HEAD]),
-    "one share for all": ("tokens, two updates", [(learning, "distribute", _same_share)]),
+    "one share for all": ("tokens, two updates", [(micro_batches, "distribute", _same_share)]),
     "metrics not summed": ("tokens, two updates", [(Group, "added", lambda group, sums: dict(sums))]),
     "fillers count": ("critic, fewer trees than ranks", [(distributing, "_silent", lambda batch: batch)]),
     "fillers keep their selection": ("a mean of batches, chosen tokens", [(distributing, "_silent", _of_own)]),

@@ -24,8 +24,8 @@ from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.config import training_config
 from rolltree.engine.app.console import Console
 from rolltree.engine.learn.learner import Learner
+from rolltree.engine.loop.checkpoints import OPEN
 from rolltree.engine.loop.controller import Controller
-from rolltree.engine.loop.orchestrator import OPEN
 from rolltree.engine.prompts.archive import Archive
 from rolltree.engine.settings import TrainConfig
 from rolltree.engine.train import checkpoint

@@ -17,6 +17,7 @@ from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.loop.budget import Budget
+from rolltree.engine.loop.callback import CallbackRule
 from rolltree.engine.loop.replay_store import ReplayStore
 from rolltree.engine.model.roles import Role
 from rolltree.engine.prompts.archive import Archive
@@ -105,7 +106,7 @@ def test_at_staleness_0_a_callback_is_asked_in_rounds_all_the_same() -> None:
     def keeps(tree: TokenTree) -> None:
         asked.append(int(tree.token_id[0]))
 
-    made = controller(Uneven(), Budget(P), callback=keeps)
+    made = controller(Uneven(), Budget(P), rule=CallbackRule(keeps, "keeps"))
     with made.running(Odd()):
         batch = made.next_batch(ahead=lambda tree: scored.append(int(tree.token_id[0])))
     assert asked == [1, 2, 3, 4]

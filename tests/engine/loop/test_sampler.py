@@ -17,6 +17,7 @@ from rolltree.engine.errors import RunError
 from rolltree.engine.fleet.publication import Publication
 from rolltree.engine.loop.budget import Budget
 from rolltree.engine.loop.buffer import Buffer
+from rolltree.engine.loop.callback import CallbackRule
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.sampling import SamplingParts
 from rolltree.engine.programs import make_program
@@ -138,7 +139,7 @@ class Tensors:
         return {"w": torch.tensor(self.value)}
 
 
-def controller(sampler: Canned, budget: Budget, **options: Any) -> Controller:
+def controller(sampler: Canned, budget: Budget, rule: CallbackRule | None = None, **options: Any) -> Controller:
     checked: Sampler = sampler
     parts = SamplingParts(
         sampler=checked,
@@ -151,7 +152,7 @@ def controller(sampler: Canned, budget: Budget, **options: Any) -> Controller:
         **options,
     )
     silent: Any = Silent()
-    return Controller(parts, Buffer(budget), Publication(checked, silent.note), Stopwatch(), silent)
+    return Controller(parts, Buffer(budget), Publication(checked, silent.note), Stopwatch(), silent, rule)
 
 
 def test_batches_are_sampled_judged_and_handed_out_in_order() -> None:

@@ -23,7 +23,7 @@ from rolltree.engine.data.policies import in_role
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
-from rolltree.engine.loop.orchestrator import Orchestrator
+from rolltree.engine.loop.checkpoints import Checkpoints
 from rolltree.engine.programs import EnvironmentTurns, GenerateThenVerify, Observation, RolloutProgram
 from rolltree.engine.programs.chat.messages import added_ids, tool_schema
 from rolltree.engine.record.failures import kind, unsampled
@@ -324,15 +324,15 @@ def test_unfinished_conversations_survive_a_crash_or_are_counted(
     given = ["--trainer.steps=3", f"--output_dir={tmp_path}", "--loop.staleness=1", "--loop.overlap=false"]
     given += ["--checkpoint.every=1", f"--rollout.program_options={options}"]
     config = load_config(home / "tiny.toml", given)
-    save = Orchestrator._save
+    save = Checkpoints.save
 
-    def crashing(self: Orchestrator, row: dict[str, float]) -> None:
-        save(self, row)
-        if self.step == 1:
+    def crashing(self: Checkpoints, step: int, row: dict[str, float]) -> None:
+        save(self, step, row)
+        if step == 1:
             raise CrashError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Orchestrator, "_save", crashing)
+        patch.setattr(Checkpoints, "save", crashing)
         with pytest.raises(CrashError):
             build(config, console=Console()).run()
     saved = checkpoint.load_latest(config.run_dir / "checkpoints", training_config(config))
