@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Collection, Iterator
 from concurrent.futures import CancelledError, Future
@@ -53,7 +54,7 @@ class Made:
         self.loads: list[tuple[Future[int], int, Any, int | None]] = []
         self.runs: list[tuple[dict[int, Job], bool]] = []
         self.answers: dict[int, float | None] = {}
-        stage.made.append(self)
+        stage.add(self)
 
     def facts(self) -> Facts:
         return Facts(64, [0], 1)
@@ -138,13 +139,27 @@ class Stage(InThreads):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[Made] = []
+        self._places: dict[int, Made] = {}  # by the order in which engines were started, not made
+        self._starting = threading.local()
         self.now = 0.0
         self.workers: dict[int, Worker] = {}
 
     def start(self, role: Any, index: int, make: Any, *args: Any) -> Worker:
-        self.workers[index] = super().start(role, index, make, *args)
+        place = len(self._started)
+
+        def placed(*args: Any) -> Any:
+            self._starting.place = place
+            return make(*args)
+
+        self.workers[index] = super().start(role, index, placed, *args)
         return self.workers[index]
+
+    def add(self, made: Made) -> None:
+        self._places[self._starting.place] = made
+
+    @property
+    def made(self) -> list[Made]:
+        return [made for _, made in sorted(self._places.items())]
 
     def drain(self) -> None:
         """Let all calls that were asked be made."""
