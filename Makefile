@@ -58,13 +58,13 @@ attack: $(VENV)/.ready-dev
 # a tiny model mostly wait for each other.
 VLLM_TESTS ?= tests/engine/integrations/test_vllm.py tests/engine/integrations/test_vllm_run.py
 vllm: $(VENV)/.ready-dev $(VENV)-vllm/.ready
-	mkdir -p build/vllm/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/vllm/rolltree/
+	mkdir -p build/vllm/rolltree && ln -sfn "$(CURDIR)/engine" "$(CURDIR)/kernels" "$(CURDIR)/bench" build/vllm/rolltree/
 	PYTHONPATH=build/vllm OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
 		$(VENV)-vllm/bin/python -m pytest -m vllm $(VLLM_TESTS) $(ARGS)
 
 # The same in processes of Ray, one of which is killed: each takes a minute or two to start.
 vllm-scale: $(VENV)/.ready-dev $(VENV)-vllm/.ready build/ray/ray
-	mkdir -p build/vllm/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/vllm/rolltree/
+	mkdir -p build/vllm/rolltree && ln -sfn "$(CURDIR)/engine" "$(CURDIR)/kernels" "$(CURDIR)/bench" build/vllm/rolltree/
 	PYTHONPATH=build/vllm:build/ray OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
 		$(VENV)-vllm/bin/python -m pytest -m "vllm and slow" -s tests/engine/integrations/test_vllm_scale.py $(ARGS)
 
@@ -98,12 +98,12 @@ hopper-quick: build/hopper/.ready $(VENV)/.ready-dev
 trainers: $(VENV)/.ready-dev
 	test -d build/trainers || \
 		$(INSTALL) $(BIN)/python --no-deps --target build/trainers $(TRAINERS)
-	PYTHONPATH=build/trainers:$$PYTHONPATH $(BIN)/python -m pytest tests/engine/integrations/test_other_trainers.py $(ARGS)
+	PYTHONPATH="build/trainers:$$PYTHONPATH" $(BIN)/python -m pytest tests/engine/integrations/test_other_trainers.py $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	mkdir -p build/lint/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/lint/rolltree/
+	mkdir -p build/lint/rolltree && ln -sfn "$(CURDIR)/engine" "$(CURDIR)/kernels" "$(CURDIR)/bench" build/lint/rolltree/
 	MYPYPATH=build/lint $(BIN)/mypy -p rolltree.kernels -p rolltree.engine -p rolltree.bench
 
 # The verifier `math` on answer columns of files: FILES="gsm8k/test.jsonl:answer minerva_math/test.jsonl:solution".
@@ -121,8 +121,8 @@ bench-ops: $(VENV)/.ready-dev
 
 # Tests, figures and profiles of a GPU, with what its machine has: nothing is installed. bench/gpu.py says more.
 gpu:
-	mkdir -p build/path/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/path/rolltree/
-	PYTHONPATH=$(CURDIR)/build/path $(PYTHON) -m rolltree.bench.gpu $(ARGS)
+	mkdir -p build/path/rolltree && ln -sfn "$(CURDIR)/engine" "$(CURDIR)/kernels" "$(CURDIR)/bench" build/path/rolltree/
+	PYTHONPATH="$(CURDIR)/build/path" $(PYTHON) -m rolltree.bench.gpu $(ARGS)
 
 # For a machine without network: what training needs and it lacks. There: pip install --no-index --no-deps --target
 # build/path WHEELS/*.whl
