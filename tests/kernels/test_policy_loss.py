@@ -321,6 +321,7 @@ def check(backend: Backend, objective: Objective, token_loss: Callable[[dict[str
             torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.check(but=29)
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_presets(backend: Backend, name: str) -> None:
@@ -336,6 +337,7 @@ def test_aggregations(name: str, kind: Any) -> None:
     check("reference", Objective.preset(name, aggregation=kind), TOKEN_LOSS[name])
 
 
+@pytest.mark.check(but=25)
 @pytest.mark.parametrize("estimator", PENALTY)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["dapo", "gspo"])
@@ -376,6 +378,7 @@ def _outside(w: Tensor, low: float, cap: float) -> Tensor:
     return torch.where((w < low) | (w > cap), 0, w)
 
 
+@pytest.mark.check(but=25)
 @pytest.mark.parametrize("case", range(len(CORRECTED)))
 @pytest.mark.parametrize("name", ["ppo", "cispo", "gspo_token", "sft"])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -457,6 +460,7 @@ def test_without_old_logprob_the_ratio_is_one(name: str) -> None:
     torch.testing.assert_close(pair[0], pair[1])
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize(
     "name", thinned([n for n in PRESETS if n not in (*STOP_GRADIENT, *DIFFER_BY_CONSTANTS)], every(3))
 )
@@ -558,6 +562,7 @@ class Tree:
 ON_TREES = [name for name in PRESETS if name not in ("clip_cov", "kl_cov", "token_entropy_mask", "segment_ratio")]
 
 
+@pytest.mark.check(but=32)
 @pytest.mark.parametrize("name", ON_TREES)
 @pytest.mark.parametrize("seed", range(4))
 def test_tree_equals_expanded_leaves(seed: int, name: str) -> None:
@@ -646,6 +651,7 @@ def test_path_sums_and_their_adjoint() -> None:
 # What it promises beside the numbers ----------------------------------------------------------------------------------
 
 
+@pytest.mark.check(but=24)
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masked_targets_may_hold_anything(backend: Backend, name: str) -> None:
@@ -666,6 +672,7 @@ def test_masked_targets_may_hold_anything(backend: Backend, name: str) -> None:
         torch.testing.assert_close(other, results[0], rtol=0, atol=0)
 
 
+@pytest.mark.check(but=37)
 @pytest.mark.parametrize("normalizer", [0.0, 5.0])
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -719,6 +726,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.check(but=6)
 @pytest.mark.parametrize(("compiled", "name"), COMPILED)
 def test_compiled_equals_reference(compiled: Backend, name: str) -> None:
     """Loss, gradients and every metric, over several blocks."""
@@ -809,6 +817,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(api.policy_loss_op, (lp, h, *f.folded(gspo.aggregation).tensors(), gspo.encoded))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", ["dapo", "gspo"])
 def test_compile(name: str) -> None:
     b = batch(torch.float32)

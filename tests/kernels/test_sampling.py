@@ -263,6 +263,7 @@ def test_ties_go_to_the_lower_index(backend: str) -> None:
         assert backend == "triton" or found == kept, options
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     ("vocab", "dtype"),
     [(1, torch.float32), (3, torch.bfloat16), (1021, torch.float16), (1021, torch.bfloat16), (4099, torch.float32)],
@@ -288,6 +289,7 @@ def test_backends_agree(vocab: int, dtype: torch.dtype) -> None:
             torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.check
 def test_rows_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ties that are cut blocks apart, blocks that weigh nothing beside the best, blocks of forbidden tokens."""
     small_tiles(monkeypatch)
@@ -378,6 +380,7 @@ def hard_row(kind: str, generator: torch.Generator) -> Tensor:
     return row
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     ("dtype", "cases"),
     [
@@ -432,6 +435,7 @@ def flat_row(kind: str, generator: torch.Generator) -> Tensor:
     return row
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("dtype", "cases"),
     [

@@ -168,6 +168,7 @@ def test_a_model_is_found_by_its_name(client: openai.OpenAI) -> None:
         client.models.retrieve("other")
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize(
     ("positions", "kv_tokens", "page"), [(4096, 512, 4), (64, 512, 16), (4096, 100, 16), (96, 96, 16), (4096, 48, 1)]
 )

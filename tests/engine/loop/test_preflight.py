@@ -128,6 +128,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.check(but=4)
 @pytest.mark.parametrize(
     ("overrides", "says", "how"),
     thinned(
@@ -219,6 +220,7 @@ def test_what_is_no_leftover_is_kept(home: Path, tmp_path: Path, file: str) -> N
     assert (config.run_dir / file).read_text() == "mine"
 
 
+@pytest.mark.check
 def test_lost_metrics_are_told(home: Path, tmp_path: Path) -> None:
     orchestrate(configure(home, tmp_path))[0].run()
     config = configure(home, tmp_path, "--trainer.steps=2")

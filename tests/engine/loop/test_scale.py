@@ -83,6 +83,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> InThreads:
 # -- in threads -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 def test_one_engine_elsewhere_gives_the_bits_of_one_process(
     toml: Path, alone: Path, threads: InThreads, tmp_path: Path
 ) -> None:
@@ -90,6 +91,7 @@ def test_one_engine_elsewhere_gives_the_bits_of_one_process(
     assert_same_run(config.run_dir, alone)
 
 
+@pytest.mark.check
 def test_an_engine_that_is_sent_what_changed_gives_the_bits_of_one_process(
     toml: Path, threads: InThreads, tmp_path: Path
 ) -> None:
@@ -104,11 +106,13 @@ def test_an_engine_that_is_sent_what_changed_gives_the_bits_of_one_process(
     assert all(0 < share < 0.7 for share in shares[1:])
 
 
+@pytest.mark.check
 def test_two_engines_give_the_same_tokens(toml: Path, alone: Path, threads: InThreads, tmp_path: Path) -> None:
     config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, "--rollout.engines=2"])
     assert_close(config.run_dir, alone, WITHIN)
 
 
+@pytest.mark.check
 def test_an_engine_that_keeps_its_first_weights_is_found(
     toml: Path, alone: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +144,7 @@ class Slow(InThreads):
         return Late()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("waits", [True, False])
 def test_no_token_is_older_than_its_group(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
@@ -168,6 +173,7 @@ def test_no_token_is_older_than_its_group(
         assert max(row.get("policy/lag", 0) for row in rows(config.run_dir)) <= 1
 
 
+@pytest.mark.check
 def test_engines_that_end_in_the_middle_lose_no_group(toml: Path, tmp_path: Path, threads: InThreads) -> None:
     saboteurs = []
 
@@ -184,6 +190,7 @@ def test_engines_that_end_in_the_middle_lose_no_group(toml: Path, tmp_path: Path
     assert sum(row.get("group/restarted_lost", 0) for row in rows(config.run_dir)) >= 1
 
 
+@pytest.mark.check
 def test_reward_hosts_give_the_bits_of_one_process(
     toml: Path, alone: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +207,7 @@ def test_reward_hosts_give_the_bits_of_one_process(
         host.rewards.close()
 
 
+@pytest.mark.check
 def test_colocated_engines_sleep_during_updates_and_give_the_bits_of_one_process(
     toml: Path, alone: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_values_without_one_text_are_refused(answer: Any, says: str) -> None:
         reference_text(answer)
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize("verifier", ["math", "exact", "regex"])
 @pytest.mark.parametrize("answer", [72, 72.0, ["72"], {"style": "rule", "ground_truth": "72"}, Decimal("72.0"), "72"])
 def test_right_answers_to_references_that_are_no_text_are_paid(verifier: str, answer: Any) -> None:
@@ -123,6 +124,7 @@ def checked(verifier: str, answers: list[Any], **config: Any) -> str:
         return check_references(pool, settings, [(f"d/{row}", {"answer": a}) for row, a in enumerate(answers)])
 
 
+@pytest.mark.check(but=3)
 @pytest.mark.parametrize("verifier", ["math", "exact", "regex"])
 @pytest.mark.parametrize("answer", [None, math.nan, "", ["1", "2"], {"a": 1}])
 def test_a_run_with_a_missing_answer_does_not_start(verifier: str, answer: Any) -> None:
@@ -130,6 +132,7 @@ def test_a_run_with_a_missing_answer_does_not_start(verifier: str, answer: Any) 
         checked(verifier, ["1", "2", answer])
 
 
+@pytest.mark.check
 def test_answers_that_cannot_be_read_are_counted_and_stop_a_run_above_a_limit() -> None:
     many = ["1"] * 98 + ["\\frac{1}{2"] * 2
     note = checked("math", many)
