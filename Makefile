@@ -31,14 +31,19 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
-.PHONY: train test columns methods slow slow-scale attack vllm vllm-scale verl scale trainers hopper hopper-quick lint bench \
-	bench-ops gpu gpu-wheels equality models versions aot aot-write clean
+.PHONY: train test check columns methods slow slow-scale attack vllm vllm-scale verl scale trainers hopper \
+	hopper-quick lint bench bench-ops gpu gpu-wheels equality models versions aot aot-write clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
 
+# With the installation at most five minutes on two cores; every module has a test in it.
 test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# The rest of what CI runs: tests that take long, and most cases of large grids.
+check: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m check $(ARGS)
 
 # The campaigns that are too slow for every run: kills at random moments, long random traces.
 slow: $(VENV)/.ready-dev
