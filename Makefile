@@ -81,7 +81,7 @@ verl: $(VENV)/.ready-dev
 
 # Runs whose engines and verifiers are processes of Ray, which lies in a folder of its own; and 30 kills of one.
 scale: $(VENV)/.ready-dev build/ray/ray
-	PYTHONPATH=build/ray $(BIN)/python -m pytest -m ray tests/engine/loop/test_scale.py tests/engine/loop/test_kills.py \
+	PYTHONPATH=build/ray $(BIN)/python -m pytest -m ray tests/engine/loop/test_scale_ray.py tests/engine/loop/test_kills.py \
 		tests/engine/loop/test_simulated_runs.py $(ARGS)
 
 slow-scale: $(VENV)/.ready-dev build/ray/ray

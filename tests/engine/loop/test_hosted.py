@@ -1,5 +1,5 @@
 """Reward hosts over made-up verifiers that answer, hang and end when the test says so, on a clock of its own; and with
-real verifier processes in threads. The same in processes of Ray: `test_scale.py`."""
+real verifier processes in threads. The same in processes of Ray: `test_scale_ray.py`."""
 
 from __future__ import annotations
 
