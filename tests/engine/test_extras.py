@@ -242,7 +242,7 @@ def run(directory: Path, request: pytest.FixtureRequest) -> Run:
     return one
 
 
-@pytest.mark.check(but=1)
+@pytest.mark.check
 @pytest.mark.parametrize("extras", PROMISES, ids="+".join)
 def test_an_extra_brings_what_it_promises(extras: tuple[str, ...], run: Run) -> None:
     try:

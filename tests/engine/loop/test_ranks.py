@@ -88,7 +88,7 @@ def test_two_ranks_learn_so_in_cases_that_are_resumed(
         assert differences(one[case], rank[case]) == {}
 
 
-@pytest.mark.check(but=1)
+@pytest.mark.check
 @pytest.mark.parametrize("case", QUICK)
 def test_two_ranks_learn_what_one_process_learns(
     case: str, one: dict[str, Result], two: list[dict[str, Result]]
