@@ -452,9 +452,9 @@ def test_health_tells_of_a_step_that_does_not_end(monkeypatch: pytest.MonkeyPatc
         assert client.get("/health").status_code == 200
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(post, client, "/v1/completions", COMPLETION)
-            while client.get("/health").status_code == 200:
+            while (health := client.get("/health")).status_code == 200:
                 time.sleep(0.02)
-            assert "no step for" in client.get("/health").json()["status"]
+            assert "no step for" in health.json()["status"]
             go_on.set()
             assert answer.result().status_code == 200
         assert client.get("/health").status_code == 200
