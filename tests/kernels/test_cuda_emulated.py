@@ -12,9 +12,9 @@ import torch
 from rolltree.kernels import Objective, dispatch
 from rolltree.kernels.tree_decode import DecodePlan
 
-from . import test_policy_loss as loss
 from . import test_linear_logprob as linear
 from . import test_logprob_from_logits as logits
+from . import test_policy_loss as loss
 from .emulation.build import build
 from .test_tree_decode import by_paths, forest, run, tensors
 
