@@ -127,9 +127,9 @@ def peak_memory_mib(call: Callable[[], object], device: torch.device) -> float |
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
     try:
         forget_peak(device)
-        before = _unmapped_mib("VmRSS")
+        own = _unmapped_mib("VmRSS")
         call()
-        peak = _unmapped_mib("VmHWM") - before
+        peak = _unmapped_mib("VmHWM") - own
     except OSError:
         return None
     return peak if peak >= 1 else None  # small allocations reuse memory that the process holds, and do not show
