@@ -31,14 +31,19 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
-.PHONY: train test columns methods slow slow-scale attack vllm vllm-scale verl scale trainers hopper hopper-quick lint bench \
-	bench-ops gpu gpu-wheels equality models versions aot aot-write clean
+.PHONY: train test check columns methods slow slow-scale attack vllm vllm-scale verl scale trainers hopper \
+	hopper-quick lint bench bench-ops gpu gpu-wheels equality models versions aot aot-write clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
 
+# With the installation at most five minutes on two cores; every module has a test in it.
 test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# The rest of what CI runs: tests that take long, and most cases of large grids.
+check: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m check $(ARGS)
 
 # The campaigns that are too slow for every run: kills at random moments, long random traces.
 slow: $(VENV)/.ready-dev
@@ -58,13 +63,13 @@ attack: $(VENV)/.ready-dev
 # a tiny model mostly wait for each other.
 VLLM_TESTS ?= tests/engine/integrations/test_vllm.py tests/engine/integrations/test_vllm_run.py
 vllm: $(VENV)/.ready-dev $(VENV)-vllm/.ready
-	mkdir -p build/vllm/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/vllm/rolltree/
+	mkdir -p build/vllm/rolltree && ln -sfn "$(CURDIR)/engine" "$(CURDIR)/kernels" "$(CURDIR)/bench" build/vllm/rolltree/
 	PYTHONPATH=build/vllm OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
 		$(VENV)-vllm/bin/python -m pytest -m vllm $(VLLM_TESTS) $(ARGS)
 
 # The same in processes of Ray, one of which is killed: each takes a minute or two to start.
 vllm-scale: $(VENV)/.ready-dev $(VENV)-vllm/.ready build/ray/ray
-	mkdir -p build/vllm/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/vllm/rolltree/
+	mkdir -p build/vllm/rolltree && ln -sfn "$(CURDIR)/engine" "$(CURDIR)/kernels" "$(CURDIR)/bench" build/vllm/rolltree/
 	PYTHONPATH=build/vllm:build/ray OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
 		$(VENV)-vllm/bin/python -m pytest -m "vllm and slow" -s tests/engine/integrations/test_vllm_scale.py $(ARGS)
 
@@ -76,7 +81,7 @@ verl: $(VENV)/.ready-dev
 
 # Runs whose engines and verifiers are processes of Ray, which lies in a folder of its own; and 30 kills of one.
 scale: $(VENV)/.ready-dev build/ray/ray
-	PYTHONPATH=build/ray $(BIN)/python -m pytest -m ray tests/engine/loop/test_scale.py tests/engine/loop/test_kills.py \
+	PYTHONPATH=build/ray $(BIN)/python -m pytest -m ray tests/engine/loop/test_scale_ray.py tests/engine/loop/test_kills.py \
 		tests/engine/loop/test_simulated_runs.py $(ARGS)
 
 slow-scale: $(VENV)/.ready-dev build/ray/ray
@@ -98,12 +103,12 @@ hopper-quick: build/hopper/.ready $(VENV)/.ready-dev
 trainers: $(VENV)/.ready-dev
 	test -d build/trainers || \
 		$(INSTALL) $(BIN)/python --no-deps --target build/trainers $(TRAINERS)
-	PYTHONPATH=build/trainers:$$PYTHONPATH $(BIN)/python -m pytest tests/engine/integrations/test_other_trainers.py $(ARGS)
+	PYTHONPATH="build/trainers:$$PYTHONPATH" $(BIN)/python -m pytest tests/engine/integrations/test_other_trainers.py $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	mkdir -p build/lint/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/lint/rolltree/
+	mkdir -p build/lint/rolltree && ln -sfn "$(CURDIR)/engine" "$(CURDIR)/kernels" "$(CURDIR)/bench" build/lint/rolltree/
 	MYPYPATH=build/lint $(BIN)/mypy -p rolltree.kernels -p rolltree.engine -p rolltree.bench
 
 # The verifier `math` on answer columns of files: FILES="gsm8k/test.jsonl:answer minerva_math/test.jsonl:solution".
@@ -121,8 +126,8 @@ bench-ops: $(VENV)/.ready-dev
 
 # Tests, figures and profiles of a GPU, with what its machine has: nothing is installed. bench/gpu.py says more.
 gpu:
-	mkdir -p build/path/rolltree && ln -sfn $(CURDIR)/engine $(CURDIR)/kernels $(CURDIR)/bench build/path/rolltree/
-	PYTHONPATH=$(CURDIR)/build/path $(PYTHON) -m rolltree.bench.gpu $(ARGS)
+	mkdir -p build/path/rolltree && ln -sfn "$(CURDIR)/engine" "$(CURDIR)/kernels" "$(CURDIR)/bench" build/path/rolltree/
+	PYTHONPATH="$(CURDIR)/build/path" $(PYTHON) -m rolltree.bench.gpu $(ARGS)
 
 # For a machine without network: what training needs and it lacks. There: pip install --no-index --no-deps --target
 # build/path WHEELS/*.whl

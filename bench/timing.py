@@ -114,7 +114,9 @@ def replay(call: Callable[[], object]) -> Callable[[], object]:
 def peak_memory_mib(call: Callable[[], object], device: torch.device) -> float | None:
     """Return the peak memory of ``call`` in MiB above that before it, with its results; None if too small to see.
 
-    Measures torch's allocator on CUDA, and the resident memory of the process on a CPU.
+    Measures torch's allocator on CUDA, and the resident memory of the process on a CPU, without the files that it maps:
+    how much of those the system maps at a time differs from machine to machine. Files that ``call`` maps after its peak
+    are subtracted too, so it should have run before.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -125,21 +127,22 @@ def peak_memory_mib(call: Callable[[], object], device: torch.device) -> float |
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
     try:
         forget_peak(device)
-        resident = _status_mib("VmRSS")
+        own = _unmapped_mib("VmRSS")
         call()
-        peak = _status_mib("VmHWM") - resident
+        peak = _unmapped_mib("VmHWM") - own
     except OSError:
         return None
     return peak if peak >= 1 else None  # small allocations reuse memory that the process holds, and do not show
 
 
 def resident_peak_mib(device: torch.device) -> float:
-    """Return the peak memory in MiB since :func:`forget_peak`: of torch's allocator on CUDA, of the process on a CPU.
+    """Return the peak memory in MiB since :func:`forget_peak`: of torch's allocator on CUDA, of the process on a CPU,
+    without the files that it maps.
 
     Raises:
         OSError: the system does not report it.
     """
-    return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else _status_mib("VmHWM")
+    return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else _unmapped_mib("VmHWM")
 
 
 def forget_peak(device: torch.device) -> None:
@@ -154,11 +157,13 @@ def forget_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _status_mib(field: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) / 1024
-    raise OSError(f"/proc/self/status has no {field}")
+def _unmapped_mib(field: str) -> float:
+    """Return a field of resident memory without the mapped files among it, which only grow while memory is free."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kib = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines if line.endswith(" kB"))}
+    if missing := {field, "RssFile"} - kib.keys():
+        raise OSError(f"/proc/self/status has no {missing.pop()}")
+    return (kib[field] - kib["RssFile"]) / 1024
 
 
 class _CpuClock:

@@ -1,8 +1,7 @@
 """Settings shared by every test.
 
 Without a CUDA device Triton kernels run in Triton's interpreter, which must be chosen before triton is imported; tests
-marked ``gpu`` are skipped and counted. Tests marked ``slow``, ``methods``, ``aot``, ``hopper``, ``verl``, ``vllm`` or
-``ray`` are left out unless the mark expression names them.
+marked ``gpu`` are skipped and counted. `tiers` says which tests a command runs.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from . import tiers
 from .forks import TORCH, Forks, forks
 
 try:
@@ -49,11 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):  # not keywords, which hold the names of folders too
                 item.add_marker(no_gpu)
-    for mark in ("slow", "methods", "aot", "hopper", "verl", "vllm", "ray"):
-        if mark not in config.option.markexpr:
-            left_out = [item for item in items if item.get_closest_marker(mark)]
-            items[:] = [item for item in items if not item.get_closest_marker(mark)]
-            config.hook.pytest_deselected(items=left_out)
+    tiers.select(config, items)
 
 
 def pytest_collection_finish() -> None:

@@ -47,6 +47,7 @@ def no_ray_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "ray" else find(name))
 
 
+@pytest.mark.check
 def test_the_toml_of_all_examples_can_be_planned(
     no_ray_needed: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

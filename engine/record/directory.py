@@ -18,7 +18,7 @@ TAKEN_OVER = {".lock", "config.toml", "checkpoints"}
 def holds_a_run(directory: Path) -> bool:
     """Return True if ``directory`` holds a checkpoint or any file other than those of a run that ended before its first
     checkpoint."""
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # False also for a name that is too long, or in a place that may not be read
         return False
     if checkpoint.latest(directory / "checkpoints") is not None:
         return True

@@ -177,6 +177,7 @@ def test_what_is_no_list_is_refused(of: str, names: tuple[str, ...]) -> None:
             assert name in said, (name, bad, said)
 
 
+@pytest.mark.check(but=7)
 @pytest.mark.parametrize("builder", BUILDERS, ids=[b.name for b in BUILDERS])
 def test_wrong_arguments_are_refused(builder: Builder, cases: int) -> None:
     mistakes = [(name, bad) for name, some in builder.mistakes.items() for bad in some]

@@ -75,6 +75,7 @@ def shown(message: Any) -> list[tuple[str, Any]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or []]
 
 
+@pytest.mark.check(but=3)
 @pytest.mark.parametrize(
     ("text", "content", "calls", "reason"),
     [

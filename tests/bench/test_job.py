@@ -42,6 +42,7 @@ def start_of(config: Any) -> dict[str, torch.Tensor]:
     return dict(prepare_model(config)[0].named_parameters())
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.skipif(not HAS_PEAKS, reason="the system hides the peak of a process")
 @pytest.mark.parametrize("provider", ["trl", "trl+rolltree", "rolltree_tree", "rolltree_s1"])
 def test_every_provider_leaves_its_weights(provider: str, toml: Path, tmp_path: Path) -> None:
@@ -68,6 +69,7 @@ def test_every_provider_leaves_its_weights(provider: str, toml: Path, tmp_path: 
         before = after
 
 
+@pytest.mark.check
 def test_the_weights_are_those_of_a_run_and_so_is_their_accuracy(toml: Path, tmp_path: Path) -> None:
     """A run of `rolltree train` with the same configuration, which evaluates and exports by itself."""
     config = load_config(toml, [*OVERRIDES, "--rollout.program", "flat", "--rollout.program_options", "{}"])

@@ -105,6 +105,7 @@ def test_each_job_has_a_picture_by_its_configurations_name(tmp_path: Path, recor
     assert all(of in drawn[f"job_{name_of(of)}.svg"] for of in cases)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("differs", [{"device": "another"}, {"case": case("sums", seed=1)}])
 def test_a_job_recorded_twice_has_no_one_picture(tmp_path: Path, recorded: list[Path], differs: dict[str, str]) -> None:
     first = replace(POINT, case=case("sums"))

@@ -70,8 +70,8 @@ def imports(root: Path) -> list[Import]:
     for module, path in files.items():
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            place = f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}"
             for name in _names(node, package):
+                place = f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}"
                 target = name
                 while target and target not in files and target not in stubs:  # what is left over is a name in it
                     target = target.rpartition(".")[0]

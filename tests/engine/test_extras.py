@@ -242,6 +242,7 @@ def run(directory: Path, request: pytest.FixtureRequest) -> Run:
     return one
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("extras", PROMISES, ids="+".join)
 def test_an_extra_brings_what_it_promises(extras: tuple[str, ...], run: Run) -> None:
     try:
@@ -267,6 +268,7 @@ def test_make_vllm_tries_a_release_that_the_extra_allows() -> None:
     assert closure(["rolltree[train]"]) <= closure(["rolltree[vllm]"], without="vllm")
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("extra", "without"),
     [

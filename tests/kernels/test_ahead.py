@@ -103,6 +103,7 @@ def run(program: str, *arguments: str, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.check
 @needs_triton
 @pytest.mark.parametrize(
     "objectives", [("gspo",), pytest.param(("grpo", "cispo"), marks=pytest.mark.slow)], ids="+".join

@@ -34,6 +34,7 @@ from .aot.harness import (
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.check
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "options",

@@ -34,6 +34,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     ("page", "dtype", "heads", "kv_heads", "dim", "chunk", "window", "softcap"),
     [
@@ -79,6 +80,7 @@ def chain(length: int, rows: int) -> DecodePlan:
     return DecodePlan(*(torch.tensor(x, dtype=torch.int32) for x in numbers), query_position=full)
 
 
+@pytest.mark.check
 def test_tree_decode_of_long_nodes_and_many_rows() -> None:
     """Several chunks of keys and tiles of rows; a row's bits are the same alone."""
     length, rows, heads = 600, 19, 8
@@ -113,6 +115,7 @@ def test_tree_decode_that_sees_nothing() -> None:
             run("cuda", *bad, step.plan)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("case", ["plain", "bias", "temperature of rows", "softcap", "everything", "several blocks"])
 def test_linear_logprob(case: str) -> None:
     linear.compare("cuda", linear.CASES[case])
@@ -154,11 +157,13 @@ def test_gradient_of_many_targets(dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.check(but=3)
 @pytest.mark.parametrize("name", [n for n in loss.PRESETS if Objective.preset(n).surrogate in ("ppo", "clip_cov")])
 def test_clipped_loss(name: str) -> None:
     loss.test_compiled_equals_reference("cuda", name)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [

@@ -54,6 +54,7 @@ def listed(lists: BlockLists, kind: str, block: int) -> list[int]:
     return indices[0, 0, block, : counts[0, 0, block]].tolist()
 
 
+@pytest.mark.check
 @needs_interpreter
 @given(
     tokens=st.integers(1, 700),
@@ -72,6 +73,7 @@ def test_lists_and_mask_are_those_of_the_forest(
     lists_and_mask_are_right(*forest, Tile(*shape, 4), window, min(cut, tokens - 1))
 
 
+@pytest.mark.check(but=1)
 @needs_interpreter
 @pytest.mark.parametrize("shape", SHAPES)
 def test_lists_where_paths_and_rows_end_with_blocks(shape: tuple[int, int]) -> None:
@@ -237,6 +239,7 @@ def through(x: SimpleNamespace, backend: str = "flash", **options: object) -> li
         return [out.detach(), *torch.autograd.grad(out, (x.q, x.k, x.v), x.grad.to(out.dtype))]
 
 
+@pytest.mark.check(but=1)
 @needs_interpreter
 @pytest.mark.parametrize("options", [{}, {"window": 90}, {"softcap": 7.0, "scale": 0.3}], ids=str)
 @pytest.mark.parametrize("prefix", [0, 140])

@@ -109,6 +109,7 @@ def error(got: Tensor, exact: Tensor) -> float:
     return ((got.double().cpu() - exact).norm() / exact.norm()).item()
 
 
+@pytest.mark.check(but=36)
 @pytest.mark.parametrize(("backend", "name", "shape"), interpret_some(BACKENDS, CASES, INTERPRETED))
 def test_no_further_from_float64_than_plain_pytorch(backend: Any, name: str, shape: tuple[int, ...]) -> None:
     op = OPS[name]
@@ -203,6 +204,7 @@ def test_the_gradient_of_a_weight_is_as_exact_over_many_rows(backend: Any) -> No
     assert error(found[0], exact) <= 2 * error(plain, exact) + 2**-24
 
 
+@pytest.mark.check(but=39)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("value", [0.0, 1e-30, -1e-30, 1e30, -1e30, 88.0, -88.5, torch.inf, -torch.inf, torch.nan])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
@@ -239,6 +241,7 @@ def test_no_rows(name: str, backend: Any) -> None:
         assert torch.equal(got.cpu(), want)  # of a weight: zeros
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize(("name", "shape"), [("rms_norm", (4, 6)), ("rotate", (2, 3, 1, 4, 6)), ("silu_mul", (4, 6))])
 def test_gradients_and_registration(name: str, shape: tuple[int, ...]) -> None:
     op = OPS[name]

@@ -142,6 +142,7 @@ def test_logits_are_never_rounded_to_half_precision(backend: Backend) -> None:
     assert errors(got, exact)["logprob"] <= 2 * errors(fp32, exact)["logprob"] + 5e-7
 
 
+@pytest.mark.check(but=4)
 @pytest.mark.parametrize("V", [50257, 151669])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_odd_vocabularies(backend: Backend, V: int) -> None:
@@ -380,6 +381,7 @@ def test_opcheck() -> None:
     )
 
 
+@pytest.mark.check
 def test_compile() -> None:
     def step(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         out = linear_logprob(hidden * 2, weight, target, temperature=0.9, want=("entropy",))

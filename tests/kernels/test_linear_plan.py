@@ -126,6 +126,7 @@ def host_waits(names: str, patch: pytest.MonkeyPatch) -> list[str]:
 CASES = ["policy", "policy+nll+kl+entropy", "sequence", "sequence+kl", "cov", "policy+pairs"]
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("names", CASES)
 def test_the_host_never_waits(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_waits(names, monkeypatch) == []

@@ -154,6 +154,7 @@ EVERY_PRESET_ON_THE_CPU = [
 ]
 
 
+@pytest.mark.check(but=12)
 @pytest.mark.parametrize(("backend", "name"), EVERY_PRESET_ON_THE_CPU)
 @pytest.mark.parametrize("chunk", [5, 10, 1000])
 def test_equals_the_two_ops(backend: Backend, name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +185,7 @@ SOME_TRAINED = [
 ]
 
 
+@pytest.mark.check(but=20)
 @pytest.mark.parametrize(("backend", "name", "trained"), interpret_some(BACKENDS, SOME_TRAINED, [0, 4, 8]))
 def test_whatever_is_trained(backend: Backend, name: str, trained: tuple[str, ...]) -> None:
     g = torch.Generator().manual_seed(2)
@@ -205,6 +207,7 @@ TREE_OBJECTIVES = {
 TREE_CASES = [(name, chunk, frozen) for frozen in (False, True) for chunk in (3, 8, 1000) for name in TREE_OBJECTIVES]
 
 
+@pytest.mark.check(but=17)
 @pytest.mark.parametrize(
     ("backend", "name", "chunk", "frozen"), interpret_some(BACKENDS, TREE_CASES, [0, 5, 10, 15, 17, 19])
 )
@@ -495,6 +498,7 @@ def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.library.opcheck(op.linear_terms_loss_into_op, into, test_utils=utils)
 
 
+@pytest.mark.check
 def test_compile() -> None:
     given, fields = batch()
     objective = Objective.preset("dapo")
@@ -512,6 +516,7 @@ def test_compile() -> None:
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.check
 def test_compile_into_an_accumulator() -> None:
     given, fields = batch()
     objective, results = Objective.preset("dapo"), []

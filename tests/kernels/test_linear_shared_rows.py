@@ -104,6 +104,7 @@ CASES = [
 ]
 
 
+@pytest.mark.check(but=13)
 @pytest.mark.parametrize("trained", [("hidden", "weight"), ("hidden",)])
 @pytest.mark.parametrize(("backend", "name", "tree", "chunk"), CASES)
 def test_equals_the_two_ops_in_fp64(

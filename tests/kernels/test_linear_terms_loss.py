@@ -145,6 +145,7 @@ EVERY_CASE_ON_THE_CPU = [
 ]
 
 
+@pytest.mark.check(but=14)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("shape", ["flat", "tree"])
 @pytest.mark.parametrize(("backend", "names"), EVERY_CASE_ON_THE_CPU)
@@ -295,6 +296,7 @@ def test_an_accumulator_for_every_schedule() -> None:
         torch.testing.assert_close(found["hidden"], expected["hidden"])
 
 
+@pytest.mark.check
 def test_compile() -> None:
     given, fields = batch("flat")
     terms = make_terms("policy+nll+kl", "flat", fields)

@@ -206,6 +206,7 @@ def test_high_entropy_tokens(loss_type: str) -> None:
 CORRECTIONS = [(name, "token") for name in LOSSES] + [(name, "sequence") for name in LOSSES if name != "vespo"]
 
 
+@pytest.mark.check(but=10)
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize(("loss_type", "level"), CORRECTIONS)
 def test_sampler_mismatch(loss_type: str, level: Any, mode: Any) -> None:

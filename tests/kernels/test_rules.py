@@ -26,7 +26,7 @@ from rolltree.kernels.policy_loss.rules import (
 from rolltree.kernels.policy_loss.subsets import only
 from rolltree.kernels.policy_loss.surrogates import SURROGATES
 
-from .test_policy_loss import Tree, batch, flat
+from .formulas import Tree, batch, flat
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 

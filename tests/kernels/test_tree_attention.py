@@ -142,6 +142,7 @@ INTERPRETED = [
 ]
 
 
+@pytest.mark.check(but=24)
 @pytest.mark.parametrize(("backend", "dtype", "case"), interpret_some(BACKENDS, OF_EVERY_DTYPE, INTERPRETED))
 def test_error_is_at_most_twice_plain_pytorchs(backend: str, dtype: torch.dtype, case: Case) -> None:
     x = make(case, dtype)
@@ -268,6 +269,7 @@ def test_threads_do_not_change_the_result() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck(backend: str) -> None:
     x = make(Case(20, 2, 1, 16)).on(backend)
@@ -331,6 +333,7 @@ PIECES = [
 ]
 
 
+@pytest.mark.check(but=26)
 @pytest.mark.parametrize(("backend", "case", "cuts"), interpret_some(BACKENDS, PIECES, [0, 4]))
 def test_pieces_give_what_the_whole_gives(backend: str, case: Case, cuts: list[int]) -> None:
     x = make(case, seed=1)
@@ -349,6 +352,7 @@ def test_a_piece_without_rows_gives_its_prefix_no_gradient(backend: str) -> None
     assert not dv.any()
 
 
+@pytest.mark.check(but=1)
 @needs_interpreter
 @pytest.mark.parametrize("case", [CASES[3], CASES[5], CASES[9]], ids=str)
 def test_lists_hold_exactly_what_is_visible(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
@@ -406,6 +410,7 @@ def test_work_items_share_out_every_tile_once(monkeypatch: pytest.MonkeyPatch, s
     assert bool(slots) == (shortest < 10**6)
 
 
+@pytest.mark.check
 @needs_interpreter
 @pytest.mark.parametrize(
     "case",

@@ -160,6 +160,7 @@ SHAPES = [(4, 2, 32, 1, None, None), (8, 1, 64, 1, 30, None), (2, 2, 40, 9, None
 OF_EVERY_DTYPE = [(dtype, *s) for dtype in (torch.float32, torch.bfloat16, torch.float16) for s in SHAPES]
 
 
+@pytest.mark.check(but=5)
 @pytest.mark.parametrize(
     ("backend", "dtype", "heads", "kv_heads", "dim", "chunk", "window", "softcap"),
     interpret_some(BACKENDS, OF_EVERY_DTYPE, [0, 1, 2, 3, 5, 10]),
@@ -185,6 +186,7 @@ def test_error_is_at_most_twice_plain_pytorchs(
         assert error <= 2 * bound + 2 * torch.finfo(dtype).eps
 
 
+@pytest.mark.check(but=1)
 @needs_interpreter
 @pytest.mark.parametrize(("heads", "kv_heads", "chunk", "window"), [(4, 2, 1, None), (3, 1, 20, 40), (16, 1, 3, None)])
 def test_nodes_of_many_chunks_and_tiles(
@@ -256,6 +258,7 @@ def test_nodes_out_of_order_are_refused() -> None:
         schedules.partials_of_rows(one, np.array([0, 0, 2]), np.array([4, 3, 4]), 4)
 
 
+@pytest.mark.check
 @needs_interpreter
 def test_schedules_made_beforehand_and_with_room_change_nothing() -> None:
     """A step's plan and schedule come in one vector, padded as graphs pad it: the same bits, with nothing made anew."""
@@ -426,6 +429,7 @@ def test_huge_logits_stay_finite(backend: str) -> None:
         assert got.isfinite().all()
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck(backend: str) -> None:
     step = forest(seed=8, longest=9)

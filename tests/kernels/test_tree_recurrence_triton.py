@@ -183,6 +183,7 @@ def hard_gates(given: list[Any], keys: str) -> None:
         given[4][...] = 1.0
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("rule", "keys"),
     some([("delta", "any"), ("delta", "equal"), ("kimi", "any"), ("kimi", "equal"), ("mamba", "any")], [1, 2]),
@@ -225,6 +226,7 @@ def test_given_states_and_their_gradients() -> None:
         torch.testing.assert_close(mine[: len(truth)].double(), truth, rtol=2e-5, atol=2e-6, msg=name)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("rule", ["delta", "mamba", pytest.param("kimi", marks=pytest.mark.slow)])
 def test_order_of_siblings_and_neighbours_change_no_bit(rule: str) -> None:
     """The bits are those of outputs, and for neighbours of gradients too; the sum over children goes in their rows'
@@ -259,6 +261,7 @@ def test_order_of_siblings_and_neighbours_change_no_bit(rule: str) -> None:
     assert not torch.equal(first[1][:prompt], torch.zeros_like(first[1][:prompt]))
 
 
+@pytest.mark.check
 def test_depth_and_many_leaves_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A comb of depth 100 with a leaf at each node, and 20 leaves below one prompt: every row has its own segment."""
     use_chunks(16, monkeypatch)

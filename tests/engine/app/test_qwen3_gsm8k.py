@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -39,6 +40,7 @@ def test_the_configuration_is_one_the_engine_takes() -> None:
     assert depth * segment >= config.rollout.max_new_tokens
 
 
+@pytest.mark.check
 def test_rows_of_gsm8k_become_prompts_and_rewards(tmp_path: Path) -> None:
     for name, rows in (("train", 3), ("test", 2)):
         table = {

@@ -228,6 +228,7 @@ def test_the_plan_says_which_keys_are_the_recipes_and_which_were_changed(folder,
     assert changed == "changed: algorithm.objective_options, trainer.lr"
 
 
+@pytest.mark.check(but=71)
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_says_what_it_is(name):
     recipe = read_recipe(name)
@@ -245,6 +246,7 @@ def test_every_recipe_says_what_it_is(name):
     assert tomllib.loads(recipe.toml) == recipe.keys
 
 
+@pytest.mark.check(but=34)
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_key_of_a_recipe_is_one_of_the_configuration(name):
     known = {key.key for key in config_keys()}

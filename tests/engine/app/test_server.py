@@ -286,6 +286,7 @@ def test_an_address_that_others_reach_needs_a_key(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize(
     ("positions", "kv_tokens", "page"), [(4096, 512, 4), (64, 512, 16), (4096, 100, 16), (96, 96, 16), (4096, 48, 1)]
 )

@@ -32,6 +32,7 @@ def python(program: str, *, path: Path | None = None, forked: Forks | None = Non
     return said
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "imports",
     [
@@ -58,6 +59,7 @@ assert not any(t.is_alive() for t in threads)
 """
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "second",
     ["rolltree.engine", pytest.param("rolltree.engine.integrations.transformers", marks=pytest.mark.slow)],

@@ -68,6 +68,7 @@ def said(net: PreTrainedModel, attention: str, batch: tuple[torch.Tensor, torch.
     return out.sequences, torch.stack(out.logits)
 
 
+@pytest.mark.check(but=7)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("batch", [PADDED, pytest.param(PLAIN, marks=pytest.mark.slow)], ids=["padded", "plain"])
 def test_every_cache_and_mode_says_what_the_models_own_attention_says(
@@ -87,6 +88,7 @@ def test_drafts_of_transformers_change_no_token(net: PreTrainedModel, mode: dict
     assert torch.equal(net.generate(PLAIN[0], max_new_tokens=8, pad_token_id=0, **mode), plain)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "net",
     ["qwen3", "window", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "softcap"))],

@@ -154,6 +154,7 @@ CASES: dict[str, Case] = {
 ALWAYS = ("plain", "conversations", "adapter", "evaluation with groups of its own", "group larger than the batch")
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("case", [c if c in ALWAYS else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_case(path: str, case: str) -> None:
     trainer, options, check = CASES[case]

@@ -82,11 +82,13 @@ RARE = (
 )
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("case", [pytest.param(case, marks=slow) if case in RARE else case for case in CASES])
 def test_trees(path: str, case: str) -> None:
     assert_same(baseline(path, case), grpo(path, TREE, **CASES[case]))
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("case", [case if case in SOME else pytest.param(case, marks=slow) for case in CASES])
 def test_flat(path: str, case: str) -> None:
     assert_same(baseline(path, case), grpo(path, FLAT, **CASES[case]))
@@ -111,6 +113,7 @@ def test_ratios_reach_the_bounds(path: str, case: str) -> None:
         assert abs(logged["vespo/phi_seq_mean"] - 1) > 1e-4
 
 
+@pytest.mark.check(but=5)
 @pytest.mark.parametrize("case", [case for case in CASES if not case.endswith((" on", "multiple", "fp32 head"))])
 def test_which_losses_are_one_op_with_the_head(path: str, case: str, caplog: pytest.LogCaptureFixture) -> None:
     trainer = accelerate(make_grpo(path, **CASES[case]), **TREE)

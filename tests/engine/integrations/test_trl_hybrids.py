@@ -27,6 +27,7 @@ def saved(directory: Path, family: str) -> str:
     return str(directory)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("family", EVERY)
 def test_trees_train_what_trl_trains(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path, family)

@@ -38,6 +38,7 @@ def sft(path: str, parts: dict[str, bool] | None, **options: Any) -> Any:
     return train(SFTTrainer(path, args=config, train_dataset=Dataset.from_dict({"text": TEXTS * 4})), parts)
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("parts", [{"tree": False, "rollouts": False}, {"rollouts": False}], ids=["flat", "tree"])
 def test_rloo(path: str, parts: dict[str, bool]) -> None:
     assert_same(rloo(path, None), rloo(path, parts))
@@ -57,12 +58,14 @@ DPO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("case", DPO)
 def test_dpo(path: str, case: str) -> None:
     trainer, options = DPO[case]
     assert_same(dpo(path, None, trainer, **options), dpo(path, {}, trainer, **options))
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     "options", [{}, {"loss_type": "dft"}, {"gradient_accumulation_steps": 2}, {"packing": True, "max_length": 24}],
     ids=["nll", "dft", "accumulated", "packed"],

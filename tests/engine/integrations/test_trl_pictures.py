@@ -72,6 +72,7 @@ def make(path: Path, **options: Any) -> Any:
     )
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "options",
     [

@@ -35,6 +35,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("trl"))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "setup",
     [s if s not in ("reentrant", "reference kept up") else pytest.param(s, marks=pytest.mark.slow) for s in SETUPS],
@@ -66,6 +67,7 @@ ACCUMULATED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "case",
     [c if "updates" in c or "generations" in c else pytest.param(c, marks=pytest.mark.slow) for c in ACCUMULATED],
@@ -139,6 +141,7 @@ VLLM: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("case", VLLM)
 def test_vllm(path: str, case: str) -> None:
     """The correction for the sampler's own log-probs, with what stands for vLLM."""
@@ -158,6 +161,7 @@ def rollouts_with_tools(prompts: list[str], trainer: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "vespo"])
 def test_tokens_of_tools_are_not_trained_on(path: str, loss_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -182,6 +186,7 @@ def test_a_loss_of_the_users_stays(path: str, caplog: pytest.LogCaptureFixture) 
     assert "OwnLoss has a _compute_loss of its own" in caplog.text
 
 
+@pytest.mark.check
 def test_evaluation(path: str) -> None:
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
     trainer = {"eval_dataset": dataset().select(range(4))}

@@ -106,6 +106,7 @@ def scripted(turns: list[str], calls: list[int] | None = None) -> Script:
     return generate
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("kind", ["tools", "environment"])
 def test_tools(path: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -198,6 +199,7 @@ def test_several_environments(path: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert any(not w.equal(ours.before[name]) for name, w in ours.model.named_parameters())
 
 
+@pytest.mark.check
 def test_an_environment_with_its_own_problems_and_rewards(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No dataset and no reward function: prompts are what `reset` says."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -217,6 +219,7 @@ def test_an_environment_that_nobody_knows(path: str, monkeypatch: pytest.MonkeyP
         grpo(path, {}, trainer | {"reward_funcs": by_place}, **OPTIONS)
 
 
+@pytest.mark.check(but=5)
 @pytest.mark.parametrize(
     ("given", "said"),
     [

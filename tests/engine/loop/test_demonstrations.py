@@ -252,6 +252,7 @@ def test_lengths_are_those_of_the_demonstrations(toml: Path, tmp_path: Path) -> 
         train(toml, tmp_path / "c", f'--demonstrations={{path="{long}"}}', SFT, "--trainer.max_tokens=100")
 
 
+@pytest.mark.check
 def test_it_goes_on_where_it_stopped(toml: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{a} + 2 =", "response": f"{a + 2}"} for a in range(5)]
     path = write(tmp_path / "a.jsonl", rows)

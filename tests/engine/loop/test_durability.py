@@ -80,6 +80,7 @@ class CrashError(Exception):
     pass
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("program", "overlap"),
     [
@@ -127,6 +128,7 @@ def test_crashes_lose_no_group(toml: Path, tmp_path: Path, monkeypatch, overlap:
     assert max(lags) <= 1
 
 
+@pytest.mark.check
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("staleness", "kills"),
@@ -238,6 +240,7 @@ def repair_as_resuming_does(directory: Path, config: TrainConfig) -> None:
             file.unlink()
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_step_and_saves(toml: Path, tmp_path: Path, monkeypatch, number: signal.Signals) -> None:
     arguments = [f"--output_dir={tmp_path}", *STALE, "--trainer.steps=50", "--loop.staleness=0"]
@@ -269,6 +272,7 @@ def test_outside_the_main_thread_signals_are_left_alone(toml: Path, tmp_path: Pa
     assert run.step == 1
 
 
+@pytest.mark.check
 def test_the_best_checkpoint_is_kept(toml: Path, tmp_path: Path) -> None:
     arguments = [f"--output_dir={tmp_path}", *STALE, "--loop.staleness=0", "--checkpoint.keep=1", "--trainer.steps=4"]
     for best, pick in (("reward/mean", max), ("-reward/mean", min)):

@@ -144,6 +144,7 @@ def options(directory: Path, file: str = "dated.parquet") -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.check
 def test_a_stale_run_over_dates_is_saved_and_resumed(dated: Path) -> None:
     path = write_run(dated)
     stale = [*options(dated), "--loop.staleness=1", "--trainer.steps=4"]
@@ -157,6 +158,7 @@ def test_a_stale_run_over_dates_is_saved_and_resumed(dated: Path) -> None:
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 5
 
 
+@pytest.mark.check
 def test_recorded_groups_hold_dates(dated: Path) -> None:
     path = write_run(dated)
     assert main(["rollout", str(path), "--record", str(dated / "g"), *options(dated)]) == 0
@@ -217,6 +219,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return command
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -64,6 +64,7 @@ def full_batch_loss(model, start, trees, given) -> torch.Tensor:
     return torch.stack(parts).mean() + 0.5 * nll.mean()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("step", [0, 1])
 def test_each_pass_is_an_update_on_the_whole_batch_against_the_samplers_log_probs(twice, step):
     first, second = twice.updates[2 * step : 2 * step + 2]

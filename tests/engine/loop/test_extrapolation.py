@@ -122,6 +122,7 @@ def test_the_export_is_extended_by_what_the_trajectory_predicts(five: tuple[Step
             assert torch.equal(weight, base[name])
 
 
+@pytest.mark.check
 def test_a_resumed_run_extends_alike(five: tuple[Steps, Path], toml: Path, tmp_path: Path) -> None:
     run(toml, tmp_path, 3)
     directory = tmp_path / "runs" / "tiny"

@@ -56,6 +56,7 @@ SOME = "def judge(text, entry):\n    if len(text) % 2:\n        raise ZeroDivisi
 MOST = "def judge(text, entry):\n    return 1e39 if len(text) % 2 else float(len(text) % 3)\n"
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("on_failure", ["drop", "zero"])
 def test_a_run_without_verdicts_stops(home: Path, tmp_path: Path, on_failure: str) -> None:
     options = ["--reward.max_failed_steps=2", f"--reward.on_failure={on_failure}"]
@@ -108,6 +109,7 @@ def test_weights_that_are_not_finite_stop_the_run(home: Path, tmp_path: Path) ->
     assert {(leaf["status"], leaf["reward"]) for leaf in pq.read_table(file).to_pylist()} == {("failed", None)}
 
 
+@pytest.mark.check
 def test_counts_survive_a_resume(home: Path, tmp_path: Path) -> None:
     """Two failed steps before the end and one after make three in a row."""
     options = ["--reward.max_failed_steps=3", "--trainer.steps=2"]

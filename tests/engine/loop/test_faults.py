@@ -60,6 +60,7 @@ def assert_same(run: Orchestrator, whole: Orchestrator, without: tuple[str, ...]
     )
 
 
+@pytest.mark.check
 def test_a_disk_that_fills_up_ends_the_run_which_goes_on_later(toml, tmp_path, whole, monkeypatch) -> None:
     write = checkpoint.write_tensors
 
@@ -125,6 +126,7 @@ def test_a_verifiers_process_that_is_killed_is_replaced(toml, tmp_path, monkeypa
     assert all("reward/mean" in row for row in rows[1:])
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_an_update_whose_gradient_is_not_finite_is_skipped(toml, tmp_path, monkeypatch, bad: float) -> None:
     gather, done = Trainer._gather_gradients, []

@@ -230,6 +230,7 @@ ACTIONS = st.one_of(
 )
 
 
+@pytest.mark.check
 @settings(max_examples=60)
 @given(st.integers(1, 3), st.lists(ACTIONS, max_size=40), st.booleans())
 def test_every_job_has_one_result_of_weights_that_are_new_enough(

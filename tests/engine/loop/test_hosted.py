@@ -1,5 +1,5 @@
 """Reward hosts over made-up verifiers that answer, hang and end when the test says so, on a clock of its own; and with
-real verifier processes in threads. The same in processes of Ray: `test_scale.py`."""
+real verifier processes in threads. The same in processes of Ray: `test_scale_ray.py`."""
 
 from __future__ import annotations
 
@@ -324,6 +324,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.check
 def test_hosts_of_verifier_processes_keep_order_and_the_rules_of_a_pool(
     mine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

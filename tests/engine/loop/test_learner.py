@@ -59,6 +59,7 @@ def rollouts(orchestrator: Orchestrator, step: int = 1) -> list[dict]:
     return pq.read_table(orchestrator.options.directory / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
 
 
+@pytest.mark.check
 def test_ppo_with_a_critic(toml, tmp_path):
     rows, done = run(
         toml, tmp_path, "--algorithm.advantage=gae", "--algorithm.objective=ppo", "--roles.critic={lr=1e-3}"
@@ -194,6 +195,7 @@ def test_what_is_missing_is_named_before_the_run(toml, tmp_path, overrides, said
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("segments", [False, True])
 def test_what_responses_sampled_alike_is_computed_once(toml, tmp_path, monkeypatch, segments):
     """Unless a ratio is of segments, which are the nodes that the program made."""

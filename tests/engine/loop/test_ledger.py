@@ -48,6 +48,7 @@ def test_all_tokens_that_the_engine_sampled_are_trained_or_dropped(toml: Path) -
     assert f"{ledger.sampled:,} = {ledger.trained:,} trained" in str(summary.tokens)
 
 
+@pytest.mark.check
 def test_the_ledger_of_a_resumed_run_covers_the_whole_run(toml: Path) -> None:
     stale = ("--loop.staleness=1", "--checkpoint.every=1")
     orchestrate(toml, "stale", "--trainer.steps=2", *stale).run()

@@ -75,6 +75,7 @@ def adapter_of(update: Update) -> dict[str, Tensor]:
     return {name: w.clone().requires_grad_() for name, w in update.weights.items() if ".lora_" in name}
 
 
+@pytest.mark.check
 def test_the_gradient_of_the_adapter_is_that_of_the_formula(toml, two_steps):
     """DAPO's loss on policy, and 0.1 times the k3 estimate of the KL to the model without adapter."""
     steps, _ = two_steps
@@ -132,6 +133,7 @@ def test_the_reference_is_the_model_without_its_adapter(toml, two_steps):
         torch.testing.assert_close(along(tree, leaf, "ref_logprob"), plain, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.check
 def test_a_reference_that_follows_is_a_copy_of_the_adapter(toml, tmp_path):
     flags = (
         ADAPTER,
@@ -214,6 +216,7 @@ LAGS = ("--loop.staleness=1", "--loop.overlap=true", "--trainer.steps=3")
 
 
 class TestASamplerOfItsOwn:
+    @pytest.mark.check
     def test_it_holds_the_sum_under_the_names_of_a_plain_model(self, toml, tmp_path):
         steps = take_steps(toml, tmp_path, ADAPTER, *FAST, *LAGS, unset=NO_STEPS)
         run = steps.orchestrator

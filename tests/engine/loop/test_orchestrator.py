@@ -203,6 +203,7 @@ def test_two_processes_never_write_one_run(home, tmp_path):
     assert {p: p.read_bytes() for p in config.run_dir.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("on_failure", ["drop", "zero", "raise"])
 def test_failing_verifiers_are_counted_and_treated_as_asked(home, tmp_path, on_failure):
     config = configure(
@@ -236,6 +237,7 @@ def test_failing_verifiers_are_counted_and_treated_as_asked(home, tmp_path, on_f
                 assert leaf["advantage"] == pytest.approx(leaf["reward"] - mean, abs=1e-6)
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("drop", ["true", "false"])
 def test_groups_of_equal_rewards_teach_nothing(home, tmp_path, drop):
     config = configure(
@@ -256,6 +258,7 @@ def test_groups_of_equal_rewards_teach_nothing(home, tmp_path, drop):
         assert row["actor/grad_norm"] == 0
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("dapo", [False, True], ids=["sequence mean", "token mean"])
 def test_several_updates_split_the_trees_and_compare_with_the_sampler(home, tmp_path, monkeypatch, dapo):
     config = configure(
@@ -290,6 +293,7 @@ def test_several_updates_split_the_trees_and_compare_with_the_sampler(home, tmp_
     assert row["actor/ppo_kl"] != 0
 
 
+@pytest.mark.check
 def test_a_model_that_trees_do_not_fit_trains_flat(home, tmp_path, monkeypatch):
     """The warning names the difference; updates of padded sequences learn what the tree's would have taught."""
     weights = []
@@ -308,6 +312,7 @@ def test_a_model_that_trees_do_not_fit_trains_flat(home, tmp_path, monkeypatch):
         assert torch.equal(tree, unasked)
 
 
+@pytest.mark.check
 def test_everything_random_follows_from_the_seed(home, tmp_path):
     """Two runs are equal digit for digit, another seed's is not."""
     plain = ["--trainer.steps=2", "--evaluation.problems=0", "--evaluation.every=0"]
@@ -320,6 +325,7 @@ def test_everything_random_follows_from_the_seed(home, tmp_path):
     assert runs[0][1] != runs[2][1]
 
 
+@pytest.mark.check
 def test_more_steps_after_the_end(home, tmp_path):
     """A finished run goes on under --resume with more steps, and equals one that was longer from the start."""
     overrides = ["--evaluation.problems=0", "--evaluation.every=0"]
@@ -331,6 +337,7 @@ def test_more_steps_after_the_end(home, tmp_path):
     assert untimed(rows_of(longer)) == untimed(rows_of(whole))
 
 
+@pytest.mark.check
 def test_killed_between_a_checkpoint_and_its_row(home, tmp_path):
     """The row is in the checkpoint, so it is not lost; what came after the checkpoint is set aside, not thrown away."""
     config = configure(home, tmp_path)

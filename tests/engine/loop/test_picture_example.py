@@ -48,6 +48,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.check
 def test_the_pictures_show_what_their_rows_say(home: Path) -> None:
     """Each cell is classified by the channel in which its middle is far above or below the grey around."""
     rows = pq.read_table(home / "runs" / "data" / "squares.parquet").to_pylist()

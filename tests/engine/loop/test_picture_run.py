@@ -63,6 +63,7 @@ def changed(home: Path, export: Path) -> set[str]:
     return {"visual" if "visual" in key else "text" for key in before if not torch.equal(before[key], after[key])}
 
 
+@pytest.mark.check
 def test_a_run_trains_the_decoder_and_its_sampler_agrees(home: Path) -> None:
     rows = [row for row in metrics(home) if "training/rollout_probs_diff_mean" in row]
     assert len(rows) == 2
@@ -77,6 +78,7 @@ def test_a_run_trains_the_decoder_and_its_sampler_agrees(home: Path) -> None:
     assert not {120, 123} & set(found["response_ids"])
 
 
+@pytest.mark.check
 def test_wrong_positions_show_in_the_metrics(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = PromptMedia.rotary_of
     monkeypatch.setattr(PromptMedia, "rotary_of", lambda self, begin, count: right(self, begin, count) * 0 + begin)
@@ -86,6 +88,7 @@ def test_wrong_positions_show_in_the_metrics(home: Path, tmp_path: Path, monkeyp
     assert row["training/rollout_probs_diff_mean"] > 1e-4
 
 
+@pytest.mark.check
 @pytest.mark.usefixtures("without_report")
 def test_resumed_equals_uninterrupted_with_open_groups_and_a_trained_tower(home: Path, tmp_path: Path) -> None:
     both = []
@@ -109,6 +112,7 @@ def test_resumed_equals_uninterrupted_with_open_groups_and_a_trained_tower(home:
     assert changed(home, both[0]) == {"text", "visual"}
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("gemma4", marks=pytest.mark.slow)])
 def test_pictures_that_attend_both_ways(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of Gemma agrees with its sampler; with one-way pictures in the engine it would not."""

@@ -184,6 +184,7 @@ def sampled(tree: TokenTree, leaf: int, policy: int) -> Any:  # [n] bool
     return (tree.origin[rows] == Origin.SAMPLED) & (tree.model[rows] == policy)
 
 
+@pytest.mark.check
 def test_each_token_has_the_log_prob_of_the_policy_that_sampled_it(two: Two) -> None:
     for step, trees in list(enumerate(two.trees))[1:]:
         models = [two.model(name, step) for name in NAMES]
@@ -317,6 +318,7 @@ def test_rollouts_and_exports_hold_both(two: Two) -> None:
         assert any(not torch.equal(before[key], p) for key, p in learner.model.named_parameters())
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize(("changed", "same"), [("models.verifier.lr", ""), ("trainer.lr", "verifier")])
 def test_a_policy_is_not_moved_by_the_loss_of_the_other(
     two: Two, toml: Path, tmp_path: Path, changed: str, same: str
@@ -330,6 +332,7 @@ def test_a_policy_is_not_moved_by_the_loss_of_the_other(
     assert any(not torch.equal(w, two.updates[other][1].weights[key]) for key, w in moved.items())
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("moment", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_crash_changes_not_a_bit(two: Two, toml: Path, tmp_path: Path, monkeypatch: Any, moment: int) -> None:
     left = random.Random(moment).randrange(3, 12)
@@ -370,6 +373,7 @@ def test_killed_at_any_moment(server: Server, toml: Path, tmp_path: Path) -> Non
     assert_same_run(tmp_path / "tiny", tmp_path / "whole", policies=2)
 
 
+@pytest.mark.check
 def test_references_score_their_own_policy(toml: Path, tmp_path: Path) -> None:
     """Each policy's reference is the policy at the start; after an update the columns are of two models."""
     found = take(
@@ -384,6 +388,7 @@ def test_references_score_their_own_policy(toml: Path, tmp_path: Path) -> None:
                 assert np.allclose(scored[mine], plain_logprobs(model, tree, leaf).numpy()[mine], atol=2e-5)
 
 
+@pytest.mark.check
 def test_a_policy_may_have_an_objective_and_terms_of_its_own(two: Two, toml: Path, tmp_path: Path) -> None:
     """The verifier has RLOO's sum over tokens and learns from its rewarded answers; the first policy changes not a bit.
 
@@ -437,6 +442,7 @@ def test_one_policy_may_play_both_roles(two: Two, toml: Path, tmp_path: Path) ->
     assert all(mask for row in table for mask, role in zip(row["loss_mask"], row["role"], strict=True) if role == 0)
 
 
+@pytest.mark.check
 def test_the_example_can_be_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     planned = "\n".join(plan_lines(load_config(ROOT / "examples" / "two_policies_cpu.toml")))

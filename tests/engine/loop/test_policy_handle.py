@@ -68,6 +68,7 @@ def tokens(run: Orchestrator, step: int) -> Any:
     return table.select(["response_ids"]).to_pylist()
 
 
+@pytest.mark.check
 def test_a_callback_samples_and_scores_with_the_present_weights(toml: Path, tmp_path: Path) -> None:
     callback = f"--loop.callback={toml.parent}/mine.py:asks"
     run, asked = train(toml, tmp_path / "a", callback, "--trainer.steps=2")
@@ -95,6 +96,7 @@ def test_a_callback_samples_and_scores_with_the_present_weights(toml: Path, tmp_
     assert tokens(run, 2) == tokens(plain, 2)
 
 
+@pytest.mark.check
 def test_a_resumed_run_gets_the_same_answers(toml: Path, tmp_path: Path) -> None:
     callback = f"--loop.callback={toml.parent}/mine.py:asks"
     _, whole = train(toml, tmp_path / "whole", callback, "--trainer.steps=2")

@@ -86,6 +86,7 @@ def metrics(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.config.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     ("fault", "update"),
     [
@@ -109,6 +110,7 @@ def test_a_sampler_that_holds_other_weights_ends_the_run_at_once(
     assert len(metrics(run)) == run.loop.step + 1  # the step is not one of the run
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=SLOW), torch.bfloat16])
 def test_synchronous_runs_with_a_copy(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
@@ -131,6 +133,7 @@ def lies(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.setattr(run.loop.sampler, "digests", held)
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("fault", [only_some, swaps_two_layers])
 def test_the_canary_tells_alone_where_digests_do_not(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
@@ -175,6 +178,7 @@ def test_another_model_is_found_before_the_first_step(
     assert run.loop.step == 0
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("keep_keys", ["true", "false"])
 def test_a_right_sampler_is_checked_at_each_update_and_goes_on(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_keys: str
@@ -205,6 +209,7 @@ def test_a_right_sampler_is_checked_at_each_update_and_goes_on(
         build(config, console=Console(), resume=True).run()
 
 
+@pytest.mark.check
 def test_a_sampler_of_the_trained_module_is_not_asked(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_two_ranks_learn_so_in_cases_that_are_resumed(
         assert differences(one[case], rank[case]) == {}
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("case", QUICK)
 def test_two_ranks_learn_what_one_process_learns(
     case: str, one: dict[str, Result], two: list[dict[str, Result]]
@@ -110,6 +111,7 @@ SHARPEST = (
 )  # fmt: skip
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "names", [SHARPEST, pytest.param([name for name in MUTANTS if name not in SHARPEST], marks=pytest.mark.slow)]
 )
@@ -131,6 +133,7 @@ def divided(group: Group, toml: Path, trees: list[list[Any]]) -> str:
     return str(said.value)
 
 
+@pytest.mark.check
 def test_pairs_of_a_divided_tree_are_refused_on_all_ranks(toml: Path, trees: list[list[Any]]) -> None:
     for said in on_ranks(divided, toml.parent, 2, toml, trees):
         assert said.startswith("The loss term 'dpo' compares responses of a whole tree, and with trainer.ranks = 2")
@@ -145,6 +148,7 @@ def saved(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
     return directory, trees, first
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_another_number_of_ranks_goes_on(count: int, toml: Path, saved: Any) -> None:
     directory, trees, expected = saved
@@ -201,6 +205,7 @@ def rounded(group: Group, toml: Path, trees: list[list[Any]]) -> Result:
     return learn(make(toml, case, group, "--model.dtype=bfloat16"), trees, case)
 
 
+@pytest.mark.check
 def test_bf16_is_rounded_no_more_than_in_one_process(
     toml: Path, trees: list[list[Any]], one: dict[str, Result]
 ) -> None:

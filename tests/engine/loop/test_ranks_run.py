@@ -139,6 +139,7 @@ def told(run: Orchestrator) -> str:
     return " ".join(run.console.rich.file.getvalue().split())  # type: ignore[attr-defined]
 
 
+@pytest.mark.check
 def test_replicas_give_the_bits_of_one_process(toml: Path, alone: Path, threads: Started, tmp_path: Path) -> None:
     config, run = train(toml, [f"--output_dir={tmp_path}", *SHORT, *TWO])
     assert_same_run(config.run_dir, alone)
@@ -151,6 +152,7 @@ def test_replicas_give_the_bits_of_one_process(toml: Path, alone: Path, threads:
     assert last["timing_s/pack"] > 0
 
 
+@pytest.mark.check
 def test_ranks_engines_and_a_reward_host_give_the_tokens_of_one_process(
     toml: Path, alone: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +173,7 @@ def test_ranks_engines_and_a_reward_host_give_the_tokens_of_one_process(
         host.rewards.close()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("method", "step", "again"),
     [("update", 3, 2), pytest.param("updated", 1, 0, marks=pytest.mark.slow), ("save", 0, 0)],
@@ -214,6 +217,7 @@ def test_a_rank_that_is_lost_while_the_run_goes_back(
     assert_same_run(config.run_dir, alone)
 
 
+@pytest.mark.check
 def test_engines_forget_weights_that_the_run_went_back_from(
     toml: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +244,7 @@ def test_engines_forget_weights_that_the_run_went_back_from(
     assert run.buffer.summary() is not None  # every token is accounted for
 
 
+@pytest.mark.check
 def test_too_many_losses_end_the_run(
     toml: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +260,7 @@ def test_too_many_losses_end_the_run(
     assert len(threads.ranks) == 6
 
 
+@pytest.mark.check
 def test_a_rank_out_of_memory_halves_the_micro_batches_of_all(
     toml: Path, alone: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -511,6 +517,7 @@ def random(trees):
 """
 
 
+@pytest.mark.check
 def test_credit_that_differs_between_the_ranks_ends_the_run(toml: Path, processes: Forked, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     few = [*SHORT, "--trainer.steps=2", f"--output_dir={tmp_path}"]

@@ -123,6 +123,7 @@ def test_a_resumed_run_repeats_the_whole_one_to_the_bit(toml, whole, tmp_path):
         assert torch.equal(update.gradient[name], gradient), name
 
 
+@pytest.mark.check
 def test_groups_of_another_run(toml, whole, tmp_path):
     """Rollouts as parquet and groups of a store train a new run from its first step on, as another policy's."""
     other = whole.orchestrator.options.directory
@@ -146,6 +147,7 @@ def copied(whole, tmp_path) -> Path:
     return path
 
 
+@pytest.mark.check
 def test_a_file_of_another_run_is_read_once_and_a_resumed_run_wants_the_same(toml, whole, tmp_path, monkeypatch):
     path = copied(whole, tmp_path)
     opened = []
@@ -169,6 +171,7 @@ def test_a_file_of_another_run_is_read_once_and_a_resumed_run_wants_the_same(tom
         steps_of(toml, tmp_path / "cut", "--trainer.steps=4", *flags, resume=True)
 
 
+@pytest.mark.check
 def test_a_part_that_asks_for_an_entry_which_a_parquet_file_lacks(toml, whole, tmp_path):
     """It ends the run with a sentence; a part that does not ask, and groups with their entry, are trained on."""
     path = copied(whole, tmp_path)
@@ -240,6 +243,7 @@ def test_responses_of_one_group_under_different_prompts_are_refused(tmp_path):
         read_rollouts(tmp_path / "a.parquet")
 
 
+@pytest.mark.check
 def test_a_lost_or_changed_file_of_the_store_ends_the_run(toml, tmp_path):
     steps_of(toml, tmp_path, "--trainer.steps=1")
     files = sorted((tmp_path / "runs" / "tiny" / "replay").glob("*.safetensors"))
@@ -300,6 +304,7 @@ def test_what_cannot_be_used_is_refused(toml, whole, tmp_path):
         steps_of(toml, tmp_path / "b", "--replay.keep=solve")
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("update", [4, 5])
 def test_replay_and_schedules_one_step_behind(late, update):
     """Staleness 1: clipped ratios to the policy before the step, weights min(exp(that - the sampler's), 2), and bounds

@@ -44,6 +44,7 @@ def odd(self: Record, place: int, own: Tensor) -> Tensor:
     return chosen
 
 
+@pytest.mark.check
 @pytest.mark.usefixtures("without_report")
 def test_the_trainer_uses_the_experts_of_the_sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Record, "choose", odd)

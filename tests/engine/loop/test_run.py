@@ -38,6 +38,7 @@ def comparable(directory: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in rows(directory)]
 
 
+@pytest.mark.check
 def test_a_run_leaves_what_the_readme_says(finished):
     _, directory = finished
     metrics = rows(directory)
@@ -85,6 +86,7 @@ def test_the_page_of_the_metrics_has_what_the_code_names():
     assert {name for name in names if not page.fullmatch(name)} == set()
 
 
+@pytest.mark.check
 def test_plain_transformers_loads_the_export(finished, torch_forks: Forks):
     _, directory = finished
     program = (
@@ -99,6 +101,7 @@ def test_plain_transformers_loads_the_export(finished, torch_forks: Forks):
     assert code == 0, said
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "rows_before_the_kill", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(6, marks=pytest.mark.slow)]
 )
@@ -122,6 +125,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "export" / "model.safetensors")
 
 
+@pytest.mark.check
 def test_more_steps_after_the_end(finished, tmp_path):
     """--resume with a larger trainer.steps goes on from the last checkpoint."""
     toml, directory = finished
@@ -170,6 +174,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.check(but=5)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_one_sentence_and_change_nothing(name, finished, tmp_path, capsys):
     toml, _ = finished
@@ -196,6 +201,7 @@ def test_mistakes_are_one_sentence_and_change_nothing(name, finished, tmp_path, 
         assert not (toml.parent / "runs" / "other").exists()
 
 
+@pytest.mark.check
 def test_hanging_rewards_are_dropped_and_counted(finished, tmp_path):
     toml, _ = finished
     shutil.copytree(toml.parent / "model", tmp_path / "model")

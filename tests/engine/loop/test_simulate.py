@@ -199,6 +199,7 @@ def test_no_verdict_is_taken_at_staleness_0_before_all_have_come() -> None:
     assert not judging.busy
 
 
+@pytest.mark.check
 def test_a_round_of_the_driver_costs_what_changed_and_not_what_is_open() -> None:
     """Four times the groups cost four times the calls; looking at all open groups in a round cost 16 times."""
 

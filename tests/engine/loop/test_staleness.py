@@ -95,6 +95,7 @@ class Run:
         return pq.read_table(self.config.run_dir / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("keep_keys", ["true", "false"])
 def test_responses_go_on_under_new_weights(toml: Path, tmp_path: Path, keep_keys: str) -> None:
     """Without overlap some are unfinished at each update; their tokens keep the versions that sampled them."""
@@ -114,6 +115,7 @@ def test_responses_go_on_under_new_weights(toml: Path, tmp_path: Path, keep_keys
     assert crossed, "no response crossed an update; the test shows nothing"
 
 
+@pytest.mark.check
 def test_behaviour_is_that_of_the_weights_that_sampled(toml: Path, tmp_path: Path) -> None:
     """Sampler and trainer are two modules with the same numbers: a batch on policy agrees to rounding."""
     options = [*THREAD, "--trainer.steps=4", "--trainer.lr=0.05"]
@@ -135,6 +137,7 @@ def four_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("overlap", "own", "sampling"), [("true", 2, {2, 4}), ("false", 4, {4}), (None, 4, {4})])
 def test_updates_and_sampling_divide_the_cores_while_both_compute(
     toml: Path,
@@ -192,6 +195,7 @@ def test_who_waits_leaves_its_cores_to_the_other(four_threads: None) -> None:
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("scored", [False, True])
 def test_the_correction_is_the_decoupled_one(toml: Path, tmp_path: Path, scored: bool) -> None:
     """Tokens weigh min(exp(proximal - behaviour), cap), by an independent sum over sequences, whether the policy has
@@ -231,6 +235,7 @@ def test_the_correction_is_the_decoupled_one(toml: Path, tmp_path: Path, scored:
         assert sums.means()["actor/pg_loss"] == pytest.approx(np.mean(losses), rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     "objective", ["dapo", "dcpo_clip", "decoupled_ppo", "rollout_is", "gspo", "vespo", "cispo", "topr"]
 )
@@ -331,6 +336,7 @@ def test_an_error_of_the_sampling_thread_ends_the_run(toml: Path, tmp_path: Path
 # -- group callbacks ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_dynamic_sampling_fills_the_batch_with_unequal_groups(toml: Path, tmp_path: Path, staleness: int) -> None:
     given = ["--loop.callback=dynamic_sampling", "--trainer.steps=2", f"--loop.staleness={staleness}"]
@@ -349,6 +355,7 @@ def test_dynamic_sampling_fills_the_batch_with_unequal_groups(toml: Path, tmp_pa
     assert sum(row.get("group/dropped_equal_rewards", 0) for row in run.rows) > 0
 
 
+@pytest.mark.check
 def test_synchronous_callbacks_do_not_depend_on_the_clock(toml: Path, tmp_path: Path) -> None:
     found = []
     for workers in (1, 2):
@@ -359,6 +366,7 @@ def test_synchronous_callbacks_do_not_depend_on_the_clock(toml: Path, tmp_path: 
     assert found[0] == found[1]
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", ["again", "more", "helped"])
 def test_what_callbacks_may_answer(toml: Path, tmp_path: Path, name: str) -> None:
     run = Run(toml, tmp_path, f"--loop.callback={toml.parent}/mine.py:{name}", "--trainer.steps=1").run()
@@ -404,6 +412,7 @@ def test_sampling_more_has_an_end(toml: Path, tmp_path: Path) -> None:
 # -- numbers that follow the step or a metric --------------------------------------------------------------------------
 
 
+@pytest.mark.check
 def test_temperature_and_length_follow_their_schedules(toml: Path, tmp_path: Path) -> None:
     """Log-probs of sampler and trainer are of the same temperature in each step."""
     options = ["--loop.temperature_scale=[[1,0.5],[3,1.5]]", "--loop.length_scale=[[1,0.3],[3,1.0]]"]
@@ -415,6 +424,7 @@ def test_temperature_and_length_follow_their_schedules(toml: Path, tmp_path: Pat
         Run(toml, tmp_path, "--loop.length_scale=2", "--name=other").run()
 
 
+@pytest.mark.check
 def test_a_number_is_steered_towards_a_metric(toml: Path, tmp_path: Path) -> None:
     """Ziegler et al.: the entropy of a random model is far above the target, so the temperature falls by 1 - gain/5."""
     given = "metric='actor/entropy',target=1.0,own='schedule/temperature_scale',gain=-0.5,low=0.75"
@@ -426,6 +436,7 @@ def test_a_number_is_steered_towards_a_metric(toml: Path, tmp_path: Path) -> Non
 # -- learning ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_it_learns(toml: Path, tmp_path: Path, staleness: int) -> None:
     """The share of digits in random letters, a task that a random model can be taught in seconds."""

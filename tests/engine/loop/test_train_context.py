@@ -158,6 +158,7 @@ def step_of(toml, tmp_path_factory) -> Callable[..., Steps]:
     return take
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_hinted_response_is_trained_under_the_plain_prompt_against_the_sampler(toml, step_of, recipe):
     columns, _, template = RECIPES[recipe]
@@ -181,6 +182,7 @@ def test_a_hinted_response_is_trained_under_the_plain_prompt_against_the_sampler
     check_gradient(steps, grpo(steps, 0, lambda tree, leaf: along(tree, leaf, "behaviour_logprob")))
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_group_is_the_one_of_the_ladder(toml, tmp_path, groups, recipe):
     columns, replace, _ = RECIPES[recipe]
@@ -249,6 +251,7 @@ def test_at_staleness_the_weight_is_that_of_the_sampler_under_its_prompt(step_of
     check_gradient(steps, loss)
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("context", ["plain", "sampled"])
 def test_retry_trains_under_the_prompt_that_was_asked_for(toml, step_of, context):
     steps = step_of(f"--loop.callback={toml.parent}/mine.py:again", f"--loop.train_context={context}")
@@ -268,6 +271,7 @@ class TestPatience:
         unset = (*UNSET, "trainer.steps")
         take_steps(toml, folder, *FLAT, *SIZES, *data, *few, unset=unset, resume=resume)
 
+    @pytest.mark.check
     def test_the_second_visit_gets_a_hint(self, toml, tmp_path, groups):
         self.plateau(toml, tmp_path, 1)
         assert all(len(seen.answers) == 1 for seen in groups.values())  # the first visit of each of 24 problems
@@ -277,6 +281,7 @@ class TestPatience:
         assert all(len(seen.answers) == 2 for seen in groups.values())  # a hint, which did not help
 
 
+@pytest.mark.check
 def test_a_resumed_run_repeats_the_uninterrupted_one(toml, tmp_path):
     def weights(folder: Path, steps: int, resume: bool = False) -> dict[str, torch.Tensor]:
         unset = (*UNSET, "trainer.steps")

@@ -1,4 +1,4 @@
-"""Workers in threads: order of calls, errors, ends. The same through Ray: `test_scale.py`."""
+"""Workers in threads: order of calls, errors, ends. The same through Ray: `test_scale_ray.py`."""
 
 from __future__ import annotations
 

@@ -75,6 +75,7 @@ def entropy_and_kl(policy, start, tree, leaf) -> tuple[np.ndarray, np.ndarray]:
     return -(np.exp(p) * p).sum(1), (np.exp(p) * (p - q)).sum(1)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("step", [0, 1])
 def test_demonstrations_and_rollouts_have_exact_statistics(steps, step):
     update = steps.updates[step]

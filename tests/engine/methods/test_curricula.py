@@ -146,6 +146,7 @@ def untimed(steps: Steps) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in steps.rows]
 
 
+@pytest.mark.check
 def test_ucb_draws_the_prompts_of_the_formula_also_when_killed_and_resumed(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +235,7 @@ def test_ucb_draws_generated_problems_of_tasks(toml: Path, tmp_path: Path) -> No
     assert ids(resumed) == ids(whole)[1:]
 
 
+@pytest.mark.check
 def test_difficulty_passes_over_prompts_that_are_too_easy_or_too_hard(toml: Path, tmp_path: Path) -> None:
     flags = given(toml, "difficulty", "{low = 0.3, high = 0.8}")
     whole = take_steps(toml, tmp_path / "whole", *flags, "--trainer.steps=5")

@@ -90,6 +90,7 @@ def term(toml: Path, name: str, more: str = "") -> str:
     return f"--algorithm.terms=[{{name='mine',loss='{toml.parent}/losses.py:{name}',weight=0.5{more}}}]"
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("max_tokens", [4096, 40])
 def test_a_loss_of_the_users_in_two_updates_of_a_step(toml, tmp_path, max_tokens):
     """Whole trees and trees in pieces; the second update is compared, where the policy has left the sampler."""
@@ -307,6 +308,7 @@ def test_a_weight_that_changes_is_refused_where_processes_do_not_know_the_step(a
         load_config(asking, [flag, *engines])
 
 
+@pytest.mark.check
 def test_a_weight_that_follows_a_metric_goes_on_in_a_resumed_run(asking, tmp_path):
     """The weight falls by 2% a step from the value of the step before, which is in the checkpoint."""
     steered = "weight='steer',weight_options={metric='actor/loss',target=100.0,own='schedule/reward.odd.weight'}"

@@ -163,6 +163,7 @@ class TestPear:
             take_steps(toml, tmp_path, given, self.TEACH, "--algorithm.weight=0")
         assert not (tmp_path / "runs").exists()
 
+    @pytest.mark.check
     def test_weighs_by_the_ratio_of_the_sequences(self, toml, tmp_path):
         plain = take_steps(
             toml, tmp_path / "a", '--algorithm.terms=[{name="teach",objective="sft",select="injected"}]',
@@ -244,6 +245,7 @@ class TestSequenceRatiosOnTrees:
 
         return loss
 
+    @pytest.mark.check(but=1)
     @pytest.mark.parametrize(("name", "level"), [("gspo", "sequence"), ("gspo_token", "sequence_token")])
     def test_credit_of_tokens(self, toml, tmp_path, name, level):
         steps = take_steps(
@@ -258,6 +260,7 @@ class TestSequenceRatiosOnTrees:
 
         check_gradient(steps, self.objective(steps, weigh, level), update=1)
 
+    @pytest.mark.check
     def test_gspo_and_gspo_token_differ_on_trees(self, toml, tmp_path):
         made = [
             take_steps(
@@ -324,6 +327,7 @@ class TestSequenceRatiosOnTrees:
         check_gradient(steps, loss, update=1)
 
 
+@pytest.mark.check
 def test_bnpo_means_over_the_tokens_of_each_micro_batch(toml, tmp_path):
     options = [reward(toml, "odd"), "--algorithm.drop_zero_variance=false", "--trainer.max_tokens=150"]
     options += ["--trainer.prompts_per_step=5"]
@@ -396,6 +400,7 @@ OF_PAPERS = {
 }  # fmt: skip
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", OF_PAPERS)
 def test_an_objective_brings_the_credit_of_its_paper(toml, tmp_path, name):
     text = toml.read_text().replace('advantage = "tree_path_mean"\n', "")

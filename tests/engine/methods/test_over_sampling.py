@@ -100,6 +100,7 @@ def adaptive(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         return directory, run(toml, directory, *ADAPTIVE), watched
 
 
+@pytest.mark.check
 def test_the_factor_is_the_target_over_the_mean_share_of_kept_groups(adaptive: tuple[Path, Steps, Watched]) -> None:
     _, steps, watched = adaptive
     factors, mean = [1.2], 0.0

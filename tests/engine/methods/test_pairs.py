@@ -272,6 +272,7 @@ def same_by_definition(one: str, other: str) -> bool:
     return ALIASES.get(one, (one,))[0] == ALIASES.get(other, (other,))[0]
 
 
+@pytest.mark.check
 def test_a_few_objectives_are_all_different(toml, recorded):
     found = objective_signatures(toml, recorded, ("grpo", "gspo", "gspo_token"), (OF_TOKENS,))
     assert same_pairs(found) == set()
@@ -346,6 +347,7 @@ def credit_signatures(
     return found
 
 
+@pytest.mark.check
 def test_a_few_credits_are_all_different(toml, recorded):
     names = ("group_norm", "branch_mean", "cumulative", "constrained")
     assert same_pairs(credit_signatures(toml, recorded, names, (False,))) == set()

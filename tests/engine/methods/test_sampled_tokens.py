@@ -98,6 +98,7 @@ LAGGING = (
 )  # fmt: skip
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("recompute", [False, True])
 def test_groups_are_trained_at_the_temperature_of_their_sampling(toml, tmp_path, monkeypatch, recompute) -> None:
     at: dict[int, float] = {}
@@ -137,6 +138,7 @@ def test_groups_are_trained_at_the_temperature_of_their_sampling(toml, tmp_path,
     assert other >= 6, "no group was trained at another temperature than today's, so nothing was shown"
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("room", [256, 80])
 def test_branches_of_one_prompt_have_temperatures_of_their_own(toml, tmp_path, room) -> None:
     """Some branches begin after the same token; trees are also packed in pieces."""
@@ -255,6 +257,7 @@ def test_a_cached_solution_has_the_policy_that_sampled_it(toml, tmp_path) -> Non
     assert max(ratios) > 0.05
 
 
+@pytest.mark.check
 def test_checkpoints_hold_the_cached_solutions(toml, tmp_path) -> None:
     given = (reward(toml, "odd"), problems(toml), *CACHED)
     whole = take_steps(toml, tmp_path / "whole", *given)

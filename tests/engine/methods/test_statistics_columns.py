@@ -90,6 +90,7 @@ def steps(request, toml, tmp_path_factory) -> Steps:
     )  # fmt: skip
 
 
+@pytest.mark.check
 def test_columns_are_the_statistics_of_the_policy_before_the_step(steps):
     model, ids_scored = plain_model(steps, steps.updates[0]), 0
     for tree, leaf in leaves_of(steps.trees):

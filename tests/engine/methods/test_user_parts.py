@@ -147,6 +147,7 @@ def untimed(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not name.startswith(("timing_s/", "perf/"))}
 
 
+@pytest.mark.check
 def test_a_run_of_own_parts_and_its_resumption(toml: Path, tmp_path: Path) -> None:
     whole = run(toml, tmp_path / "whole")
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -172,6 +173,7 @@ def test_a_run_of_own_parts_and_its_resumption(toml: Path, tmp_path: Path) -> No
     assert untimed(rows(again)[-1]) == untimed(rows(whole)[-1])
 
 
+@pytest.mark.check
 def test_rewards_of_spans_reach_the_loss_and_the_report(toml: Path, tmp_path: Path) -> None:
     done = run(
         toml, tmp_path, "--trainer.steps=1", f"--reward.verifier={toml.parent}/judges.py:steps", "--reward.shaping=[]",
@@ -198,6 +200,7 @@ def test_rewards_of_spans_reach_the_loss_and_the_report(toml: Path, tmp_path: Pa
     assert '"token_reward":"reward of what ends with it' in write_report(done.options.directory).read_text()
 
 
+@pytest.mark.check
 def test_groups_are_as_large_as_their_prompts_ask(toml: Path, tmp_path: Path) -> None:
     done = run(toml, tmp_path, "--data.n_key=responses", "--rollout.program=flat", "--rollout.program_options={}")
     for step in (1, 2):

@@ -90,6 +90,7 @@ def equal(mine: list[Tensor], theirs: list[Tensor]) -> None:
             assert (a - b).norm() <= 1e-5 * max(float(b.norm()), 1e-2 * float(size))
 
 
+@pytest.mark.check(but=3)
 @pytest.mark.parametrize("name", OWN)
 def test_logprobs_and_gradients(name: str) -> None:
     ours, theirs = models(name)
@@ -212,6 +213,7 @@ def test_gradient_of_the_sink_in_fp64() -> None:
     assert torch.autograd.gradcheck(lambda q, k, v, sink: tree_attention(q, k, v, end, sink=sink), inputs)
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize("name", IN_ENGINE)
 def test_greedy_answers_are_those_of_generate(name: str) -> None:
     ours, theirs = models(name)

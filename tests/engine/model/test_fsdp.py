@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -50,6 +51,7 @@ def work(rank: int, directory: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.check
 def test_sharded_gradients_are_those_of_one_process(tmp_path: Path) -> None:
     run_ranks(work, (str(tmp_path),), RANKS)
     for name in CASES:

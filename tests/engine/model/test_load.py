@@ -61,6 +61,7 @@ def test_a_whole_directory_loads_bit_for_bit(directory: Path) -> None:
         assert torch.equal(model.state_dict()[name], tensor)
 
 
+@pytest.mark.check(but=7)
 @pytest.mark.parametrize(
     ("edit", "needle"),
     [

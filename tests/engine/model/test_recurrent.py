@@ -50,6 +50,7 @@ def off(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     return max(float((x.detach() - y.detach()).abs().max()) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("family", EVERY)
 def test_log_probs_and_gradients_equal_the_flat_ones(family: str) -> None:
     model, trees = make(family), random_trees(0)
@@ -172,6 +173,7 @@ def test_results_do_not_depend_on_neighbours_or_the_order_of_siblings() -> None:
     assert all(off([alone[i]], [moved[j]]) < 1e-5 for j, i in enumerate(order))
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("family", QUICK)
 @pytest.mark.parametrize("most", [7, 40])
 def test_pieces_hand_their_states_on(family: str, most: int) -> None:

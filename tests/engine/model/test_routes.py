@@ -39,6 +39,7 @@ QUICK = ("qwen3_moe", "qwen3_next", "mixtral", "olmoe", "gpt_oss", "deepseek_v3"
 EVERY = [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES]
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize("family", EVERY)
 def test_replayed_routes_give_the_log_probs_and_gradients_of_a_router_that_was_told_them(family):
     model = make(family)

@@ -99,6 +99,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, bound: float = 1e-5) -> None
     assert (ours - theirs).norm() <= bound * max(theirs.norm().item(), 1e-6), (ours - theirs).norm() / theirs.norm()
 
 
+@pytest.mark.check(but=3)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("seed", "depth", "leaves"), [(0, 1, 5), (1, 3, 40), (2, 6, 200)])
 def test_logprob_and_gradients(name, seed, depth, leaves):
@@ -252,6 +253,7 @@ def test_experts_are_balanced_as_in_the_flat_batch():
     assert compared > 5
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_flat_batches_are_plain_transformers(name):
     """Padded sequences without sharing have the same loss and gradients as the tree."""
@@ -299,6 +301,7 @@ def test_bf16_is_no_further_from_fp64_than_twice_flat(name):
         assert (got - exact).norm() < 0.1 * exact.norm()
 
 
+@pytest.mark.check
 def test_compiled_layers_take_trees_of_any_size_without_recompiling():
     ours, plain = make_models("qwen3")[0], make_models("qwen3")[0]
     objective = Objective.preset("grpo")

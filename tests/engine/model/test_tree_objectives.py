@@ -143,6 +143,7 @@ def compare(
     return errors
 
 
+@pytest.mark.check(but=4)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_level_and_aggregation(level: str, aggregation: str) -> None:
@@ -151,6 +152,7 @@ def test_every_level_and_aggregation(level: str, aggregation: str) -> None:
     compare(ours, theirs, [random_tree(3, 4, 25), random_tree(4, 1, 3)], replace(objective, aggregation=aggregation))
 
 
+@pytest.mark.check(but=3)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("max_tokens", [100_000, 45])
 def test_conversations_flattened_by_turn(level: str, max_tokens: int) -> None:
@@ -204,6 +206,7 @@ CUT += [("qwen3", 61, level) for level in ("token", "sequence")]
 CUT += [("gemma2-window-softcap", 33, level) for level in ("dual clip", "segment", "sequence, masked")]
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize(("name", "max_tokens", "level"), thinned(CUT, every(2)))
 def test_pieces_of_a_tree_add_up(name: str, max_tokens: int, level: str) -> None:
     """Some paths are longer than the budget; with activation checkpointing, and trees of several depths."""
@@ -250,6 +253,7 @@ EDGES = {
 }
 
 
+@pytest.mark.check(but=7)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges(edge: str, level: str) -> None:

@@ -76,6 +76,7 @@ def answers(role: str, texts: Sequence[str]) -> list[dict[str, Any]]:
     return [{"role": role, **named, "content": text} for text in texts]
 
 
+@pytest.mark.check(but=5)
 @pytest.mark.parametrize(("name", "role"), thinned(CASES, every(3)))
 def test_growth_is_what_the_template_writes_of_the_whole(name: str, role: str) -> None:
     """Three turns, each answered; the ids are those that Transformers gives the whole text."""
@@ -112,6 +113,7 @@ def hostile(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     ]
 
 
+@pytest.mark.check(but=10)
 @pytest.mark.parametrize(("name", "role"), CASES)
 def test_an_environments_text_becomes_no_control_token(name: str, role: str) -> None:
     tokenizer, tools = templates.tokenizer(name), TOOLS if role == "tool" else None
@@ -133,6 +135,7 @@ ONE_CALL = ("llama3_1", "llama3_2")
 """Templates that write one call a turn."""
 
 
+@pytest.mark.check(but=20)
 @pytest.mark.parametrize("name", [n for n, role in CASES if role == "tool" and n not in ONE_CALL])
 def test_several_tools_answer_a_turn_and_then_the_user_speaks(name: str) -> None:
     """Templates drop the model's thinking, or its empty place, once the user has spoken again."""

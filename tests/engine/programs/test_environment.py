@@ -293,6 +293,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_of_games_from_its_toml(home: Path, tmp_path: Path, staleness: int) -> None:
     given = ["--trainer.steps=2", f"--output_dir={tmp_path}", f"--loop.staleness={staleness}", "--checkpoint.every=1"]
@@ -313,6 +314,7 @@ class CrashError(Exception):
     pass
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", ["Steady", "Forgetful"])
 def test_unfinished_conversations_survive_a_crash_or_are_counted(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

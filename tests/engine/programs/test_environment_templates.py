@@ -160,6 +160,7 @@ SHORT = "{% if messages | length > 1 %}{{ raise_exception('short') }}{% endif %}
 ONE_SIDE = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     ("template", "needle"),
     [

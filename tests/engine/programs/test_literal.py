@@ -145,6 +145,7 @@ TEXTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.check(but=16)
 @pytest.mark.parametrize("strip", [False, True])
 @pytest.mark.parametrize("template", [ZEPHYR, INST, BARE], ids=["zephyr", "inst", "bare"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,6 +163,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+@pytest.mark.check(but=9)
 @pytest.mark.parametrize("template", [ZEPHYR, INST, BARE], ids=["zephyr", "inst", "bare"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_spells_no_control_token(kind: str, template: str) -> None:

@@ -118,6 +118,7 @@ def gone(found: list[int], within: float = 5.0) -> bool:
     return not any(map(alive, found))
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("how", ["child", "session", "daemon"])
 def test_nothing_below_a_verifier_outlives_its_time_out_or_the_run(mine: Path, how: str) -> None:
     with pool(mine) as judges:
@@ -168,6 +169,7 @@ def children(pid: int) -> list[int]:
     return [p for p, parent in parents.items() if parent == pid]
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

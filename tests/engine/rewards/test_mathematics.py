@@ -240,6 +240,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.check(but=30)
 @pytest.mark.parametrize(("reference", "right", "wrong"), CASES, ids=[case[0] for case in CASES])
 def test_right_answers_are_paid_in_any_writing_and_wrong_ones_in_none(
     reference: str, right: list[str], wrong: list[str]
@@ -421,6 +422,7 @@ def test_what_cannot_be_read_is_unparsed_and_not_wrong(pool: RewardPool) -> None
     assert (wrong.value, wrong.unparsed) == (0, None)
 
 
+@pytest.mark.check
 def test_a_reference_is_parsed_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
     parse = mathematics.parse

@@ -203,6 +203,7 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.check
 def test_a_run_learns_from_the_sum_and_credit_reads_the_parts(toml: Path, tmp_path: Path) -> None:
     given = ["--algorithm.advantage=gdpo", "--algorithm.advantage_options={weights={odd=1.0,third=2.0}}"]
     config = load_config(toml, [f"--output_dir={tmp_path}", "--trainer.steps=2", *given])

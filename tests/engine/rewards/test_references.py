@@ -73,14 +73,18 @@ def test_values_without_one_text_are_refused(answer: Any, says: str) -> None:
         reference_text(answer)
 
 
-@pytest.mark.parametrize("verifier", ["math", "exact", "regex"])
-@pytest.mark.parametrize("answer", [72, 72.0, ["72"], {"style": "rule", "ground_truth": "72"}, Decimal("72.0"), "72"])
-def test_right_answers_to_references_that_are_no_text_are_paid(verifier: str, answer: Any) -> None:
+def settings(verifier: str, **config: Any) -> RewardConfig:
     options = {"pattern": r"(-?[\d.]+)"} if verifier == "regex" else {}
-    with RewardPool(RewardConfig(verifier=verifier, workers=1, options=options, timeout_s=60.0)) as pool:
-        right, wrong = pool.score([RewardItem(f"Answer: {said}", {"answer": answer}) for said in (72, 73)])
+    return RewardConfig(verifier=verifier, workers=1, **({"options": options, "timeout_s": 60.0} | config))
+
+
+@pytest.mark.parametrize("verifier", ["math", "exact", "regex"])
+def test_right_answers_to_references_that_are_no_text_are_paid(verifier: str) -> None:
+    with RewardPool(settings(verifier)) as pool:
+        for answer in (72, 72.0, ["72"], {"style": "rule", "ground_truth": "72"}, Decimal("72.0"), "72"):
+            right, wrong = pool.score([RewardItem(f"Answer: {said}", {"answer": answer}) for said in (72, 73)])
+            assert (right.value, wrong.value) == (1, 0), answer
         (missing,) = pool.score([RewardItem("Answer: 72", {"answer": None})])
-    assert (right.value, wrong.value) == (1, 0)
     assert missing.value is None
     assert "None" in str(missing.reason)
 
@@ -116,31 +120,32 @@ def test_files_of_verl_and_trl_are_read(tmp_path: Path) -> None:
             read_problems(str(tmp_path / name), "data.path", "prompt", "target")
 
 
-def checked(verifier: str, answers: list[Any], **config: Any) -> str:
-    config = {"options": {"pattern": "x"} if verifier == "regex" else {}, "timeout_s": 60.0} | config
-    settings = RewardConfig(verifier=verifier, workers=1, **config)
-    with RewardPool(settings) as pool:
-        return check_references(pool, settings, [(f"d/{row}", {"answer": a}) for row, a in enumerate(answers)])
+def checked(pool: RewardPool, verifier: str, answers: list[Any], **config: Any) -> str:
+    rows = [(f"d/{row}", {"answer": answer}) for row, answer in enumerate(answers)]
+    return check_references(pool, settings(verifier, **config), rows)
 
 
 @pytest.mark.parametrize("verifier", ["math", "exact", "regex"])
-@pytest.mark.parametrize("answer", [None, math.nan, "", ["1", "2"], {"a": 1}])
-def test_a_run_with_a_missing_answer_does_not_start(verifier: str, answer: Any) -> None:
-    with pytest.raises(UserError, match="The row of 'd/2' cannot be judged"):
-        checked(verifier, ["1", "2", answer])
+def test_a_run_with_a_missing_answer_does_not_start(verifier: str) -> None:
+    with RewardPool(settings(verifier)) as pool:
+        for answer in (None, math.nan, "", ["1", "2"], {"a": 1}):
+            with pytest.raises(UserError, match="The row of 'd/2' cannot be judged"):
+                checked(pool, verifier, ["1", "2", answer])
 
 
 def test_answers_that_cannot_be_read_are_counted_and_stop_a_run_above_a_limit() -> None:
     many = ["1"] * 98 + ["\\frac{1}{2"] * 2
-    note = checked("math", many)
-    assert note.startswith("2 of 100 problems cannot be judged, such as 'd/98': math-verify cannot read")
-    assert "\\frac{1}{2" in note.encode().decode("unicode_escape") or "frac" in note
-    with pytest.raises(UserError, match=r"3 of 101 problems.*reward\.max_unreadable = 0\.02"):
-        checked("math", [*many, "\\max"])
-    assert checked("math", [*many, "\\max"], max_unreadable=0.5)
-    assert checked("math", ["1", "\\sqrt{2}", "x=3", "yes", "(A)"]) == ""
-    with pytest.raises(UserError, match=r"1 of 1 problems.*not a list of tests"):
-        checked("code", [3])
-    with pytest.raises(UserError, match=r"1 of 2 problems.*'d/1'.*is not valid Python"):
-        checked("code", [["assert True"], ["assert True", "def f(:"]])
-    assert checked("code", [["assert True"], '{"inputs": ["1"], "outputs": ["2"]}']) == ""
+    with RewardPool(settings("math")) as pool:
+        note = checked(pool, "math", many)
+        assert note.startswith("2 of 100 problems cannot be judged, such as 'd/98': math-verify cannot read")
+        assert "\\frac{1}{2" in note.encode().decode("unicode_escape") or "frac" in note
+        with pytest.raises(UserError, match=r"3 of 101 problems.*reward\.max_unreadable = 0\.02"):
+            checked(pool, "math", [*many, "\\max"])
+        assert checked(pool, "math", [*many, "\\max"], max_unreadable=0.5)
+        assert checked(pool, "math", ["1", "\\sqrt{2}", "x=3", "yes", "(A)"]) == ""
+    with RewardPool(settings("code")) as pool:
+        with pytest.raises(UserError, match=r"1 of 1 problems.*not a list of tests"):
+            checked(pool, "code", [3])
+        with pytest.raises(UserError, match=r"1 of 2 problems.*'d/1'.*is not valid Python"):
+            checked(pool, "code", [["assert True"], ["assert True", "def f(:"]])
+        assert checked(pool, "code", [["assert True"], '{"inputs": ["1"], "outputs": ["2"]}']) == ""

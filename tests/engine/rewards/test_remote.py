@@ -104,6 +104,7 @@ def items(*texts: str) -> list[RewardItem]:
     return [RewardItem(text, {"answer": "4"}, problem="2 + 2", prompt="<2 + 2>") for text in texts]
 
 
+@pytest.mark.check
 def test_a_judges_score_is_the_reward_and_its_failures_are_told_apart(moody: tuple[Moody, str]) -> None:
     server, url = moody
     with judge(f"{url}/v1", prompt="{response}", timeout_s=3.0, system="Be strict.") as rewards:
@@ -119,6 +120,7 @@ def test_a_judges_score_is_the_reward_and_its_failures_are_told_apart(moody: tup
         rewards.score(items("good"))
 
 
+@pytest.mark.check(but=4)
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST", "0.0.0.0"])
 @pytest.mark.parametrize("proxy", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
 def test_a_judge_on_this_machine_is_asked_without_a_proxy(
@@ -132,6 +134,7 @@ def test_a_judge_on_this_machine_is_asked_without_a_proxy(
         assert [verdict.value for verdict in rewards.score(items("good"))] == [0.9]
 
 
+@pytest.mark.check(but=3)
 @pytest.mark.parametrize(
     ("url", "here"),
     [
@@ -291,6 +294,7 @@ def test_the_policys_own_probabilities_are_the_reward(home: Path, tmp_path: Path
         assert row["reward"] == pytest.approx(float(np.mean(logprobs)), abs=1e-4)
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("measure", ["product", "gain"])
 def test_the_reference_answer_replaces_the_responses_own(home: Path, tmp_path: Path, measure: str) -> None:
     """VeriFree: the product of the answer's probabilities; RLPR: their mean, less that without the response."""
@@ -331,6 +335,7 @@ def test_a_gain_is_the_difference_to_no_response_within_0_and_1() -> None:
     assert (bad.value, unmarked.value, unmarked.unparsed) == (0, 0, "no_mark")
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_runs_are_judged_between_the_engines_steps(home: Path, tmp_path: Path, staleness: int) -> None:
     made = scored(home, tmp_path, f"--loop.staleness={staleness}", "--loop.overlap=true")

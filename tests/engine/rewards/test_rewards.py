@@ -108,6 +108,7 @@ def test_order_is_kept_and_short_answers_take_milliseconds(user_code: Path) -> N
         assert pool.score([]) == []
 
 
+@pytest.mark.check
 def test_failures_concern_only_their_item(user_code: Path) -> None:
     texts = ["1", "hang", "2", "raise", "3", "die", "4", "nan", "5", "nothing", "sleep", "6", "7", "8"]
     with RewardPool(config(f"{user_code}:moody", timeout_s=0.5)) as pool:
@@ -123,6 +124,7 @@ def test_failures_concern_only_their_item(user_code: Path) -> None:
     assert [r.value for r in again] == [9, None, 10]
 
 
+@pytest.mark.check
 def test_one_slow_item_does_not_fail_its_neighbours(user_code: Path) -> None:
     """The time limit is an item's, not its batch's."""
     user_code.write_text("import time\ndef f(text, entry):\n    time.sleep(0.1)\n    return 1\n")
@@ -149,6 +151,7 @@ def test_workers_import_neither_torch_nor_rolltree(user_code: Path) -> None:
         assert pool.score(items("a", "b", "c"))[0].value == 0
 
 
+@pytest.mark.check
 def test_task_verifier_scores_each_task_by_its_own_rule() -> None:
     tasks = (TaskConfig(name="chain_sum"), TaskConfig(name="spell_backward"))
     with RewardPool(config("task", workers=1), tasks) as pool:
@@ -171,6 +174,7 @@ def test_task_verifier_scores_each_task_by_its_own_rule() -> None:
     assert values[5] < 1
 
 
+@pytest.mark.check
 def test_math_and_exact_verifiers() -> None:
     with RewardPool(config("math", workers=1)) as pool:
         results = pool.score(

@@ -28,6 +28,7 @@ def judged(verifier: str, texts: list[str], answer: object, **options: object) -
 NO = "no_answer"
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize(
     ("verifier", "options", "texts", "verdicts"),
     [
@@ -57,6 +58,7 @@ ADD = "```python\ndef add(a, b):\n    return a + b\n```"
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(2, 2) == 4", "assert add('a', 'b') == 'ab'"]
 
 
+@pytest.mark.check
 def test_the_reward_of_code_is_the_share_of_tests_it_passes() -> None:
     texts = [
         f"First\n```python\n1 / 0\n```\nthen\n{ADD}\nthat is all",
@@ -96,6 +98,7 @@ def test_programs_are_judged_by_their_output() -> None:
     assert judged("code", texts, tests) == [(1, None), (0.5, None), (0, None), (0, None)]
 
 
+@pytest.mark.check
 def test_no_program_keeps_the_verdict_waiting() -> None:
     """Many tests that never end take their share of the verdict's time, and have failed: it is no failure to judge."""
     config = RewardConfig(verifier="code", workers=1, timeout_s=2.0)

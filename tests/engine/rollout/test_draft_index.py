@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
 from pathlib import Path
 
@@ -242,7 +243,8 @@ def test_what_is_kept_is_bounded_and_the_first_begun_goes_first() -> None:
 
 def test_memory_is_as_stated() -> None:
     def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        _, pages, mapped, *_ = (int(count) for count in Path("/proc/self/statm").read_text().split())
+        return (pages - mapped) * resource.getpagesize()
 
     if not Path("/proc/self/statm").exists():
         pytest.skip("no /proc")

@@ -140,6 +140,7 @@ class Unsure(RolloutProgram):
 PROGRAMS: dict[str, Any] = {"flat": "flat", "treepo": TREEPO, "unsure": Unsure(), "asks": Asks()}
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("sizes", [{}, {"kv_tokens": 120}], ids=["roomy", "tight"])
 def test_right_wrong_and_mixed_drafts_sample_the_same(program: str, sizes: dict[str, int]) -> None:
@@ -226,6 +227,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_that_depend_on_what_came_before(case: str) -> None:
     params, watched = SamplingParams(**{"n": 6, "max_new_tokens": 24, **CASES[case]}), Watched()

@@ -71,6 +71,7 @@ GREEDY: list[tuple[dict[str, Any], dict[str, Any]]] = [  # the model's generatio
 ]
 
 
+@pytest.mark.check(but=6)
 @pytest.mark.parametrize(("own", "options"), GREEDY)
 @pytest.mark.parametrize("masked", [True, False])
 def test_settings_come_from_the_call_then_the_model_then_transformers(
@@ -99,6 +100,7 @@ SAMPLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("own", "options"),
     [

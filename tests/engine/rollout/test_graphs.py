@@ -32,6 +32,7 @@ class Uncaptured(DecodeGraphs):
         return self.run(vector, draws.filters)
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sizes", [{}, {"kv_tokens": 120}])
 def test_padding_changes_nothing(name: str, sizes: dict[str, int]) -> None:

@@ -88,6 +88,7 @@ def assert_all_free(native: NativeEngine) -> None:
     assert (tree.free_pages, tree.nodes) == (tree.num_pages, 0)
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk", [3, 2048])
 def test_greedy_equals_transformers_generate(name: str, chunk: int) -> None:
@@ -102,6 +103,7 @@ def test_greedy_equals_transformers_generate(name: str, chunk: int) -> None:
     assert_all_free(native)
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("program", ["flat", TREEPO], ids=["flat", "treepo"])
 @pytest.mark.parametrize("restricted", [False, True])
@@ -246,6 +248,7 @@ def test_pages_run_out_and_everything_still_completes() -> None:
     assert_all_free(tight)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("program", "host_tokens"),
     [

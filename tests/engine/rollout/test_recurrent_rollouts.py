@@ -68,6 +68,7 @@ def finish(native: NativeEngine, requests: Sequence[Request]) -> list[TokenTree]
     return [request.tree for request in requests if request.tree is not None]
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("family", EVERY)
 def test_greedy_equals_transformers_generate(family: str) -> None:
     net = model(family)
@@ -84,6 +85,7 @@ def test_greedy_equals_transformers_generate(family: str) -> None:
     net.set_attn_implementation("rolltree")
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("family", EVERY)
 def test_log_probs_are_those_of_the_trainer_and_of_plain_transformers(family: str) -> None:
     """Trees that fork at segment ends and go back to them; and with preemptions."""
@@ -103,6 +105,7 @@ def test_log_probs_are_those_of_the_trainer_and_of_plain_transformers(family: st
     assert_all_free(native)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("program", ["flat", TREEPO], ids=["flat", "treepo"])
 def test_a_sample_depends_neither_on_the_batch_nor_on_sizes_nor_on_preemption(program: RolloutProgram | str) -> None:
     for sizes in (
@@ -121,6 +124,7 @@ def test_a_sample_depends_neither_on_the_batch_nor_on_sizes_nor_on_preemption(pr
     assert responses(alone) == expected(program)[3]
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("program", ["flat", TREEPO], ids=["flat", "treepo"])
 @pytest.mark.parametrize("sizes", [{}, {"kept_states": 0, "kv_tokens": 120}], ids=["roomy", "tight"])
 def test_aborted_requests_go_on_to_the_same_end(program: RolloutProgram | str, sizes: dict[str, int]) -> None:
@@ -256,6 +260,7 @@ def alone(step: StateStep) -> StateStep:
     return step._replace(segments=segments, read=read)
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize("family", QUICK)
 @pytest.mark.parametrize("change", [own_slots, without_states, alone])
 def test_a_wrong_state_shows_in_the_log_probs(family: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -296,6 +296,7 @@ def test_prompts_are_scored_as_the_model_does_it() -> None:
         native.prompt_logprobs([5] * 513)
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize("sizes", [{}, {"kv_tokens": 120}])
 @pytest.mark.parametrize(
     "filters",
@@ -354,6 +355,7 @@ class Asks(RolloutProgram):
         yield Fork(branch, append=Given(result, Origin.OBSERVATION))
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("sizes", [{}, {"kv_tokens": 160}])
 def test_tools_answer_in_their_own_time_and_are_not_trained_on(sizes: dict[str, int]) -> None:
     native, net = engine(**sizes), model("qwen3")

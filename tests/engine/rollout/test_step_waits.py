@@ -60,6 +60,7 @@ def generate(native: NativeEngine, params: SamplingParams) -> tuple[list[str], i
     return seen, native.loop.counts["steps"] - before
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("params", [PLAIN, FILTERED], ids=["plain", "filtered"])
 @pytest.mark.parametrize("graphs", [False, True], ids=["steps", "graphs"])
 def test_a_step_waits_for_what_it_drew(graphs: bool, params: SamplingParams) -> None:
@@ -74,6 +75,7 @@ def test_a_step_waits_for_what_it_drew(graphs: bool, params: SamplingParams) -> 
         assert counted.launching == []
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("graphs", [False, True], ids=["steps", "graphs"])
 def test_waits_are_seen(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the parameters that the device is waited for, and a number that is read on the way."""

@@ -60,6 +60,7 @@ def of_step(terms: list[LossTerm], max_tokens: int = 10_000, on_policy: bool = F
     return seen
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     ("terms", "max_tokens"),
     [

@@ -49,9 +49,9 @@ model = Qwen3ForCausalLM(
 trainer = Trainer(model, TrainerConfig(lr=1e-3))
 batches = pack(trees, max_tokens=max_tokens)
 
-def resident(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith(name))) / 1024
+def resident(name):  # without the files that the process maps
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return (int(fields[name].split()[0]) - int(fields["RssFile"].split()[0])) / 1024
 
 def step():
     normalizer = float(sum(t.loss_length.sum() for t in trees))

@@ -1,0 +1,60 @@
+"""Every test is in one tier, and each command runs its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CONFTEST = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.tiers import select
+def pytest_collection_modifyitems(config, items):
+    select(config, items)
+"""
+TESTS = """
+import pytest
+def test_quick(): pass
+@pytest.mark.check
+def test_long(): pass
+@pytest.mark.check(but=2)
+@pytest.mark.parametrize("case", range(9))
+def test_grid(case): pass
+@pytest.mark.check
+class TestLong:
+    @pytest.mark.slow
+    def test_slow(self): pass
+    @pytest.mark.slow
+    @pytest.mark.vllm
+    def test_slow_with_vllm(self): pass
+"""
+MARKERS = "[pytest]\nmarkers =\n  check\n  slow\n  vllm\ntestpaths = ."
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    for name, text in (("conftest.py", CONFTEST), ("test_a.py", TESTS), ("pytest.ini", MARKERS)):
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def collected(suite: Path, *arguments: str) -> set[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=suite, capture_output=True, text=True)
+    return {line.rpartition("::")[2] for line in done.stdout.splitlines() if "::" in line}
+
+
+def test_every_test_is_in_one_tier(suite: Path) -> None:
+    quick, long = collected(suite), collected(suite, "-m", "check")
+    assert quick > {"test_quick"}
+    assert long > {"test_long"}
+    assert len(quick) == 1 + 2
+    assert len(long) == 1 + 7
+    assert not quick & long
+    assert collected(suite, "test_a.py") == collected(suite, "-m", "check or not check") == quick | long
+    assert collected(suite, "-m", "slow") == {"test_slow"}
+    assert collected(suite, "-m", "slow and vllm") == {"test_slow_with_vllm"}

@@ -1,0 +1,44 @@
+"""The tests that a command runs.
+
+Every test is in one tier. Those marked for a campaign (:data:`CAMPAIGNS`) are left out unless the mark expression names
+it; those marked ``check`` unless it does, or the command names files or folders. `make test` runs all others, and `make
+check` the mark expression ``check``. ``check(but=n)`` leaves n cases of a test, evenly spaced, to `make test`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+CAMPAIGNS = ("slow", "methods", "aot", "hopper", "verl", "vllm", "ray")
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of other tiers."""
+    named = config.option.markexpr
+    wanted = {mark for mark in (*CAMPAIGNS, "check") if mark in named}
+    if named != "check":
+        wanted.add("test")
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        wanted.add("check")
+    tiers = {item: tier(item) for item in items} | {item: {"test"} for item in spared(items)}
+    config.hook.pytest_deselected(items=[item for item in items if not tiers[item] <= wanted])
+    items[:] = [item for item in items if tiers[item] <= wanted]
+
+
+def tier(item: pytest.Item) -> set[str]:
+    """Return the marks of the campaigns that a test belongs to; if there are none, ``check`` or ``test``."""
+    campaigns = {mark for mark in CAMPAIGNS if item.get_closest_marker(mark)}
+    return campaigns or {"check" if item.get_closest_marker("check") else "test"}
+
+
+def spared(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases that ``check(but=n)`` leaves to `make test`."""
+    cases: dict[tuple[pytest.Item, str], list[pytest.Item]] = {}
+    for item in items:
+        if tier(item) == {"check"}:
+            cases.setdefault((item.parent, item.originalname), []).append(item)
+    for same in cases.values():
+        n = min(same[0].get_closest_marker("check").kwargs.get("but", 0), len(same))
+        yield from (same[len(same) * i // n] for i in range(n))
