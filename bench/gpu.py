@@ -1,15 +1,16 @@
 """``make gpu``: tests, figures and profiles of the kernels on a machine with a GPU, which needs no network.
 
 It works from a plain checkout with the packages that such a machine has: nothing is installed, and ``rolltree`` is
-found through links. Three parts take less than ten minutes each; everything goes into one directory::
+found through links. Everything goes into one directory. Begin with ``first``, which takes at most 200 seconds; the
+others take at most five minutes each::
 
-    make gpu ARGS="--part kernels --out build/gpu"
-    make gpu ARGS="--part tuning --out build/gpu"
-    make gpu ARGS="--part training --out build/gpu"
+    make gpu ARGS="--part first --out build/gpu"
 
-``kernels``: versions, the native build, every kernel against float64, the device's limits, and the most important
-rows. ``tuning``: tiles of each kernel, memory checks, profiles. ``training``: whole steps and rollouts. Two more parts
-without a time limit are ``tests`` (every test file that a GPU affects) and ``rows`` (every case of every benchmark).
+``first``: versions, the native build, each Triton and CUDA kernel against float64 at two shapes, and one row of each op
+(gpu_first.py). ``kernels``: the most important rows and the device's limits; ``first`` twice and ``kernels`` fit into
+twelve minutes. ``correct``: the tests of tests/gpu. ``tuning``: tiles of each kernel, memory checks, profiles.
+``training``: whole steps and rollouts. Two more parts without a time limit are ``tests`` (every test file that a GPU
+affects) and ``rows`` (every case of every benchmark).
 
 A part is a list of tasks (gpu_tasks.py), each in its own process. Tasks that passed at this commit are not run again,
 except for the build, and cases found in the directory are not measured again, so the same command resumes a part that
@@ -38,6 +39,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -47,13 +49,16 @@ import torch
 from rolltree.kernels.dispatch import load_library
 
 from .cli import OPS
+from .gpu_first import KINDS
 from .gpu_tasks import LONG, Setting, Task, parts
 from .journal import Journal
 from .schema import REPOSITORY, append_line, commit, read
 from .table import table
 
-PART_SECONDS = 540.0
+PART_SECONDS = {"first": 200.0}
+OTHER_PART_SECONDS = 300.0
 PACK_SECONDS = 20.0
+TELL_SECONDS = 0.5
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 
@@ -88,6 +93,8 @@ def run_task(task: Task, to: Setting, deadline: float, say: Callable[[str], None
         return f"failed: there is no {task.needs} on PATH"
     stop = min(deadline, time.monotonic() + task.limit)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if task.op is not None and task.each is not None:
+        Journal(task.op, to.out).retry()
     log = to.out / "logs" / f"{re.sub(r'[^a-z0-9_.]+', '-', task.name.lower())}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -107,16 +114,16 @@ def run_task(task: Task, to: Setting, deadline: float, say: Callable[[str], None
                 preexec_fn=_die_with_parent,
             )
             try:
-                code = _ended(process, stop, to)
-            except subprocess.TimeoutExpired:
+                code, limit = _ended(process, stop, task, to, say), task.limit
+            except subprocess.TimeoutExpired as late:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                if stop >= deadline:
+                code, limit = None, late.timeout
+                if time.monotonic() >= stop >= deadline:
                     return "cut off"
-                code = None
         if code in task.passing:
             return "passed"
-        reason = f"it took longer than {task.limit:.0f} s" if code is None else f"exit code {code}"
+        reason = f"it took longer than {limit:.0f} s" if code is None else f"exit code {code}"
         if task.op is None or code in (1, 2):
             return f"failed: {reason}; see {log}"
         journal = Journal(task.op, to.out)
@@ -124,7 +131,7 @@ def run_task(task: Task, to: Setting, deadline: float, say: Callable[[str], None
         lost = at is not None and not journal.known(*at)
         if at is not None and lost:
             say(str(journal.record(*at, "stopped", f"its process ended: {reason}")))
-        if code is None or not (lost or code == 3):
+        if time.monotonic() >= stop or not (lost or code == 3):
             return f"failed: {reason}; see {log}"
 
 
@@ -151,37 +158,67 @@ def pack(to: Setting) -> None:
     new.replace(archive)
 
 
-def _ended(process: subprocess.Popen[bytes], stop: float, to: Setting) -> int:
-    """Wait for the exit code, packing at intervals.
+def _ended(process: subprocess.Popen[bytes], stop: float, task: Task, to: Setting, say: Callable[[str], None]) -> int:
+    """Wait for the exit code, packing at intervals and telling the outcomes of an op whose providers have a limit.
 
     Raises:
-        subprocess.TimeoutExpired: the process still runs at ``stop``.
+        subprocess.TimeoutExpired: the process still runs at ``stop``, or one of its providers after its own limit.
     """
+    begun, packed = time.time(), time.monotonic()
+    journal = None if task.op is None or task.each is None else Journal(task.op, to.out)
+    pause = PACK_SECONDS if journal is None else min(PACK_SECONDS, TELL_SECONDS)
     while True:
+        code = None
         left = stop - time.monotonic()
         try:
-            return process.wait(max(0.0, min(left, PACK_SECONDS)))
+            code = process.wait(max(0.0, min(left, pause)))
         except subprocess.TimeoutExpired:
-            if left <= PACK_SECONDS:
-                raise
-        pack(to)
+            if left <= pause:
+                raise subprocess.TimeoutExpired(process.args, task.limit) from None
+        if journal is not None:
+            for outcome in journal.read():
+                say(str(outcome))
+            since = journal.since()
+            if code is None and task.each and since is not None and time.time() - max(since, begun) > task.each:
+                raise subprocess.TimeoutExpired(process.args, task.each)
+        if code is not None:
+            return code
+        if time.monotonic() - packed > PACK_SECONDS:
+            pack(to)
+            packed = time.monotonic()
 
 
 def run_part(tasks: Sequence[Task], to: Setting, seconds: float, say: Callable[[str], None] = tell) -> list[str]:
     """Run tasks for ``seconds`` at most, and return the names of those that did not pass."""
     record, missed, start = Record(to.out), [], time.monotonic()
-    for task in tasks:
-        if task.name in record.passed and not task.always:
-            say(f"== {task.name}: passed before")
-            continue
+
+    def run(task: Task) -> tuple[str, float]:
         begun = time.monotonic()
         ended = "cut off" if begun - start > seconds - 2 else run_task(task, to, start + seconds, say)
-        took = time.monotonic() - begun
+        return ended, time.monotonic() - begun
+
+    def end(task: Task, ended: str, took: float) -> None:
         say(f"== {task.name}: {ended}, {took:.0f} s")
         record.add(task.name, ended.partition(":")[0], took)
         pack(to)
         if ended != "passed":
             missed.append(task.name)
+
+    with ThreadPoolExecutor(1) as background:
+        meanwhile: list[tuple[Task, Future[tuple[str, float]]]] = []
+        for task in tasks:
+            if task.name in record.passed and not task.always:
+                say(f"== {task.name}: passed before")
+                continue
+            if task.background:
+                meanwhile.append((task, background.submit(run, task)))
+                continue
+            while task.joins and meanwhile:
+                other, result = meanwhile.pop(0)
+                end(other, *result.result())
+            end(task, *run(task))
+        for other, result in meanwhile:
+            end(other, *result.result())
     return missed
 
 
@@ -242,11 +279,11 @@ def versions() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 if every task passed, 1 if one failed or was cut off, 2 for a wrong command line or no GPU."""
     parser = argparse.ArgumentParser(prog="make gpu", description="Tests, figures and profiles of a GPU.")
-    parser.add_argument("--part", action="append", metavar="NAME", help="kernels, tuning, training (all by default)")
+    parser.add_argument("--part", action="append", metavar="NAME", help="first, kernels, ... (default: all short ones)")
     parser.add_argument("--list", action="store_true", help="only list parts and tasks")
     parser.add_argument("--cases", default="", metavar="REGEX", help="cases of benchmarks, instead of the chosen ones")
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="of timing a case (default 2)")
-    parser.add_argument("--part-seconds", type=float, default=PART_SECONDS, metavar="S", help="default: %(default)s")
+    parser.add_argument("--part-seconds", type=float, metavar="S", help="default: 200 for first, 300 for others")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "gpu", help="default: build/gpu")
     parser.add_argument(
         "--pack", type=Path, metavar="FILE", help="everything in --out as one .tar.gz, after every task"
@@ -301,12 +338,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     missed = []
     for name, some in todo.items():
         begun = time.monotonic()
-        missed += run_part(some, to, float("inf") if name in LONG else args.part_seconds)
+        seconds = args.part_seconds or PART_SECONDS.get(name, OTHER_PART_SECONDS)
+        missed += run_part(some, to, float("inf") if name in LONG else seconds)
         print(f"== part {name}: {time.monotonic() - begun:.0f} s", flush=True)
     rows = [row for op in OPS if (to.out / f"{op}.jsonl").exists() for row in read(to.out / f"{op}.jsonl")]
     if rows:
         print(table([row for row in rows if row.commit == commit()]))
-    problems = [problem for op in OPS for problem in Journal(op, to.out).problems]
+    kept = (*OPS, *(f"first_{kind}" for kind in KINDS))
+    problems = [problem for op in kept for problem in Journal(op, to.out).problems]
     if problems:
         print("Failed:", *problems, sep="\n  ")
     if missed:

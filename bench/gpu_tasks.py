@@ -6,8 +6,9 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,6 +33,12 @@ class Task:
     passing: tuple[int, ...] = (0,)
     always: bool = False
     """True if it runs again although it has passed, because its result may be lost with the machine."""
+    each: float | None = None
+    """Seconds that one provider of ``op`` may take: then its process ends, and another goes on after it."""
+    background: bool = False
+    """True if the next tasks run meanwhile, up to one with ``joins``, and its result is told in the end."""
+    joins: bool = False
+    """True if it begins when those in the background have ended."""
 
     def selects(self, device: torch.device) -> bool:
         """Return whether it measures any case; True if it is not a benchmark."""
@@ -83,7 +90,7 @@ class Setting:
     @property
     def build(self) -> Task:
         command = self.python("rolltree.bench.gpu", "--build", "--device", self.device)
-        return Task("build", command, 260.0, always=True)
+        return Task("build", command, 140.0, always=True)
 
     def pytest(self, name: str, *arguments: str, limit: float = 240.0, passing: tuple[int, ...] = (0,)) -> Task:
         parallel = ["-n", "4"] if importlib.util.find_spec("xdist") and not self.rehearse else []
@@ -93,7 +100,9 @@ class Setting:
 
 def parts(to: Setting) -> dict[str, Callable[[], list[Task]]]:
     return {
+        "first": lambda: first(to),
         "kernels": lambda: kernels(to),
+        "correct": lambda: [to.build, to.pytest("correct", "tests/gpu/test_kernels_gpu.py", limit=140.0)],
         "tuning": lambda: tuning(to),
         "training": lambda: training(to),
         "tests": lambda: all_tests(to),
@@ -101,20 +110,41 @@ def parts(to: Setting) -> dict[str, Callable[[], list[Task]]]:
     }
 
 
-def kernels(to: Setting) -> list[Task]:
-    """Return the checks of every kernel, then the most important rows first."""
-    head = r"N=8192 H=(4096 V=131072|1024 V=151936) (all live|36 % live)$"
+def first(to: Setting) -> list[Task]:
+    """Return the first look at a machine: kernels against float64, Triton's while the others are built, then rows."""
+    emulated = to.out / "emulated"
+    built = [replace(to.build, background=True)]
+    options = ["--device", to.device, "--out", str(to.out)]
+    if to.rehearse:
+        command = to.python("tests.kernels.emulation.build", str(emulated))
+        built.append(Task("emulated kernels", command, 150.0, background=True))
+        options += ["--rehearse", "--emulated", str(emulated / "emulated.so")]
+
+    def task(kind: str, **more: Any) -> Task:
+        command = to.python("rolltree.bench.gpu_first", kind, *options)
+        return Task(f"first {kind}", command, 190.0, f"first_{kind}", each=40.0, **more)
+
     return [
         Task("versions", to.python("rolltree.bench.gpu", "--versions"), 60.0),
+        *built,
+        task("triton"),
+        task("cuda", joins=True),
+        task("rows"),
+    ]
+
+
+def kernels(to: Setting) -> list[Task]:
+    """Return the most important rows first."""
+    head = r"N=8192 H=(4096 V=131072|1024 V=151936) (all live|36 % live)$"
+    return [
         to.build,
-        to.pytest("correct", "tests/gpu/test_kernels_gpu.py", limit=170.0),
-        to.bench("ceilings", limit=60.0),
-        to.bench("linear_policy_loss", head, "^(rolltree|torch|liger)$", limit=120.0),
-        to.bench("tree_attention", r"^4096\+28x1024 ", "^(rolltree|flex_attention)", limit=120.0),
-        to.bench("tree_decode", r"^P=(16384 R=128 G=16 x 1|4096 R=128 G=16 x 16) ", limit=90.0),
-        to.bench("sample_tokens", "V=151936", limit=90.0),
-        to.bench("logprob_from_logits", "V=151936", limit=60.0),
-        to.bench("policy_loss", limit=60.0),
+        to.bench("linear_policy_loss", head, "^(rolltree|torch|liger)$", limit=100.0),
+        to.bench("tree_attention", r"^4096\+28x1024 ", "^(rolltree|flex_attention)", limit=90.0),
+        to.bench("tree_decode", r"^P=(16384 R=128 G=16 x 1|4096 R=128 G=16 x 16) ", limit=60.0),
+        to.bench("sample_tokens", "V=151936", limit=60.0),
+        to.bench("logprob_from_logits", "V=151936", limit=40.0),
+        to.bench("policy_loss", limit=40.0),
+        to.bench("ceilings", limit=40.0),
     ]
 
 
@@ -154,7 +184,7 @@ def training(to: Setting) -> list[Task]:
 
     return [
         to.build,
-        to.bench("tree_step", r"^4096\+8x1024 Qwen3 0.6B", "tree$|^flat, transformers|flex", limit=150.0),
+        to.bench("tree_step", r"^4096\+8x1024 Qwen3 0.6B", "tree$|^flat, transformers|flex", limit=120.0),
         to.bench("rl_step", limit=120.0),
         rollouts("forced", 110.0),
         rollouts("natural", 90.0),

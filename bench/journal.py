@@ -15,7 +15,7 @@ from typing import Literal
 
 from .schema import Row, append, append_line, commit
 
-Status = Literal["finished", "absent", "unsupported", "failed", "stopped"]
+Status = Literal["finished", "absent", "unsupported", "failed", "stopped", "again"]
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,17 @@ class Journal:
         self.op, self.commit, self.directory = op, commit(), directory
         self.rows: list[Row] = []  # of this run
         self.outcomes: list[Outcome] = []
-        if directory is not None and self._path("outcomes.jsonl").exists():
+        self.read()
+
+    def read(self) -> list[Outcome]:
+        """Read what other processes recorded, and return the outcomes that are new."""
+        known, self.outcomes = len(self.outcomes), []
+        if self.directory is not None and self._path("outcomes.jsonl").exists():
             for line in self._path("outcomes.jsonl").read_text().splitlines():
                 outcome = Outcome(**json.loads(line))
                 if outcome.commit == self.commit:
                     self.outcomes.append(outcome)
+        return self.outcomes[known:]
 
     def _path(self, suffix: str) -> Path:
         assert self.directory is not None
@@ -56,18 +62,32 @@ class Journal:
         return any(o.case == case and not o.provider for o in self.outcomes)
 
     def known(self, case: str, provider: str) -> bool:
-        """Return whether an outcome of ``provider`` in ``case`` is recorded."""
-        return any(o.case == case and o.provider == provider for o in self.outcomes)
+        """Return whether an outcome of ``provider`` in ``case`` is recorded, and not to be tried again."""
+        last = next((o for o in reversed(self.outcomes) if (o.case, o.provider) == (case, provider)), None)
+        return last is not None and last.status != "again"
 
     @property
     def problems(self) -> list[Outcome]:
-        return [o for o in self.outcomes if o.status in ("failed", "stopped")]
+        last = {(o.case, o.provider): o for o in self.outcomes}
+        return [o for o in last.values() if o.status in ("failed", "stopped")]
+
+    def retry(self) -> None:
+        """Let every provider that failed or was stopped run again, and forget which one an earlier process ran."""
+        for problem in self.problems:
+            self.record(problem.case, problem.provider, "again")
+        if self.directory is not None:
+            self._path("running").unlink(missing_ok=True)
 
     def begin(self, case: str, provider: str) -> None:
         """Record the case and provider that run now."""
         if self.directory is not None:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._path("running").write_text(json.dumps([case, provider]))
+
+    def since(self) -> float | None:
+        """Return the time (seconds since the epoch) at which the current provider began; None if none runs."""
+        at = self.interrupted()
+        return None if at is None or self.known(*at) else self._path("running").stat().st_mtime
 
     def interrupted(self) -> tuple[str, str] | None:
         """Return the case and provider at which an earlier process died; None if none did."""
@@ -84,12 +104,12 @@ class Journal:
             append_line(asdict(outcome), self._path("outcomes.jsonl"))
         return outcome
 
-    def finish(self, case: str, rows: Iterable[Row], provider: str = "") -> None:
-        """Keep the rows of a finished case, or of one finished provider in it."""
+    def finish(self, case: str, rows: Iterable[Row], provider: str = "", summary: str = "") -> None:
+        """Keep the rows of a finished case, or of one finished provider in it, with a ``summary`` as its reason."""
         rows = list(rows)
         self.rows += rows
         if self.directory is not None:
             append(rows, self._path("jsonl"))
-        self.record(case, provider, "finished")
+        self.record(case, provider, "finished", summary)
         if self.directory is not None:
             self._path("running").unlink(missing_ok=True)

@@ -150,7 +150,7 @@ def _guard(
             first_line = (str(error).splitlines() or [""])[0]
             say(str(journal.record(case, provider, "failed", f"{type(error).__name__}: {first_line}")))
             error.__traceback__ = None  # the traceback would hold the tensors of the call
-            _check(device)
+            check_device(device)
 
     return guard
 
@@ -266,7 +266,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _check(device: torch.device) -> None:
+def check_device(device: torch.device) -> None:
     """Check that the device still works for this process.
 
     Raises:

@@ -111,10 +111,12 @@ def append(rows: Iterable[Row], path: Path) -> None:
 
 
 def append_line(values: Mapping[str, object], path: Path) -> None:
-    """Append one JSON object as a line."""
+    """Append one JSON object as a line, which is on the disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(values) + os.linesep)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read(path: Path) -> list[Row]:

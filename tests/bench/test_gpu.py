@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -17,8 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rolltree.bench import gpu, gpu_tasks, runner, schema
-from rolltree.bench.cli import OPS
+from rolltree.bench import gpu, gpu_checks, gpu_first, gpu_tasks, runner, schema
+from rolltree.bench.cli import OPS, load
 from rolltree.bench.journal import Journal
 from rolltree.bench.runner import Bench, Calls, Case, Choice, DeviceLostError
 
@@ -132,7 +134,7 @@ def test_a_lost_device_ends_the_process_and_the_next_leaves_the_provider_out(
         raise DeviceLostError("gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_check", lost)
+        patch.setattr(runner, "check_device", lost)
         with pytest.raises(DeviceLostError):
             rows_of(counted([], "ours one"), tmp_path)
     calls: list[str] = []
@@ -219,6 +221,142 @@ print(names)
     assert [path.name for path in archive.parent.iterdir()] == [archive.name]
 
 
+PLANTED = """
+import ctypes, os, pathlib, resource, sys, time
+import torch
+from rolltree.bench import gpu_first
+from rolltree.bench.gpu_checks import Check, Compared
+
+def check(name, do=lambda: None, error=0.5):
+    def compare(backend, device):
+        ran.open("a").write(name + " ")
+        do()
+        return [Compared("out", error, 1.0)]
+    return Check(name, ("triton",), compare)
+
+def repaired(do):
+    return (lambda: None) if fixed.exists() else do
+
+ran, fixed = pathlib.Path(sys.argv[1], "ran"), pathlib.Path(sys.argv[1], "fixed")
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+gpu_first.checks = lambda small: [
+    check("good"),
+    check("wrong", error=0.5 if fixed.exists() else float("nan")),
+    check("crash", repaired(lambda: ctypes.string_at(0))),
+    check("hang", repaired(lambda: ctypes.PyDLL(None).sleep(100))),
+    check("slow", lambda: time.sleep(1)),
+    check("last"),
+]
+sys.exit(gpu_first.main(["triton", "--device", "cpu", "--out", sys.argv[1]]))
+"""
+
+
+def test_a_check_that_hangs_ends_alone(tmp_path: Path) -> None:
+    """Its process is killed after the check's own limit, and the next goes on after it."""
+    running, outcomes = (str(tmp_path / f"made_up.{name}") for name in ("running", "outcomes.jsonl"))
+    code = f"""
+import os, time
+if not os.path.exists({outcomes!r}):
+    open({running!r}, "w").write('["one", "ours"]')
+    time.sleep(60)
+"""
+    said: list[str] = []
+    hanging = task("rows", code, op="made_up", each=0.5)
+    assert gpu.run_task(hanging, setting(tmp_path), time.monotonic() + 60, said.append) == "passed"
+    assert said == ["made_up / one / ours: stopped: its process ended: it took longer than 0 s"]
+
+
+@pytest.mark.slow  # six processes import torch
+def test_what_fails_first_stops_no_other_check(tmp_path: Path) -> None:
+    """Wrong numbers, a segmentation fault and a hang in C are told; a second call repeats these alone, a third none."""
+    command = [sys.executable, "-c", PLANTED, str(tmp_path)]
+    planted = gpu_tasks.Task("first triton", command, 120.0, "first_triton", each=3.0)
+    said: list[str] = []
+    ran = tmp_path / "ran"
+    with forked(gpu.run_part, [planted], setting(tmp_path), 90.0):
+        wait_for(lambda: ran.exists() and "slow" in ran.read_text())
+    assert ran.read_text().split() == ["good", "wrong", "crash", "hang", "slow"], "killed within the fifth"
+    assert gpu.run_part([planted], setting(tmp_path), 90.0, said.append) == ["first triton"]
+    again = ["wrong", "crash", "hang", "slow", "last"]
+    assert ran.read_text().split()[5:] == again, "what passed is not repeated, what was cut off and what failed is"
+    told = [line.partition("first_triton / ")[2] for line in said[:-1]]
+    assert [line for line in told if "again" not in line] == [
+        "wrong / triton: failed: WrongError: out is off by nan (1 is allowed)",
+        f"crash / triton: stopped: its process ended: exit code {-signal.SIGSEGV}",
+        "hang / triton: stopped: its process ended: it took longer than 3 s",
+        "slow / triton: finished: out 5.0e-01 of 1.0e+00",
+        "last / triton: finished: out 5.0e-01 of 1.0e+00",
+    ]
+    (tmp_path / "fixed").touch()
+    assert gpu.run_part([planted], setting(tmp_path), 90.0, said.append) == []
+    assert ran.read_text().split()[10:] == ["wrong", "crash", "hang"]
+    assert Journal("first_triton", tmp_path).problems == []
+    assert gpu.run_part([planted], setting(tmp_path), 90.0, said.append) == []
+    assert said[-1] == "== first triton: passed before"
+
+
+def test_the_next_tasks_run_while_one_is_built(tmp_path: Path) -> None:
+    """Up to the one that needs it; a build that fails stops none."""
+    ran = tmp_path / "ran"
+
+    def mark(name: str, before: str = "pass") -> str:
+        return f"import time; {before}; open({str(ran)!r}, 'a').write('{name} ')"
+
+    await_triton = f"[time.sleep(0.05) for _ in range(400) if 'triton' not in (open({str(ran)!r}).read())]"
+    tasks = [
+        task("versions", mark("versions")),
+        task("build", mark("build", await_triton) + "; raise SystemExit(1)", background=True),
+        task("triton", mark("triton")),
+        task("cuda", mark("cuda"), joins=True),
+    ]
+    assert gpu.run_part(tasks, setting(tmp_path), 60.0, lambda line: None) == ["build"]
+    assert ran.read_text().split() == ["versions", "triton", "build", "cuda"]
+
+
+def test_every_kernel_is_checked_first_at_two_shapes() -> None:
+    """In the order of their worth; each Triton and CUDA kernel that an op has."""
+    for small in (False, True):
+        found = [(check.name.split()[0], tuple(check.backends)) for check in gpu_checks.checks(small)]
+        both, triton = ("triton", "cuda"), ("triton",)
+        heads = ("linear_logprob", both), ("linear_policy_loss", both), ("policy_loss", both)
+        others = (
+            ("tree_attention", triton),
+            ("tree_decode", both),
+            ("sample_tokens", triton),
+            ("tree_recurrence", triton),
+        )
+        assert found == [one for one in (*heads, *others) for _ in range(2)]
+    cases = {op: [case.name for case in load(op).cases(torch.device("cuda"), False)] for op in gpu_first.ROWS}
+    assert all(any(re.search(gpu_first.ROWS[op], name) for name in names) for op, names in cases.items())
+
+
+def test_a_check_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference's own check passes; with a gradient off by five hundredths it names that output alone."""
+    check = next(check for check in gpu_checks.checks(True) if check.name.startswith("policy_loss"))
+    assert all(x.error <= x.bound for x in check.compare("reference", CPU))
+
+    class Off(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * (1.05 if gradient.dtype == torch.float32 else 1.0)
+
+    right = gpu_checks.policy_loss
+    monkeypatch.setattr(gpu_checks, "policy_loss", lambda x, *given, **options: right(Off.apply(x), *given, **options))
+    assert [x.name for x in check.compare("reference", CPU) if x.error > x.bound] == ["d_logprob"]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    for _ in range(int(seconds / 0.05)):
+        if condition():
+            return
+        time.sleep(0.05)
+    pytest.fail("it did not happen in time")
+
+
 def test_a_task_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
     """Else it would hold the device when the command is given again."""
     sleeper = task("sleeper", "import os, time; print(os.getpid(), flush=True); time.sleep(100)")
@@ -241,7 +379,7 @@ def test_what_some_cases_passed_is_not_passed_by_all(tmp_path: Path, capsys: pyt
         {task.name for task in gpu_tasks.parts(gpu_tasks.Setting("cpu", True, 0.0, cases, tmp_path))["kernels"]()}
         for cases in ("", "T=1")
     )
-    assert whole & some == {"versions", "build", "correct"}
+    assert whole & some == {"build"}
     request = ["--device", "cpu", "--rehearse", "--part", "kernels", "--out", str(tmp_path / "out")]
     assert gpu.main([*request, "--cases", "no such case"]) == 2
     assert "no case of kernels contains --cases 'no such case'; rolltree bench --list" in capsys.readouterr().err
@@ -251,7 +389,7 @@ def test_what_some_cases_passed_is_not_passed_by_all(tmp_path: Path, capsys: pyt
     chosen = [
         t.name for t in gpu_tasks.kernels(gpu_tasks.Setting("cpu", True, 0.0, "T=1$", tmp_path)) if t.selects(CPU)
     ]
-    assert chosen == ["versions", "build", "correct", "rows sample_tokens of T=1$"]
+    assert chosen == ["build", "rows sample_tokens of T=1$"]
 
 
 def test_a_tool_that_is_missing_is_said(tmp_path: Path) -> None:
@@ -263,21 +401,20 @@ def test_a_tool_that_is_missing_is_said(tmp_path: Path) -> None:
 def test_every_task_is_listed_once(tmp_path: Path) -> None:
     for to in (setting(tmp_path), gpu_tasks.Setting("cuda", False, 2.0, "", tmp_path)):
         known = gpu_tasks.parts(to)
-        assert list(known)[:3] == ["kernels", "tuning", "training"]
-        assert all("build" in {task.name for task in known[part]()} for part in list(known)[:3])
+        short = [name for name in known if name not in gpu_tasks.LONG]
+        assert short == ["first", "kernels", "correct", "tuning", "training"]
+        assert all("build" in {task.name for task in known[part]()} for part in short)
+        assert 2 * gpu.PART_SECONDS["first"] + gpu.OTHER_PART_SECONDS <= 12 * 60
         for name, tasks in known.items():
             names = [task.name for task in tasks()]
             assert len(names) == len(set(names))
             if name not in gpu_tasks.LONG:
-                assert all(task.limit < gpu.PART_SECONDS / 2 for task in tasks())
+                seconds = gpu.PART_SECONDS.get(name, 2 * gpu.OTHER_PART_SECONDS / 4)
+                assert all(task.limit <= seconds for task in tasks()), name
 
 
 def test_the_chosen_cases_and_providers_exist(tmp_path: Path) -> None:
     """Each pattern chooses something that exists on a GPU; a pattern that fits nothing would measure nothing."""
-    import re
-
-    from rolltree.bench.cli import load
-
     cuda = torch.device("cuda")
     to = gpu_tasks.Setting("cuda", False, 2.0, "", tmp_path)
     benches = [
@@ -297,10 +434,6 @@ def test_the_chosen_cases_and_providers_exist(tmp_path: Path) -> None:
 
 def test_the_rows_that_matter_most(tmp_path: Path) -> None:
     """Each row's pattern chooses so many cases and compares these providers; an alternative in it may fit nothing."""
-    import re
-
-    from rolltree.bench.cli import load
-
     to = gpu_tasks.Setting("cuda", False, 2.0, "", tmp_path)
     chosen = {}
     for task in (*gpu_tasks.kernels(to), *gpu_tasks.training(to)):
@@ -312,13 +445,13 @@ def test_the_rows_that_matter_most(tmp_path: Path) -> None:
     engines = {"rolltree", "rolltree compiled", "transformers continuous batching"}
     every = {op: set(load(op).providers) for op in OPS}
     assert chosen == {
-        "rows ceilings": (2, every["ceilings"]),
         "rows linear_policy_loss": (4, {"rolltree", "torch", "liger"}),
         "rows tree_attention": (1, {"rolltree", "rolltree, flash", "flex_attention"}),
         "rows tree_decode": (2, every["tree_decode"]),
         "rows sample_tokens": (6, every["sample_tokens"]),
         "rows logprob_from_logits": (1, every["logprob_from_logits"]),
         "rows policy_loss": (2, every["policy_loss"]),
+        "rows ceilings": (2, every["ceilings"]),
         "rows tree_step": (1, {"rolltree, tree", "flat, transformers sdpa", "flex_attention, transformers"}),
         "rows rl_step": (1, every["rl_step"]),
         "rows rollout forced": (1, engines),

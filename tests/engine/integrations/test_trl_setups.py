@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from argparse import Namespace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -220,15 +221,26 @@ def test_experts(tmp_path: Path) -> None:
 
 
 def test_the_example(tmp_path: Path) -> None:
-    """Both of its trainers, on a smaller model than its own."""
+    """Both of its trainers, on a smaller model than its own, and what it prints of their steps."""
     path = save_model(tmp_path / "model", max_position_embeddings=512)
     example = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "trl_grpo.py"))
-    model, letters = example["small_model"]()
-    assert model.config.vocab_size == len(letters)
-    assert letters.decode(letters("What is 2 + 3?")["input_ids"]) == "What is 2 + 3?"
-    assert example["digits"](["1a", "", "23"]) == [0.5, 0.0, 1.0]
-    for accelerated in (False, True):
-        args = Namespace(model=path, steps=1, output=str(tmp_path / "out"))
-        seconds, reward = example["train"](args, accelerated)
-        assert seconds > 0
-        assert reward == 0  # its vocabulary has no digits
+    model, words = example["made_model"](layers=1, width=16)
+    assert model.config.vocab_size == len(words) == 32768
+    assert words.decode(words("bon 0042 bonbon")["input_ids"]) == "bon 0042 bonbon"
+    assert example["digits"](["1 a", "", "23"]) == [0.5, 0.0, 1.0]
+    steps, logs = {}, {}
+    for name in ("TRL", "rolltree"):
+        args = Namespace(model=path, steps=2, prompt=4, completion=8, output=str(tmp_path / "out"))
+        ours, theirs = Pipe()
+        ours.send(None), ours.send(None)  # two turns
+        steps[name], logs[name] = example["train"](args, name == "rolltree", theirs)
+        assert [example["Step"](*ours.recv()) for _ in range(2)] == steps[name]
+        assert all(min(step.rollouts, step.scoring, step.update) > 0 for step in steps[name])
+        assert [log["reward"] for log in logs[name]] == [0, 0]  # its vocabulary has no digits
+    made = {"TRL": [example["Step"](9, 9, 9), example["Step"](4, 1, 5)], "rolltree": [example["Step"](1, 0.5, 1)]}
+    *table, factor = example["report"](made, logs).splitlines()
+    assert [line.split()[:5] for line in table[1:]] == [
+        ["TRL", "10.00", "4.00", "1.00", "5.00"],
+        ["rolltree", "2.50", "1.00", "0.50", "1.00"],
+    ]
+    assert factor == "4.0 times as fast"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -38,3 +39,8 @@ def build(directory: Path) -> Path:
     command = ["g++", *FLAGS, *includes, "-shared", str(translated), "-o", str(library)]
     subprocess.run([*command, f"-L{home}", "-ltorch_cpu", "-ltorch"], check=True)
     return library
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+    build(Path(sys.argv[1]))
