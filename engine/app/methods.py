@@ -25,7 +25,7 @@ from ..methods.selections import PAIRINGS, SELECTIONS
 from ..methods.shaping import SHAPINGS
 from ..parts.resolve import NEEDED, options_of
 from ..programs import PROGRAMS
-from ..rewards.code_verifier import CodeVerifier
+from ..rewards.code.verifier import CodeVerifier
 from ..rewards.group_judges import JUDGES
 from ..rewards.make import OWN
 from ..rewards.verifiers import BUILT_IN, task_verifier

@@ -77,7 +77,7 @@ class Publication:
 
     Args:
         note: called with sentences for the user.
-        trained: the trained policy, with which a sampler that has a copy of its own is compared; None for no comparison.
+        trained: the trained policy, which a sampler with a copy of its own is compared with; None for no comparison.
         others: the samplers of further policies, by name.
         keep_keys: the sampler continues with keys that older weights computed.
 

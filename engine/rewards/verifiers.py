@@ -17,20 +17,17 @@ it without the rest.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import logging
 import re
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from .answers import extract_answer, tidy
 from .group_judges import JUDGES, Pairwise
+from .loading import user_verifier
 from .mathematics import judge, parse, read_reference
 from .reading import number
 from .references import reference_text
@@ -64,7 +61,7 @@ def load_verifier(
         _check_options(name, inspect.signature(make).parameters, options)
         return make(**options), ""
     if name == "code":
-        from .code_verifier import CodeVerifier  # imported here, since it needs a parser of Markdown
+        from .code.verifier import CodeVerifier  # imported here, since it needs a parser of Markdown
 
         _check_options(name, inspect.signature(CodeVerifier).parameters, {"timeout_s": 0, **options})
         code = CodeVerifier(timeout_s, **options)
@@ -73,9 +70,9 @@ def load_verifier(
         _check_options(name, inspect.signature(JUDGES[name]).parameters, options)
         given = dict(options)
         if issubclass(JUDGES[name], Pairwise) and isinstance(compare := options.get("compare"), str):
-            given["compare"] = _user_verifier(compare)
+            given["compare"] = user_verifier(compare)
         return JUDGES[name](**given), ""
-    verify = _user_verifier(name)
+    verify = user_verifier(name)
     _check_options(name, inspect.signature(verify).parameters, options)
     return (partial(verify, **options) if options else verify), ""
 
@@ -176,26 +173,3 @@ def task_verifier(tasks: list[tuple[str, dict[str, Any]]]) -> Verifier:
         return max(score(form, entry) for form in dict.fromkeys((answer, tidy(answer))))  # **72** is 72
 
     return verify
-
-
-def _user_verifier(name: str) -> Verifier:
-    file, _, function = name.rpartition(":")
-    path = Path(file)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    sys.path.insert(0, str(path.parent.resolve()))
-    module = load_file(path.stem, path)
-    verify = getattr(module, function, None)
-    if not callable(verify):
-        raise AttributeError(f"{path} has no function {function}")
-    return verify
-
-
-def load_file(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module

@@ -52,7 +52,8 @@ def main(fd: int) -> None:
     package.__path__ = [str(Path(__file__).parent)]
     sys.modules[package.__name__] = package
     verifiers = importlib.import_module("rolltree_rewards.verifiers")
-    failure = verifiers.load_file("rolltree_calling", Path(__file__).parents[1] / "parts" / "calling.py").failure
+    load_file = importlib.import_module("rolltree_rewards.loading").load_file
+    failure = load_file("rolltree_calling", Path(__file__).parents[1] / "parts" / "calling.py").failure
     try:
         verify, note = verifiers.load_verifier(setup["verifier"], setup["tasks"], setup["options"], setup["timeout_s"])
     except BaseException as error:

@@ -17,6 +17,7 @@ import builtins
 import contextlib
 import ctypes
 import importlib.util
+import io
 import json
 import os
 import resource
@@ -120,13 +121,14 @@ class Namespaces:
             os._exit(0)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._new_root(setup["root"])
+        self._new_root(setup["root"], setup["packages"])
+        sys.path += sorted({os.path.dirname(path) for path in setup["packages"]})
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
-    def _new_root(self, root: str) -> None:
+    def _new_root(self, root: str, packages: list[str]) -> None:
         self._mount(None, "/", None, MS_REC | MS_PRIVATE)
         self._mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-        for path in libraries():
+        for path in [*libraries(), *packages]:
             place = root + path
             os.makedirs(os.path.dirname(place), exist_ok=True)
             if os.path.islink(path):
@@ -401,6 +403,8 @@ def _execute(code: str, then: str, token: bytes) -> None:
     vars(builtins).update(
         exit=sys.exit, quit=sys.exit
     )  # the interpreter gets these from `site`, which is not imported because it reads the user's files
+    if "/dev/stdin" in code:
+        _open_stdin_by_name()
     scope = {"__name__": "solution" if then else "__main__", "__builtins__": __builtins__}
     exited, write = os._exit, os.write  # the program may replace these in the module `os`
     try:
@@ -414,9 +418,12 @@ def _execute(code: str, then: str, token: bytes) -> None:
         exec(program, scope)
         if then:
             exec(compile(then, "<test>", "exec", dont_inherit=True), scope)
+        _finish()
     except SystemExit as error:
         if error.code is not None and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
+        with contextlib.suppress(BaseException):
+            _finish()
         sys.stdout.flush()
         sys.stderr.flush()
         exited(0 if error.code in (None, 0) else 1)
@@ -430,6 +437,24 @@ def _execute(code: str, then: str, token: bytes) -> None:
     sys.stderr.flush()
     write(MARK_FD, token + b"ok")
     exited(0)
+
+
+def _finish() -> None:
+    """Do what the interpreter does at a program's end: wait for its threads, then call what `atexit` keeps."""
+    if (threading := sys.modules.get("threading")) is not None:
+        threading._shutdown()  # type: ignore[attr-defined]
+    if (atexit := sys.modules.get("atexit")) is not None:
+        atexit._run_exitfuncs()  # type: ignore[attr-defined]
+
+
+def _open_stdin_by_name() -> None:
+    """Let ``open("/dev/stdin")`` read the standard input; the jail has no such file."""
+    real = builtins.open
+
+    def opened(file: Any, *args: Any, **options: Any) -> Any:
+        return real(os.dup(0) if file == "/dev/stdin" else file, *args, **options)
+
+    builtins.open = io.open = opened  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ Imports nothing of rolltree: the verifiers' processes (`engine/rewards/worker.py
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import select
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,6 +80,7 @@ class Sandbox:
     Args:
         limits: default limits of a program.
         namespaces: require (True) or forego (False) namespaces for programs; None: use them if the kernel grants them.
+        packages: installed packages that programs may import besides the standard library; they need namespaces.
 
     Attributes:
         containment: description of how programs are contained; it does not change while the sandbox is used.
@@ -86,10 +88,14 @@ class Sandbox:
 
     Raises:
         OSError: this system cannot contain a program.
+        ValueError: a package is not installed, or the kernel grants no namespaces for it.
     """
 
-    def __init__(self, limits: Limits | None = None, *, namespaces: bool | None = None) -> None:
+    def __init__(
+        self, limits: Limits | None = None, *, namespaces: bool | None = None, packages: Sequence[str] = ()
+    ) -> None:
         self.limits, self.namespaces = limits or Limits(), namespaces
+        self._folders = [folder for name in packages for folder in package_folders(name)]
         self.containment = ""
         self._why_not = "namespaces were not requested"
         self._process: subprocess.Popen[bytes] | None = None
@@ -152,6 +158,11 @@ class Sandbox:
             except OSError as error:
                 if self.namespaces:
                     raise
+                if self._folders:
+                    raise ValueError(
+                        f"packages in the sandbox need namespaces, which are not available: {error}; leave the option "
+                        "'packages' out"
+                    ) from error
                 self.namespaces, self._why_not = False, f"namespaces are not available: {error}"
         self._launch(namespaces=False)
         self.containment += f" ({self._why_not})"
@@ -171,7 +182,8 @@ class Sandbox:
                 start_new_session=True,  # Ctrl-C goes to the run only
             )
         try:
-            self._send({"namespaces": namespaces, "root": self._root, "files_mb": self.limits.files_mb})
+            setup = {"namespaces": namespaces, "root": self._root, "files_mb": self.limits.files_mb}
+            self._send(setup | {"packages": self._folders})
             answer = self._receive(START_S)
             if "map" in answer:
                 self._send({"mapped": _map_users(answer["map"])})
@@ -239,6 +251,19 @@ class Sandboxes:
             finally:
                 with self._lock:
                     self._idle.append(sandbox)
+
+
+def package_folders(name: str) -> list[str]:
+    """Return the folders of an installed package: its own, and that of its shared libraries.
+
+    Raises:
+        ValueError: it is not installed, or no folder.
+    """
+    found = importlib.util.find_spec(name) if name.isidentifier() else None
+    if found is None or not found.submodule_search_locations:
+        raise ValueError(f"the option 'packages' names '{name}', which is no installed package")
+    own = Path(next(iter(found.submodule_search_locations))).resolve()
+    return [str(path) for path in (own, own.with_name(f"{own.name}.libs")) if path.is_dir()]
 
 
 def _map_users(pid: int) -> bool:

@@ -10,7 +10,7 @@ from rolltree.kernels.linear_logprob.head import Head, has_bf16_gemm
 
 pytestmark = pytest.mark.skipif(
     not has_bf16_gemm(torch.empty(0)),
-    reason="this machine has no AMX tiles for bf16 and ROLLTREE_AMX=emulate is not set, or the C++ kernels are not built",
+    reason="there are no AMX tiles for bf16 (ROLLTREE_AMX=emulate emulates them), or the C++ kernels are not built",
 )
 
 

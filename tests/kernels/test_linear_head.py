@@ -246,7 +246,7 @@ def test_a_gradient_is_scaled_and_cast_by_one_kernel() -> None:
     ctx = SimpleNamespace(
         gradients=[None, gradient], needs_input_grad=[False, True], dtype=torch.bfloat16, weight_grad=None, constants=[]
     )
-    with Kernels() as ran:
+    with torch.no_grad(), Kernels() as ran:  # as in a backward
         _, found = policy_op._autograd_backward(ctx, upstream)
     assert [name for name in ran.names if not name.startswith("empty")] == ["mul"]
     assert found.equal(expected)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_overlay
 
-from rolltree.engine.model import attention
+from rolltree.engine.model import masks
 from rolltree.engine.model.masks import DeferredMask
 
 B, S, WINDOW = 2, 6, 3
@@ -79,7 +79,7 @@ def test_its_form_is_known_before_its_values(monkeypatch: pytest.MonkeyPatch) ->
     def never(**arguments: Any) -> None:
         raise AssertionError("made a mask")
 
-    monkeypatch.setattr(attention, "sdpa_mask", never)
+    monkeypatch.setattr(masks, "sdpa_mask", never)
     mask = padded_and_windowed()
     assert isinstance(mask, Tensor)
     assert (mask.ndim, mask.dim(), len(mask.shape), mask.size(-1), mask.dtype) == (4, 4, 4, S, torch.bool)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
-from rolltree.engine.batches import recurrence
+from rolltree.engine.batches import batch as batches
 from rolltree.engine.batches.pack import pack
 from rolltree.engine.batches.pieces import PieceStore, depth_first
 from rolltree.engine.data.tree import TokenTree
@@ -141,7 +141,7 @@ def test_log_probs_show_a_wrong_state_and_a_wrong_history(monkeypatch: pytest.Mo
     with torch.no_grad():
         right = flat(model, trees)
         for wrong in (alone, in_row_order):
-            monkeypatch.setattr(recurrence, "find_segments", wrong)
+            monkeypatch.setattr(batches, "find_segments", wrong)
             assert off(right, packed(model, trees)) > 0.1
         monkeypatch.undo()
 

@@ -190,7 +190,7 @@ def test_spo_tree_has_its_factors() -> None:
     (tree,) = run("spo_tree", engine(), [3], stop_token_ids=(), ignore_eos=True)
     depth = tree.node_position - tree.prompt_length
     assert {int(d): int((depth == d).sum()) for d in set(depth.tolist()) if d >= 0} == {0: 2, 5: 6, 10: 12}
-    with pytest.raises(ValueError, match="makes 12 leaves; set rollout.n to that"):
+    with pytest.raises(ValueError, match=r"makes 12 leaves; set rollout\.n to that"):
         engine().generate([PROMPTS[0]], SamplingParams(n=4), SPOTree((2, 3, 2)))
 
 

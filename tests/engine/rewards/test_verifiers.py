@@ -12,7 +12,7 @@ from rolltree.engine.data.segment import LeafStatus
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.rewards import RewardItem, RewardPool, RewardResult
-from rolltree.engine.rewards.code_verifier import extract_code
+from rolltree.engine.rewards.code.verifier import extract_code
 from rolltree.engine.rewards.verdicts import put_rewards
 from rolltree.engine.settings import RewardConfig, TaskConfig
 
