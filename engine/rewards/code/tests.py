@@ -159,7 +159,8 @@ def _of_dict(found: dict[str, Any]) -> list[Test]:
         return [_test(name, lines, given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
     if not {"input", "output"} <= set(found):
         raise ValueError(
-            f"the problem's answer has a test of {', '.join(sorted(map(str, found))) or 'nothing'}, which is no known form"
+            f"the problem's answer has a test of {', '.join(sorted(map(str, found))) or 'nothing'}, which is no "
+            "known form"
         )
     _only(found, {"input", "output", "metadata", *NAMES, *TYPES})
     return [_test(name, lines, found["input"], found["output"])]
