@@ -93,6 +93,10 @@ class Answer:
     telling: frozenset[str] = frozenset()
 
 
+_LAST_OF_LIST = re.compile(r",\s*\\(?:text\w*|mathrm|mbox)\s*\{\s*and\s*\}\s*")
+"""The word before the last value of a list: ``19, 46, \\text{ and } 82``."""
+
+
 def number(text: str) -> Fraction | None:
     """Return the value of a plain decimal number, with or without commas between thousands; None for other texts."""
     match = _NUMBER.fullmatch(text.replace("−", "-"))
@@ -201,6 +205,7 @@ def read(text: str, *, reference: bool = False) -> Answer | None:
         AmbiguousError: the text holds several answers.
     """
     text = tidy(re.sub(r"(?<!\w)([ap])\.\s?m(?:\.|(?!\w))", r"\1m", text, flags=re.I))
+    text = _LAST_OF_LIST.sub(", ", text)
     text = _NOUN.sub(r" \\text{\1}", text)
     spelled = _ONLY_TEXT.sub(r"\1", text)
     if (counted := in_digits(spelled, whole=reference)) != spelled:

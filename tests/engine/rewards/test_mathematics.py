@@ -430,3 +430,30 @@ def test_a_reference_is_parsed_once_in_a_process(monkeypatch: pytest.MonkeyPatch
     for _ in range(3):
         assert judge("\\boxed{\\sqrt{91}}", read_reference("\\sqrt{91}")) == 1
     assert len(parsed) == 4  # the reference once, each response
+
+
+@pytest.mark.parametrize(
+    ("reference", "said", "right"),
+    [
+        (r"\frac{1}{2004!}", r"\frac{1}{2006!}", False),
+        (r"\frac{1}{2004!}", r"\frac{2005}{2005!}", True),
+        (r"\frac{2^{2005}+1}{3\cdot2^{2006}}", r"\frac{1}{3\cdot2^{2006}}", False),
+        (r"\frac{2^{2005}+1}{3\cdot2^{2006}}", r"\frac{1}{6}", False),
+        (r"\frac{2^{2005}+1}{3\cdot2^{2006}}", r"\frac{1}{6}+\frac{1}{3\cdot2^{2006}}", True),
+        (r"\pi^{50}", r"\pi^{50}+1", False),
+        (r"\frac{\sqrt2}{2}", r"\frac{1}{\sqrt2}", True),
+        (r"\frac{\sqrt2}{2}", "0.7071068", True),
+        ("2^{100000000}", "4^{50000000}", True),
+        ("2^{100000000}", "2^{100000001}", False),
+        (r"19, 46, \text{ and } 82", "19,46,82", True),
+        (r"19, 46, \text{ and } 82", "19,46", False),
+    ],
+)
+def test_exact_numbers_are_compared_exactly(reference: str, said: str, right: bool) -> None:
+    assert judge(f"\\boxed{{{said}}}", read_reference(reference)) == right
+
+
+def test_a_decimal_comma_is_read_where_the_reference_is_one_number() -> None:
+    assert judge(r"\boxed{3,5}", read_reference("3.5")) == 1
+    assert judge(r"\boxed{3,5}", read_reference("3, 5")) == 1
+    assert judge(r"\boxed{3.5}", read_reference("3, 5")) == 0
