@@ -21,26 +21,32 @@ from .journal import Journal
 from .runner import Bench, Choice, DeviceLostError, run
 from .table import table
 
-OPS = (
-    "ceilings",
-    "linear_logprob",
-    "linear_policy_loss",
-    "logprob_from_logits",
-    "policy_loss",
-    "tree_attention",
-    "tree_recurrence",
-    "layer_ops",
-    "sample_tokens",
-    "tree_step",
-    "picture_step",
-    "rl_step",
-    "trl_step",
-    "rollout",
-    "treepo",
-    "speculation",
-    "tree_decode",
-    "loop",
-)
+ROOMS = {
+    "": ("ceilings",),
+    "ops": (
+        "linear_logprob",
+        "linear_policy_loss",
+        "logprob_from_logits",
+        "policy_loss",
+        "tree_attention",
+        "tree_recurrence",
+        "layer_ops",
+        "sample_tokens",
+        "tree_decode",
+    ),
+    "runs": (
+        "tree_step",
+        "picture_step",
+        "rl_step",
+        "trl_step",
+        "rollout",
+        "treepo",
+        "speculation",
+        "loop",
+    ),
+}
+"""The ops by the folder of their file."""
+OPS = tuple(op for ops in ROOMS.values() for op in ops)
 
 FIRST = (
     "linear_policy_loss",
@@ -54,8 +60,8 @@ FIRST = (
 """The ops that run, in small cases, if none is named."""
 
 
-OWN = ("job", "curves", "plot", "simulate")
-"""Subcommands with their own command lines."""
+OWN = {"job": ".runs.job", "curves": ".runs.curves", "plot": ".plot", "simulate": ".runs.simulate"}
+"""Subcommands with their own command lines, and their modules."""
 
 
 def load(op: str, recorded: Path | None = None) -> Bench:
@@ -64,8 +70,9 @@ def load(op: str, recorded: Path | None = None) -> Bench:
     Raises:
         UserError: there is no such run, or it cannot be read.
     """
-    bench: Bench = importlib.import_module(f".{op}", __package__).BENCH
-    return importlib.import_module(".recorded", __package__).bench(recorded, bench) if recorded else bench
+    room = next(room for room, ops in ROOMS.items() if op in ops)
+    bench: Bench = importlib.import_module(f".{room}.{op}" if room else f".{op}", __package__).BENCH
+    return importlib.import_module(".runs.recorded", __package__).bench(recorded, bench) if recorded else bench
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device failed."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] and argv[0] in OWN:
-        return int(importlib.import_module(f".{argv[0]}", __package__).main(argv[1:]))
+        return int(importlib.import_module(OWN[argv[0]], __package__).main(argv[1:]))
     parser = argparse.ArgumentParser(
         prog="rolltree bench",
         description="Time the ops against their peers and limits.",

@@ -28,7 +28,7 @@ from rolltree.kernels import (
 )
 from rolltree.kernels.tree_recurrence import RecurrencePlan, find_segments, tree_recurrence
 
-from . import tree_decode
+from .ops import tree_decode
 
 FLOOR = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-16}
 """Least bound of an error, by the dtype of the op's inputs: a rounding of bf16; some of float32 for sums in blocks."""
@@ -141,7 +141,7 @@ def _head(rows: int, width: int, vocabulary: int) -> Compare:
         def plain(leaves: list[Tensor]) -> Outputs:
             return {"logprob": (leaves[0] @ leaves[1].T).log_softmax(-1).gather(1, target[:, None])[:, 0]}
 
-        run = lambda leaves: {"logprob": linear_logprob(*leaves, target).logprob}  # noqa: E731
+        run = lambda leaves: {"logprob": linear_logprob(leaves[0], leaves[1], target).logprob}  # noqa: E731
         return compare(run, {key: x.bfloat16() for key, x in given.items()}, name, plain)
 
     return check
@@ -172,12 +172,12 @@ def _head_and_loss(rows: int, width: int, vocabulary: int) -> Compare:
         given = {key: x.bfloat16() for key, x in given.items()}
         target, objective = _integers(vocabulary, rows, device), Objective.preset("dapo")
         with backend("reference"), torch.no_grad():
-            old = linear_logprob(*(x.double() for x in given.values()), target).logprob
+            old = linear_logprob(given["hidden"].double(), given["weight"].double(), target).logprob
 
         def run(leaves: list[Tensor]) -> Outputs:
             dtype = torch.float64 if leaves[0].dtype == torch.float64 else torch.float32
             fields = _fields(rows, device, old, dtype)
-            return {"loss": linear_policy_loss(*leaves, target, fields, objective, normalizer=rows).loss}
+            return {"loss": linear_policy_loss(leaves[0], leaves[1], target, fields, objective, normalizer=rows).loss}
 
         def plain(leaves: list[Tensor]) -> Outputs:
             logprob = (leaves[0] @ leaves[1].T).log_softmax(-1).gather(1, target[:, None])[:, 0]
@@ -198,7 +198,7 @@ def _attention(prompt: int, responses: int, longest: int, trees: int, heads: tup
             key: _normal(seed, device, len(ends), count, dim).bfloat16()
             for seed, (key, count) in enumerate(counts.items())
         }
-        return compare(lambda leaves: {"out": tree_attention(*leaves, ends)}, given, name, None)
+        return compare(lambda leaves: {"out": tree_attention(leaves[0], leaves[1], leaves[2], ends)}, given, name, None)
 
     return check
 
@@ -263,7 +263,11 @@ def _recurrence(prompt: int, responses: int, longest: int, heads: tuple[int, int
             "decay": -0.05 * gates[0].exp(),
             "beta": gates[1].sigmoid(),
         }
-        run = lambda leaves: {"out": tree_recurrence(*leaves, plan, scale=dim**-0.5)[0]}  # noqa: E731
+
+        def run(leaves: list[Tensor]) -> Outputs:
+            query, key, value, decay, beta = leaves
+            return {"out": tree_recurrence(query, key, value, decay, beta, plan, scale=dim**-0.5)[0]}
+
         return compare(run, given, name, None)
 
     return check

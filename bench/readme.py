@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from . import curves_table
-from .job import Point, name_of
+from .runs import curves_table
+from .runs.job import Point, name_of
 from .schema import REPOSITORY, Row, read
 from .table import UNITS
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from rolltree.kernels import use_backend
 from rolltree.kernels.dispatch import interpreting
 
-from . import sample_tokens, tree_attention, tree_decode
+from .ops import sample_tokens, tree_attention, tree_decode
 from .runner import Calls
 from .schema import append_line, commit, device_name
 from .timing import interleaved

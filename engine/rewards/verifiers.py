@@ -28,8 +28,8 @@ from typing import Any
 from .answers import extract_answer, tidy
 from .group_judges import JUDGES, Pairwise
 from .loading import user_verifier
-from .mathematics import judge, parse, read_reference
-from .reading import number
+from .math.mathematics import judge, parse, read_reference
+from .math.reading import number
 from .references import reference_text
 
 Verifier = Callable[[str, dict[str, Any]], Any]

@@ -442,9 +442,9 @@ def _execute(code: str, then: str, token: bytes) -> None:
 def _finish() -> None:
     """Do what the interpreter does at a program's end: wait for its threads, then call what `atexit` keeps."""
     if (threading := sys.modules.get("threading")) is not None:
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()
     if (atexit := sys.modules.get("atexit")) is not None:
-        atexit._run_exitfuncs()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
 
 
 def _open_stdin_by_name() -> None:
@@ -454,7 +454,7 @@ def _open_stdin_by_name() -> None:
     def opened(file: Any, *args: Any, **options: Any) -> Any:
         return real(os.dup(0) if file == "/dev/stdin" else file, *args, **options)
 
-    builtins.open = io.open = opened  # type: ignore[assignment]
+    builtins.open = io.open = opened
 
 
 if __name__ == "__main__":

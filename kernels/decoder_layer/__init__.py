@@ -1,5 +1,6 @@
 """Decoders of the Llama family for generation, and the passes of their layers between the products."""
 
-from .api import Decoder, LayerWeights, add_rms_norm_, rotate_and_store_
+from .api import Decoder, add_rms_norm_, rotate_and_store_
+from .weights import LayerWeights
 
 __all__ = ["Decoder", "LayerWeights", "add_rms_norm_", "rotate_and_store_"]

@@ -7,7 +7,6 @@ The passes change tensors in place, as their names say, and have no gradient. Th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from ..tree_decode import DecodePlan
 from ..tree_decode.api import check_plan
 from ..tree_decode.schedule import Nodes
 from . import reference
+from .weights import DTYPES, LayerWeights, check_contiguous
 
 _ADD_RMS_NORM: Mapping[str, Callable[..., Tensor]] = {
     "cpu": dispatch.compiled_op("cpu", "add_rms_norm"),
@@ -27,7 +27,6 @@ _ROTATE_AND_STORE: Mapping[str, Callable[..., None]] = {
     "cpu": dispatch.compiled_op("cpu", "rotate_and_store"),
     "reference": reference.rotate_and_store,
 }
-DTYPES = (torch.float32, torch.float64)
 LONGEST_HEAD = 1024
 
 
@@ -57,7 +56,7 @@ def add_rms_norm_(
     given = {"residual": residual, "weight": weight}
     if x is not None:
         given["x"] = check.floats("x", x, (N, H), " like residual", (residual.dtype,))
-    _contiguous(check, given)
+    check_contiguous(check, given)
     run = _choose("add_rms_norm_", _ADD_RMS_NORM, residual)
     return run(residual, x, weight, check.number("eps", eps, least=0.0))
 
@@ -115,78 +114,10 @@ def rotate_and_store_(
             given[name] = check.floats(name, tensor, shape, like, same)
     given["slots"] = check.tensor("slots", slots, (N,))
     check.require(slots.dtype == torch.int64, f"slots must be int64, got {slots.dtype}")
-    _contiguous(check, given)
+    check_contiguous(check, given)
     _below(check, "slots", slots, P * page)
     run = _choose("rotate_and_store_", _ROTATE_AND_STORE, q)
     run(q, k, v, q_weight, k_weight, check.number("eps", eps, least=0.0), cos, sin, slots, k_pages, v_pages)
-
-
-@dataclass(frozen=True, eq=False)
-class LayerWeights:
-    """Weights of a layer of the Llama family; of one dtype, contiguous.
-
-    H is the width of the residual, D that of a head, F that of the gated unit.
-
-    Raises:
-        ValueError, TypeError: a shape, dtype or device that does not fit, or a weight that is not contiguous.
-    """
-
-    input_norm: Tensor  # [H]
-    q: Tensor  # [Hq D, H]
-    q_bias: Tensor | None  # [Hq D]
-    k: Tensor  # [Hkv D, H]
-    k_bias: Tensor | None  # [Hkv D]
-    v: Tensor  # [Hkv D, H]
-    v_bias: Tensor | None  # [Hkv D]
-    q_norm: Tensor | None  # [D]
-    k_norm: Tensor | None  # [D]
-    o: Tensor  # [H, Hq D]
-    o_bias: Tensor | None  # [H]
-    mlp_norm: Tensor  # [H]
-    gate: Tensor  # [F, H]
-    up: Tensor  # [F, H]
-    down: Tensor  # [H, F]
-
-    def __post_init__(self) -> None:
-        check = Arguments("LayerWeights", "input_norm", self.input_norm)
-        (H,) = check.floats("input_norm", self.input_norm, ("H",), dtypes=DTYPES).shape
-        same = (self.input_norm.dtype,)
-        queries, keys = (len(check.floats(name, t, ("*", H), "", same)) for name, t in (("q", self.q), ("k", self.k)))
-        wide = len(check.floats("gate", self.gate, ("F", H), "", same))
-        shapes: dict[str, tuple[int | str, ...]] = {
-            "v": (keys, H),
-            "o": (H, queries),
-            "mlp_norm": (H,),
-            "up": (wide, H),
-            "down": (H, wide),
-            "q_bias": (queries,),
-            "k_bias": (keys,),
-            "v_bias": (keys,),
-            "o_bias": (H,),
-            "q_norm": ("D",),
-            "k_norm": ("D",),
-        }
-        for name, shape in shapes.items():
-            if (tensor := getattr(self, name)) is not None or not name.endswith(("_bias", "q_norm", "k_norm")):
-                check.floats(name, tensor, shape, " like input_norm", same)
-        _contiguous(check, {name: tensor for name, tensor in vars(self).items() if tensor is not None})
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return tuple(vars(self).values())
-
-    def does_not_fit(self, H: int, heads: int, D: int, rows: Tensor) -> str | None:
-        """Return why these weights do not fit rows like ``rows`` of width H and pages of ``heads`` heads of D, or
-        None."""
-        if self.q.shape[1] != H or self.q.dtype != rows.dtype or self.q.device != rows.device:
-            return f"layers must take rows of {H} {rows.dtype} numbers on {rows.device} like the embedding's"
-        queries, keys = len(self.q), len(self.k)
-        if keys != heads * D or queries % keys:
-            wanted = f"keys of {heads} x {D} numbers and a multiple for queries"
-            return f"layers must produce {wanted}, not {keys} and {queries}"
-        if any(norm is not None and len(norm) != D for norm in (self.q_norm, self.k_norm)):
-            return f"norms of heads must have {D} numbers"
-        return None
 
 
 class Decoder:
@@ -235,7 +166,7 @@ class Decoder:
         check.require(
             D % 2 == 0 and D <= LONGEST_HEAD, f"heads must be even and of at most {LONGEST_HEAD} numbers, not {D}"
         )
-        _contiguous(check, {"embedding": embedding, "norm": norm})
+        check_contiguous(check, {"embedding": embedding, "norm": norm})
         for weights, layer_pages, window in zip(layers, pages, windows, strict=True):
             if not isinstance(weights, LayerWeights):
                 check.wrong_type("layers", "LayerWeights", weights)
@@ -243,7 +174,7 @@ class Decoder:
             check.require(wrong is None, wrong or "")
             for tensor in layer_pages:
                 check.floats("pages", tensor, shape, " like the first", same)
-                _contiguous(check, {"pages": tensor})
+                check_contiguous(check, {"pages": tensor})
             check.window(window)
         self.embedding, self.norm = embedding, norm
         self.layers, self.pages, self.windows = tuple(layers), tuple(pages), tuple(windows)
@@ -287,7 +218,7 @@ class Decoder:
             check.tensor(name, tensor, (N,))
             check.require(tensor.dtype == torch.int32, f"{name} must be int32, got {tensor.dtype}")
             _below(check, name, tensor, end)
-        _contiguous(check, {"cos": cos, "sin": sin, **{name: tensor for name, (tensor, _) in within.items()}})
+        check_contiguous(check, {"cos": cos, "sin": sin, **{name: tensor for name, (tensor, _) in within.items()}})
         check_plan(check, plan, N, P, page)
         return self.run(input_ids, cos, sin, slots, plan, turns)
 
@@ -334,9 +265,3 @@ def _below(check: Arguments, name: str, index: Tensor, end: int) -> None:
 def _choose(op: str, table: Mapping[str, dispatch.Fn], first: Tensor) -> dispatch.Fn:
     # Only the reference has float64; it exists for checks.
     return table["reference"] if first.dtype == torch.float64 else dispatch.choose(op, table, first.device)
-
-
-def _contiguous(check: Arguments, given: Mapping[str, Tensor]) -> None:
-    for name, tensor in given.items():
-        if not tensor.is_contiguous():
-            check.require(False, f"{name} must be contiguous, got strides {list(tensor.stride())}")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..tree_decode import reference as attention
 from ..tree_decode.schedule import Nodes, Work
-
-if TYPE_CHECKING:
-    from .api import Decoder, LayerWeights
+from .weights import DecoderParts, LayerWeights
 
 
 def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:  # [N, H] -> [N, H]
@@ -40,7 +36,7 @@ def rotate_and_store(
 
 
 def decoder(
-    model: Decoder,
+    model: DecoderParts,
     input_ids: Tensor,  # [N] int32
     cos: Tensor,  # [T, D]
     sin: Tensor,  # [T, D]

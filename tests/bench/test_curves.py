@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolltree.bench import curves, curves_table
 from rolltree.bench.cli import main
-from rolltree.bench.job import Point
+from rolltree.bench.runs import curves, curves_table
+from rolltree.bench.runs.job import Point
 from rolltree.bench.schema import read
 from rolltree.engine.errors import RunError
 from rolltree.engine.learn.learner import Learner

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rolltree.bench import recorded
 from rolltree.bench.cli import load, main
+from rolltree.bench.runs import recorded
 from rolltree.bench.schema import read
 from rolltree.engine import DraftConfig, NativeEngine, TokenTree
 from rolltree.engine.app.cli import main as rolltree

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolltree.bench import rollout
-from rolltree.bench.rollout import SampledLogprobs
+from rolltree.bench.runs import rollout
+from rolltree.bench.runs.rollout import SampledLogprobs
 
 CPU = torch.device("cpu")
 

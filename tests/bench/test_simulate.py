@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rolltree.bench import simulate as bench
 from rolltree.bench.cli import main
+from rolltree.bench.runs import simulate as bench
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.plan.modelled import MeasuredRates
 from rolltree.engine.plan.rates import NETWORK

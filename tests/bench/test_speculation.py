@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rolltree.bench.speculation import new_prompts
+from rolltree.bench.runs.speculation import new_prompts
 
 
 def test_first_epochs_have_prompts_of_their_own() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.engine.rewards.answers import extract_answer
-from rolltree.engine.rewards.mathematics import judge, read_reference
+from rolltree.engine.rewards.math.mathematics import judge, read_reference
 from rolltree.engine.rewards.references import reference_text
 from rolltree.engine.tasks.files import find_answer
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from rolltree.engine.rewards import RewardItem, RewardPool, mathematics
-from rolltree.engine.rewards.mathematics import judge, read_reference
+from rolltree.engine.rewards import RewardItem, RewardPool
+from rolltree.engine.rewards.math import mathematics
+from rolltree.engine.rewards.math.mathematics import judge, read_reference
 from rolltree.engine.settings import RewardConfig
 
 CASES: list[tuple[str, list[str], list[str]]] = [

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from rolltree.engine.rewards.mathematics import judge, read_reference
-from rolltree.engine.rewards.numerals import in_digits
+from rolltree.engine.rewards.math.mathematics import judge, read_reference
+from rolltree.engine.rewards.math.numerals import in_digits
 
 WRITTEN: list[tuple[str, list[str], list[str]]] = [
     (r"\frac{-7}{9}", ["-7/9", r"-\frac{7}{9}", r"\frac{7}{-9}", r"-\dfrac79", "−7/9"], ["7/9", "-7", "9/7"]),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rolltree.bench.rl_step import LongTail
+from rolltree.bench.runs.rl_step import LongTail
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
 from rolltree.engine.plan.modelled import (
     GEMM_SHARE,

@@ -12,8 +12,8 @@ import torch
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
 from rolltree.engine.programs import TreePO
 
+from ..runner import Bench, Calls, Case
 from .rollout import kv_tokens, make_model
-from .runner import Bench, Calls, Case
 
 FLAT = "rolltree flat"
 

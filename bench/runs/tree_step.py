@@ -17,8 +17,8 @@ from rolltree.engine import CostModel, TokenTree, TreeBatch, batch_loss, pack
 from rolltree.engine.model import varlen
 from rolltree.kernels import Objective, linear_policy_loss
 
-from . import workloads
-from .runner import Bench, Calls, Case, UnsupportedError
+from .. import workloads
+from ..runner import Bench, Calls, Case, UnsupportedError
 
 FLAT = "flat, transformers sdpa"
 MAX_TOKENS = {"cuda": 32768, "cpu": 5120}  # tokens of a flat micro-batch: larger ones are slower on the CPU

@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from .answers import candidates, last_line, tidy, without_reasoning
+from ..answers import candidates, last_line, tidy, without_reasoning
 from .notation import both_signs, with_decimal_points
 from .reading import HEDGES, UNIT_OF, AmbiguousError, Answer, plain_words, read
 

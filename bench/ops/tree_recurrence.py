@@ -18,8 +18,8 @@ from torch import Tensor
 from rolltree.engine import TokenTree
 from rolltree.kernels.tree_recurrence import RecurrencePlan, find_segments, tree_recurrence
 
-from . import workloads
-from .runner import Bench, Calls, Case
+from .. import workloads
+from ..runner import Bench, Calls, Case
 from .tree_attention import both_directions
 
 FLAT = "transformers, flat"

@@ -34,10 +34,10 @@ from rolltree.engine.model.loading import choose_device
 from rolltree.engine.rewards import Rewards
 from rolltree.engine.settings import TrainConfig
 
+from ..journal import Journal
+from ..schema import Context, Row, append_line
+from ..timing import quantiles
 from .job import Point
-from .journal import Journal
-from .schema import Context, Row, append_line
-from .timing import quantiles
 
 BASE = "grpo"
 """The recipe with which the others are compared."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from rolltree.kernels import use_backend
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
-from .runner import Bench, Calls, Case, UnsupportedError
+from ..runner import Bench, Calls, Case, UnsupportedError
 
 FLAT = "flat paged decode"
 PAGE = 16

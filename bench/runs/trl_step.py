@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from rolltree.engine import CostModel
 
-from . import workloads
-from .runner import Bench, Calls, Case
+from .. import workloads
+from ..runner import Bench, Calls, Case
 
 TRL = "TRL"
 WORDS = 1000  # tokens of the tokenizer; the model has more

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Qwe
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
 
-from .runner import Bench, Calls, Case, UnsupportedError
+from ..runner import Bench, Calls, Case, UnsupportedError
 
 PLAIN = "transformers generate"
 

@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from .answers import tidy
+from ..answers import tidy
 from .notation import FUNCTIONS, latex
 from .numerals import in_digits
 

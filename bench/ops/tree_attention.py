@@ -15,8 +15,8 @@ from rolltree.engine import TokenTree
 from rolltree.engine.model import varlen
 from rolltree.kernels import dispatch, tree_attention
 
-from . import workloads
-from .runner import Bench, Calls, Case, UnsupportedError
+from .. import workloads
+from ..runner import Bench, Calls, Case, UnsupportedError
 
 FLAT = "sdpa, flat"
 LARGEST_MASK = 20480  # tokens

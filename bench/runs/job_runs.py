@@ -30,9 +30,9 @@ from rolltree.engine.rewards import RewardItem, Rewards
 from rolltree.engine.settings import LoopConfig, RolesConfig, TrainConfig
 from rolltree.kernels import Objective
 
-from . import timing
-from .runner import UnsupportedError
-from .schema import append_line
+from .. import timing
+from ..runner import UnsupportedError
+from ..schema import append_line
 
 CONFIG, STEPS, REFUSAL = "config.json", "steps.jsonl", "refusal.txt"
 """Files of a run's directory: its input, one line for each step, and the reason if it does not run."""
@@ -348,7 +348,7 @@ PROVIDERS: dict[str, Callable[[TrainConfig, Recorder], None]] = {
 
 
 def main() -> None:
-    """Run ``python -m rolltree.bench.job_runs PROVIDER DIRECTORY``; the directory has the configuration."""
+    """Run ``python -m rolltree.bench.runs.job_runs PROVIDER DIRECTORY``; the directory has the configuration."""
     provider, directory = sys.argv[1], Path(sys.argv[2])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     config = TrainConfig.model_validate_json((directory / CONFIG).read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rolltree import kernels
 
-from .runner import Bench, Calls, Case, UnsupportedError
+from ..runner import Bench, Calls, Case, UnsupportedError
 
 
 @dataclass(frozen=True)

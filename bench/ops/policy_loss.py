@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rolltree.kernels import Objective, PolicyFields, policy_loss, use_backend
 
-from .runner import Bench, Calls, Case, UnsupportedError
+from ..runner import Bench, Calls, Case, UnsupportedError
 
 EPS = 0.2
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rolltree.kernels import logprob_from_logits
 
-from .runner import Bench, Calls, Case, UnsupportedError
+from ..runner import Bench, Calls, Case, UnsupportedError
 
 
 @dataclass(frozen=True)

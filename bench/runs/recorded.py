@@ -41,7 +41,7 @@ from rolltree.engine.rollout.native.drafts import Drafts
 from rolltree.engine.rollout.native.rows import RowTable, Sampled
 from rolltree.engine.settings import TrainConfig
 
-from .runner import Bench, Calls, Case, UnsupportedError
+from ..runner import Bench, Calls, Case, UnsupportedError
 from .speculation import NONE, RULE, count
 
 Array = npt.NDArray[Any]

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ..runner import Bench, Calls, Case
 from .rollout import make_model
-from .runner import Bench, Calls, Case
 
 SYNCHRONOUS = "rolltree S=0"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Literal
 
+from ..schema import Row
 from .curves import BASE
 from .job import Point
-from .schema import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -25,10 +25,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .journal import Journal
-from .schema import Context, Row, append_line, rows_at
-from .table import table
-from .timing import quantiles
+from ..journal import Journal
+from ..schema import Context, Row, append_line, rows_at
+from ..table import table
+from ..timing import quantiles
 
 PROVIDERS = {
     "trl": ("trl",),
@@ -174,7 +174,7 @@ def _process(config: Any, provider: str, directory: Path, limit: float) -> tuple
     from .job_runs import CONFIG, REFUSAL
 
     (directory / CONFIG).write_text(config.model_dump_json(), encoding="utf-8")
-    command = [sys.executable, "-m", "rolltree.bench.job_runs", provider, str(directory)]
+    command = [sys.executable, "-m", "rolltree.bench.runs.job_runs", provider, str(directory)]
     log = directory / "log.txt"
     with log.open("w") as said:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)

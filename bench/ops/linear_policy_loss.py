@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rolltree.kernels import Objective, PolicyFields, linear_policy_loss, plan_policy_loss
 
+from ..runner import Bench, Calls, Case, UnsupportedError
 from .linear_logprob import full_logits, needs_cuda
-from .runner import Bench, Calls, Case, UnsupportedError
 
 DAPO, GSPO = Objective.preset("dapo"), Objective.preset("gspo")
 LIVE = {"all live": 1.0, "36 % live": 0.36}

@@ -22,8 +22,8 @@ from rolltree.engine.methods.estimators import group_norm
 from rolltree.engine.programs import Action, Finish, Fork, GroupState, RolloutProgram, SegmentReport
 from rolltree.kernels import Objective
 
+from ..runner import Bench, Calls, Case
 from .rollout import kv_tokens, make_model
-from .runner import Bench, Calls, Case
 from .tree_step import MAX_TREE_TOKENS
 
 FLAT = "rolltree, trained flat"

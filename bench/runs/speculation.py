@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rolltree.engine import DraftConfig, EngineConfig, NativeEngine, SamplingParams
 
+from ..runner import Bench, Calls, Case
 from .rollout import kv_tokens, make_model
-from .runner import Bench, Calls, Case
 
 NONE = "rolltree without drafts"
 RULE = DraftConfig()

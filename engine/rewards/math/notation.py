@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from .answers import closing_brace
+from ..answers import closing_brace
 
 FUNCTIONS = (
     "arcsin|arccos|arctan|arcsec|arccsc|arccot|sinh|cosh|tanh|coth|sin|cos|tan|sec|csc|cot|log|ln|exp|lim|max|min|gcd|lcm|"

@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama as llama
 
 from rolltree.kernels.layer_ops import rms_norm, rotate, silu_mul
 
-from .runner import Bench, Calls, Case, UnsupportedError
+from ..runner import Bench, Calls, Case, UnsupportedError
 
 EPS = 1e-6
 Op = Callable[..., "Tensor | tuple[Tensor, ...]"]

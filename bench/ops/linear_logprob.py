@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rolltree.kernels import linear_logprob
 
-from .runner import Bench, Calls, Case, UnsupportedError
+from ..runner import Bench, Calls, Case, UnsupportedError
 
 
 @dataclass(frozen=True)

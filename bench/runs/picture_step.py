@@ -22,7 +22,7 @@ from rolltree.engine.data.media import FIRST_ID, Picture
 from rolltree.engine.model.pictures import tower_parameters
 from rolltree.kernels import Objective
 
-from .runner import Bench, Calls, Case
+from ..runner import Bench, Calls, Case
 from .tree_step import FLAT, on_policy, step_of
 
 VOCABULARY = 1024

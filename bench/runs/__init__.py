@@ -1,0 +1,1 @@
+"""Benchmarks of training steps, rollouts, loops and whole runs."""
