@@ -57,7 +57,7 @@ methods: $(VENV)/.ready-dev
 # among them. CI runs a few cases of each.
 attack: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest tests/attack --attack-cases $(CASES) --timeout 7200 $(ARGS)
-	$(BIN)/python -m pytest -m slow tests/engine/loop tests/attack --attack-cases $(CASES) --timeout 7200 $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/engine/loop tests/engine/fleet tests/attack --attack-cases $(CASES) --timeout 7200 $(ARGS)
 
 # The vLLM backend with the real vLLM, in an environment of its own: it pins what others use too. One thread, as threads of
 # a tiny model mostly wait for each other.
@@ -81,11 +81,11 @@ verl: $(VENV)/.ready-dev
 
 # Runs whose engines and verifiers are processes of Ray, which lies in a folder of its own; and 30 kills of one.
 scale: $(VENV)/.ready-dev build/ray/ray
-	PYTHONPATH=build/ray $(BIN)/python -m pytest -m ray tests/engine/loop/test_scale_ray.py tests/engine/loop/test_kills.py \
-		tests/engine/loop/test_simulated_runs.py $(ARGS)
+	PYTHONPATH=build/ray $(BIN)/python -m pytest -m ray tests/engine/fleet/test_scale_ray.py tests/engine/fleet/test_kills.py \
+		tests/engine/plan/test_simulated_runs.py $(ARGS)
 
 slow-scale: $(VENV)/.ready-dev build/ray/ray
-	PYTHONPATH=build/ray $(BIN)/python -m pytest -m "ray and slow" -s tests/engine/loop/test_kills.py $(ARGS)
+	PYTHONPATH=build/ray $(BIN)/python -m pytest -m "ray and slow" -s tests/engine/fleet/test_kills.py $(ARGS)
 
 build/ray/ray: | $(VENV)/.ready-dev
 	$(INSTALL) $(BIN)/python --no-deps --target build/ray $(RAY)
@@ -141,7 +141,7 @@ PYTHON_oldest ?= python3.11
 PYTHON_newest ?= python3.13
 TORCH_oldest := torch==2.11.0
 TORCH_newest := torch==2.14.1
-VERSIONS_TESTS ?= tests/engine/data tests/engine/model tests/engine/train tests/engine/rollout
+VERSIONS_TESTS ?= tests/engine/data tests/engine/batches tests/engine/model tests/engine/train tests/engine/rollout
 versions: build/versions/oldest/.ready build/versions/newest/.ready
 	for at in oldest newest; do \
 		$(INSTALL) build/versions/$$at --no-deps --no-build-isolation --reinstall . && \

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from . import tiers
-from .forks import TORCH, Forks, forks
+from .support import tiers
+from .support.forks import TORCH, Forks, forks
 
 try:
     import hypothesis
@@ -24,7 +24,7 @@ except ModuleNotFoundError:  # on a machine lent for its GPU, whose tests draw n
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-    from .interpreter import leave_out_what_is_dropped, round_sums_once
+    from .support.interpreter import leave_out_what_is_dropped, round_sums_once
 
     leave_out_what_is_dropped()
     round_sums_once()

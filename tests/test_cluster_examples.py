@@ -17,7 +17,7 @@ import yaml
 from rolltree.engine.app.cli import main
 from rolltree.engine.app.config import load_config
 
-from .engine.tiny import ROOT
+from .support.tiny import ROOT
 
 CLUSTER = ROOT / "examples" / "cluster"
 TOML = CLUSTER / "run.toml"

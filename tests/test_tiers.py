@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 CONFTEST = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from tests.tiers import select
+from tests.support.tiers import select
 def pytest_collection_modifyitems(config, items):
     select(config, items)
 """

@@ -37,7 +37,7 @@ from rolltree.kernels import (
     value_loss,
 )
 
-from .arguments import Edges, Floats, Index, Kind, Mask, Number, PerRow, Whole
+from ..support.arguments import Edges, Floats, Index, Kind, Mask, Number, PerRow, Whole
 
 Given = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """Configurations, prompt files and verifiers as nobody meant them: a run is refused in one sentence, or it goes on.
 
 ``make attack`` runs these with thousands of cases. What each finding of earlier campaigns was is an example here or,
-where it takes a whole run, a test beside the code: `tests/engine/loop/test_preflight.py` and `test_failures.py`,
+where it takes a whole run, a test beside the code: `tests/engine/app/test_preflight.py` and `test_failures.py`,
 `tests/engine/model/test_load.py`, `tests/engine/rewards/test_hostile.py`.
 """
 
@@ -33,7 +33,7 @@ from rolltree.engine.settings import RewardConfig, TrainConfig
 from rolltree.engine.tasks import read_problems
 
 from ..engine.rewards.test_hostile import HOSTILE, alive
-from ..engine.tiny import write_run
+from ..support.tiny import write_run
 
 LISTS = tuple(f"{key.key}." for key in config_keys() if key.type == "list of tables")
 KEYS = [key for key in config_keys() if key.type != "list of tables" and not key.key.startswith(LISTS)]

@@ -18,7 +18,7 @@ from rolltree.engine.batches.cost import CostModel
 from rolltree.engine.batches.distribute import distribute
 from rolltree.engine.data.segment import LeafStatus, Segment
 
-from .arguments import refusal
+from ..support.arguments import refusal
 
 PHASES = (Phase.explicit, Phase.generate)
 TOKENS = st.lists(st.integers(0, 9), max_size=6)

@@ -12,8 +12,8 @@ import torch
 from rolltree.engine import TokenTree, TreeBatch, batch_logprob, batch_loss, pack
 from rolltree.kernels import Objective, linear_logprob, logprob_from_logits
 
-from .arguments import refusal
-from .serving import model
+from ..support.arguments import refusal
+from ..support.serving import model
 
 NUMBERS: list[Any] = [math.nan, math.inf, -math.inf, -1.0, "1", True, None, 1j, [1.0]]
 OBJECTS: list[Any] = [None, 3, "x", {}, object()]

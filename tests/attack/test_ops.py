@@ -30,7 +30,7 @@ from rolltree.kernels import (
     use_backend,
 )
 
-from .arguments import Floats, odd, refusal
+from ..support.arguments import Floats, odd, refusal
 from .ops import OPS, Maker, Op
 
 by_op = pytest.mark.parametrize("op", OPS, ids=[op.name for op in OPS])

@@ -12,7 +12,7 @@ import pytest
 
 from rolltree.engine.rollout import NativeEngine
 
-from .serving import in_thread, make_engine, save
+from ..support.serving import in_thread, make_engine, save
 
 CHOICES = ["ab", "cd ef", "xyz"]
 

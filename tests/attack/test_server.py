@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from rolltree.engine.app.server.schema import ChatBody, CompletionBody
 from rolltree.engine.rollout import NativeEngine, SamplingParams
 
-from .serving import as_process, in_thread, make_engine, save
+from ..support.serving import as_process, in_thread, make_engine, save
 
 COMPLETION: dict[str, Any] = {"prompt": "ab", "max_tokens": 4, "seed": 1, "ignore_eos": True}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "seed": 1, "ignore_eos": True}

@@ -17,7 +17,7 @@ from rolltree.engine.app.server.schema import Sampling
 from rolltree.engine.programs.chat.tool_calls import before_calls, written
 from rolltree.engine.rollout import NativeEngine
 
-from .serving import in_thread, make_engine
+from ..support.serving import in_thread, make_engine
 
 Say = Callable[[str], None]
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}

@@ -21,7 +21,7 @@ from rolltree.bench.table import table
 from rolltree.bench.timing import interleaved, quantiles
 from rolltree.engine import TokenTree
 
-from ..forks import Forks
+from ..support.forks import Forks
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,7 @@ from rolltree.engine.errors import RunError
 from rolltree.engine.learn.learner import Learner
 from rolltree.engine.loop.evaluation import Evaluation
 
-from ..engine.tiny import write_run
+from ..support.tiny import write_run
 
 POINT = Point("sums, seed 0", "grpo", 0, 0.0, 0, 0.25, 512, "a cpu", {"torch": "2"}, "abc", "now")
 

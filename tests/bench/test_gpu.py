@@ -24,7 +24,7 @@ from rolltree.bench.cli import OPS, load
 from rolltree.bench.journal import Journal
 from rolltree.bench.runner import Bench, Calls, Case, Choice, DeviceLostError
 
-from ..forks import Forks, forked
+from ..support.forks import Forks, forked
 
 CPU = torch.device("cpu")
 QUICK = Choice(seconds=0.0)

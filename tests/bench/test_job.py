@@ -21,7 +21,7 @@ from rolltree.engine.app.assembly.sampling import prepare_model
 from rolltree.engine.app.config import load_config
 from rolltree.kernels import Objective
 
-from ..engine.tiny import write_run
+from ..support.tiny import write_run
 
 pytest.importorskip("reasoning_gym", reason="the job's problems: pip install rolltree[tasks]")
 

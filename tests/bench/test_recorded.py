@@ -18,7 +18,7 @@ from rolltree.engine import DraftConfig, NativeEngine, TokenTree
 from rolltree.engine.app.cli import main as rolltree
 from rolltree.engine.data.store import read_texts
 
-from ..engine.tiny import write_run
+from ..support.tiny import write_run
 
 CPU = torch.device("cpu")
 PROGRAMS = {"flat": "{}", "treepo": "{ segment_tokens = 3, init = 2 }"}

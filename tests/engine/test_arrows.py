@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from .tiny import ROOT
+from ..support.tiny import ROOT
 
 FLOORS = (
     {"data"},

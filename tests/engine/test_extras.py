@@ -18,9 +18,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ..forks import TORCH, Forks, forks
-from .fake_run import write_fake_run
-from .tiny import ROOT, write_run
+from ..support.fake_run import write_fake_run
+from ..support.forks import TORCH, Forks, forks
+from ..support.tiny import ROOT, write_run
 
 pytestmark = pytest.mark.timeout(900)
 

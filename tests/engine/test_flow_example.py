@@ -15,7 +15,7 @@ from rolltree.engine import pack
 from rolltree.engine.methods.advantages import ADVANTAGES
 from rolltree.engine.methods.credit import give_credit
 
-from .tiny import ROOT
+from ..support.tiny import ROOT
 
 PROMPTS, LEAVES, STEPS = 5, 8, 9
 

@@ -22,7 +22,7 @@ from rolltree.kernels import (
 from rolltree.kernels.tree_decode import DecodePlan
 
 from ..kernels.test_layer_ops import OPS, both, inputs
-from ..kernels.trees import ancestors_mask, random_trees
+from ..support.trees import ancestors_mask, random_trees
 
 pytestmark = pytest.mark.gpu
 

@@ -23,9 +23,9 @@ from rolltree.kernels.tree_attention.blocks import Tile
 from rolltree.kernels.tree_attention.flash_lists import TILES, BlockLists, block_lists, list_bytes, mask_tensors, sees
 from rolltree.kernels.tree_attention.reference import Scoring
 
+from ..support.trees import ancestors_mask, random_trees
 from .on_device import needs_interpreter, needs_triton
 from .test_tree_attention import Case, error, in_pieces, make, plain, run
-from .trees import ancestors_mask, random_trees
 
 T = TypeVar("T")
 SHAPES = sorted({(t.rows, t.keys) for tiles in TILES.values() for pair in tiles.values() for t in pair})

@@ -13,11 +13,11 @@ import torch
 
 from rolltree.kernels.tree_attention.flash_lists import TILES, mask_tensors
 
+from ..support.trees import ancestors_mask, random_trees
 from . import blackwell_figures, flash_figures
 from .aot import harness
 from .flash_figures import table_file
 from .hopper_builds import SOFTCAP, Hopper, Job, build
-from .trees import ancestors_mask, random_trees
 
 pytest.importorskip("flash_attn.cute", reason="flash-attn 4 is not installed: `make hopper`")
 pytestmark = pytest.mark.hopper

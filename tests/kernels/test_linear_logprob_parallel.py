@@ -13,7 +13,7 @@ from torch import Tensor
 from rolltree.kernels import Objective, PolicyFields, linear_logprob, linear_policy_loss
 from rolltree.kernels.linear_logprob.parallel import VocabShards
 
-from ..ranks import run_ranks
+from ..support.ranks import run_ranks
 
 N, H, K = 9, 16, 3
 

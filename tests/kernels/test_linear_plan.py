@@ -30,7 +30,7 @@ from rolltree.kernels.linear_policy_loss import api, fused, op, plan
 from rolltree.kernels.linear_policy_loss.terms import AnyTerm
 from rolltree.kernels.policy_loss import api as policy_loss_api
 
-from .host_waits import waits
+from ..support.host_waits import waits
 from .test_linear_logprob import Inputs
 from .test_linear_shared_rows import GSPO, TREES, cast, forest
 from .test_linear_terms_loss import make_terms

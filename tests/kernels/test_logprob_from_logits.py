@@ -14,7 +14,7 @@ from rolltree.kernels.dispatch import Backend
 from rolltree.kernels.linear_logprob import LogprobOutput
 from rolltree.kernels.linear_logprob import logits as module
 
-from ..thinned import every, thinned
+from ..support.thinned import every, thinned
 from .test_linear_logprob import BACKENDS, DEVICE, HAS_GPU, ROW_KERNELS
 
 HALF = (torch.bfloat16, torch.float16)

@@ -13,7 +13,7 @@ import torch
 
 from rolltree.kernels import dispatch
 
-from ..forks import Forks
+from ..support.forks import Forks
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """

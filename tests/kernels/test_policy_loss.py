@@ -15,7 +15,7 @@ from rolltree.kernels.dispatch import Backend
 from rolltree.kernels.policy_loss import ALIASES, PRESETS, SUMS, api, elementwise
 from rolltree.kernels.policy_loss.surrogates import SURROGATES
 
-from ..thinned import every, thinned
+from ..support.thinned import every, thinned
 from .formulas import (
     AGGREGATION,
     BACKENDS,

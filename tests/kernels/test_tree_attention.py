@@ -23,8 +23,8 @@ from rolltree.kernels.tree_attention.op import tree_attention_backward_op, tree_
 from rolltree.kernels.tree_attention.triton_tiles import wide_product
 
 from ..gpu.test_kernels_gpu import ATTENTION
+from ..support.trees import ancestors_mask, random_trees
 from .on_device import device_of, interpret_some, needs_interpreter, needs_triton
-from .trees import ancestors_mask, random_trees
 
 needs_cpp = pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
 BACKENDS = [

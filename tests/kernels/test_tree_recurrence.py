@@ -18,8 +18,8 @@ from rolltree.kernels.tree_recurrence import (
     tree_recurrence,
 )
 
+from ..support.trees import random_trees
 from .recurrences import by_token, convolved
-from .trees import random_trees
 
 RULES = ("delta", "kimi", "mamba")
 

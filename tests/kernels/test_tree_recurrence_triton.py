@@ -26,9 +26,9 @@ from rolltree.kernels.tree_recurrence import (
 )
 from rolltree.kernels.tree_recurrence import triton as backend
 
+from ..support.trees import random_trees
 from .on_device import device_of, needs_triton
 from .recurrences import by_token, convolved, states_by_token
-from .trees import random_trees
 
 pytestmark = needs_triton
 DEVICE = device_of("triton")

@@ -20,7 +20,7 @@ from rolltree.engine.model.logprob import batch_logprob
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.kernels import ahead
 
-from ..model import recurrent_models
+from ...support import recurrent_models
 
 
 def test_what_kernels_depend_on(tmp_path: Path) -> None:

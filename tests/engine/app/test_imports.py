@@ -11,8 +11,8 @@ import pytest
 import rolltree.engine
 from rolltree.engine.app.cli import EXTRAS
 
-from ...forks import Forks
-from ..tiny import ROOT
+from ...support.forks import Forks
+from ...support.tiny import ROOT
 
 HEAVY = ("transformers", "numba", "pydantic", "pyarrow", "rich", "plotly", "jinja2", "fastapi", "pandas", "safetensors")
 BLOCK = "import sys; sys.modules.update(dict.fromkeys(BLOCKED))\n"  # an import of None is a module not found

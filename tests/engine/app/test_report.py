@@ -20,7 +20,7 @@ from rolltree.engine.data.store import write_rollouts
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import RunError, UserError
 
-from ..fake_run import tree_rows, write_fake_run
+from ...support.fake_run import tree_rows, write_fake_run
 
 
 @pytest.fixture

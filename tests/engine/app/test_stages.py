@@ -17,7 +17,7 @@ from rolltree.engine.app.cli import main
 from rolltree.engine.app.recipes import read_recipe, recipe_names
 from rolltree.engine.app.stages import load_stages
 
-from ..tiny import write_job
+from ...support.tiny import write_job
 
 FILE = """
 name = "s"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ..tiny import ROOT
+from ...support.tiny import ROOT
 
 VOCABULARY, HIDDEN = 97, 24
 

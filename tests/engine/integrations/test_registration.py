@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ...forks import Forks
+from ...support.forks import Forks
 
 CHECK = """
 from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -11,7 +11,7 @@ import torch
 from rolltree.engine.batches.recurrence import Recurrence
 from rolltree.engine.integrations.trl import accelerate
 
-from ..model.recurrent_models import make
+from ...support.recurrent_models import make
 from .trl_tiny import assert_same, grpo, make_grpo, tokenizer
 
 TREE = {"rollouts": False}

@@ -24,7 +24,7 @@ from rolltree.engine.integrations.trl import accelerate
 from rolltree.engine.integrations.trl import pictures as of_trl
 from rolltree.engine.integrations.trl.regroup import regroup
 
-from ..loop.picture_run import write_model
+from ...support.picture_run import write_model
 
 TREE = {"rollouts": False}
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")

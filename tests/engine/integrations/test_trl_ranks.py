@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 
-from ...ranks import run_ranks
+from ...support.ranks import run_ranks
 from .trl_tiny import WHOLE, grpo, save_model
 
 RANKS = 2

@@ -24,8 +24,8 @@ from rolltree.engine.programs import TreePO
 from rolltree.engine.rollout import SamplingParams
 from rolltree.engine.rollout.digest import digests
 
-from ..loop.picture_run import metrics, write_model, write_run
-from ..model.picture_models import IMAGE, KINDS, make_models, plain_logprobs, words
+from ...support.picture_models import IMAGE, KINDS, make_models, plain_logprobs, words
+from ...support.picture_run import metrics, write_model, write_run
 
 pytestmark = pytest.mark.vllm
 WIDE = "qwen3_vl, wide"

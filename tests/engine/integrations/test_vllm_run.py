@@ -19,7 +19,7 @@ from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError
 from rolltree.engine.train.trainer import Trainer, Weighted
 
-from ..tiny import CONFIG
+from ...support.tiny import CONFIG
 from .test_vllm import letters, net
 
 pytestmark = pytest.mark.vllm

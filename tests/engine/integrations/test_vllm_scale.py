@@ -16,9 +16,9 @@ from rolltree.engine.fleet.fleet import Fleet
 from rolltree.engine.fleet.host import Host
 from rolltree.engine.loop.orchestrator import Orchestrator
 
-from ..loop.scale import Saboteur, train
+from ...support.scale import Saboteur, train
+from ..fleet.test_scale import strike_when_busy
 from ..loop.test_durability import audit, rows
-from ..loop.test_scale import strike_when_busy
 from ..programs.test_programs import text
 from ..rollout.test_native_engine import EOS, letters
 from .test_vllm import net

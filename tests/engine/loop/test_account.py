@@ -32,7 +32,7 @@ from rolltree.engine.train.terms import TokenTerm
 from rolltree.engine.train.trainer import Trainer, Weighted
 from rolltree.kernels import Objective
 
-from ..tiny import train_step, write_run
+from ...support.tiny import train_step, write_run
 from ..train.test_trainer import make_model, make_trees
 
 QUIET = [

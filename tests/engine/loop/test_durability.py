@@ -31,9 +31,9 @@ from rolltree.engine.settings import TrainConfig
 from rolltree.engine.train import checkpoint
 from rolltree.engine.train.trainer import Trainer
 
-from ..conversations import write_conversations
-from ..tiny import write_run
-from .processes import Process, Server
+from ...support.conversations import write_conversations
+from ...support.processes import Process, Server
+from ...support.tiny import write_run
 
 STALE = ["--loop.staleness=1", "--evaluation.problems=0", "--evaluation.every=0", "--checkpoint.every=1"]
 

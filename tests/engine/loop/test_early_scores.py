@@ -26,8 +26,8 @@ from rolltree.engine.prompts.prompts import Prompt
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.rollout.sampler import Flight, Job
 
-from ..methods.real_step import plain_logprobs
-from ..tiny import write_run
+from ...support.real_step import plain_logprobs
+from ...support.tiny import write_run
 from .test_sampler import Canned, Odd, Tensors, controller
 
 P = 4

@@ -17,7 +17,7 @@ from rolltree.engine import load_config
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
 
-from ..tiny import ROOT
+from ...support.tiny import ROOT
 
 EXAMPLES = ROOT / "examples"
 STEPS = 20

@@ -19,7 +19,7 @@ from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError
 from rolltree.engine.loop.orchestrator import RunSummary
 
-from ..tiny import write_run
+from ...support.tiny import write_run
 
 SHORT = ["--trainer.steps=3", "--evaluation.problems=0", "--evaluation.every=0", "--trainer.prompts_per_step=2"]
 

@@ -23,7 +23,7 @@ from rolltree.engine.loop.controller import Controller
 from rolltree.engine.train import checkpoint
 from rolltree.engine.train.trainer import Trainer
 
-from ..tiny import write_run
+from ...support.tiny import write_run
 
 SHORT = ["--evaluation.problems=0", "--evaluation.every=0", "--checkpoint.every=1", "--trainer.steps=3"]
 

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from rolltree.engine.app.cli import main
 from rolltree.engine.rollout.native.states import StateCache
 
-from ..model.recurrent_models import make
-from ..tiny import write_run
+from ...support.recurrent_models import make
+from ...support.tiny import write_run
 
 
 def train(directory: Path) -> list[dict[str, Any]]:

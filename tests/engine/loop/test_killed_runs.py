@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ..tiny import write_job
-from .processes import Process, forking
+from ...support.processes import Process, forking
+from ...support.tiny import write_job
 
 MINE = """
 def odd(text, entry):

@@ -15,7 +15,7 @@ from rolltree.engine.app.console import Console
 from rolltree.engine.loop.buffer import LedgerError, TokenLedger
 from rolltree.engine.loop.controller import Controller
 
-from ..tiny import write_run
+from ...support.tiny import write_run
 
 QUIET = ["--evaluation.problems=0", "--evaluation.every=0"]
 

@@ -24,9 +24,9 @@ from rolltree.engine.errors import RunError
 from rolltree.engine.model import lora
 from rolltree.engine.train import checkpoint
 
-from ..methods.real_step import Steps, Update, along, leaves_of, take_steps
-from ..model.picture_models import make_models
-from ..tiny import write_run
+from ...support.picture_models import make_models
+from ...support.real_step import Steps, Update, along, leaves_of, take_steps
+from ...support.tiny import write_run
 
 RANK, ALPHA = 4, 8.0
 SCALE = ALPHA / RANK**0.5

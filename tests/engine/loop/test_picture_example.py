@@ -19,7 +19,7 @@ from PIL import Image
 from rolltree.engine.app.cli import main
 from rolltree.engine.data.media import FIRST_ID
 
-from ..tiny import ROOT
+from ...support.tiny import ROOT
 
 SMALL = {
     "PICTURES = 3072": "PICTURES = 40",

@@ -35,8 +35,8 @@ from rolltree.engine.rollout.native.pictures import Shown
 from rolltree.engine.settings import DataConfig
 from rolltree.engine.tasks import problem_of, read_problems
 
-from ..model.picture_models import IMAGE, make_models
-from .picture_run import SHOWN, encoded, metrics, write_run
+from ...support.picture_models import IMAGE, make_models
+from ...support.picture_run import SHOWN, encoded, metrics, write_run
 
 
 @pytest.fixture(scope="module")

@@ -29,9 +29,9 @@ from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.loop.controller import Controller
 
-from ..methods.real_step import Shared, leaves_of, plain_logprobs
-from ..tiny import ROOT, write_job
-from .processes import Process, Server
+from ...support.processes import Process, Server
+from ...support.real_step import Shared, leaves_of, plain_logprobs
+from ...support.tiny import ROOT, write_job
 from .test_durability import CrashError, assert_same_run
 
 JUDGES = """

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rolltree.engine import Orchestrator, UserError, load_config
 from rolltree.engine.app.assembly.run import build
 
-from ..tiny import write_job
-from .test_learner import Console
+from ...support.tiny import write_job
+from ..learn.test_learner import Console
 
 MINE = """
 import json

@@ -13,7 +13,7 @@ from rolltree.engine.app.cli import main
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.replay import read_groups
 
-from ..tiny import write_run
+from ...support.tiny import write_run
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from rolltree.engine.loop import replay_store
 from rolltree.engine.loop.replay import read_groups, write_groups
 from rolltree.engine.loop.replay_store import ReplayStore, Stored
 
-from ..methods.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
-from ..tiny import write_job
+from ...support.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
+from ...support.tiny import write_job
 
 MINE = """
 def odd(text, entry):

@@ -21,8 +21,8 @@ from rolltree.engine.model.routes import Record, install
 from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.critic import Critic
 
-from ..model.moe_models import make, trees_with_routes
-from ..tiny import write_run
+from ...support.moe_models import make, trees_with_routes
+from ...support.tiny import write_run
 
 
 def train(directory: Path, overrides: dict[str, str]) -> list[dict[str, Any]]:

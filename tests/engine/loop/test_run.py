@@ -16,9 +16,9 @@ import torch
 from rolltree.engine.app.cli import main
 from rolltree.engine.record.metrics import TIMED_PARTS
 
-from ...forks import Forks
-from ..tiny import ROOT, write_run
-from .processes import Process
+from ...support.forks import Forks
+from ...support.processes import Process
+from ...support.tiny import ROOT, write_run
 
 
 @pytest.fixture(scope="module")

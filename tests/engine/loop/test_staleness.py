@@ -30,7 +30,7 @@ from rolltree.engine.record.metrics import Sums
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.kernels import Objective
 
-from ..tiny import write_run
+from ...support.tiny import write_run
 
 QUICK = ["--evaluation.problems=0", "--evaluation.every=0", "--rollout.program=flat", "--rollout.program_options={}"]
 QUICK += ["--algorithm.advantage=group_norm"]

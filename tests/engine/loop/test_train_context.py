@@ -22,8 +22,8 @@ from rolltree.engine.prompts.archive import Archive
 from rolltree.engine.prompts.group import Group
 from rolltree.engine.prompts.prompts import Prompt
 
-from ..methods.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
-from ..tiny import write_job
+from ...support.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
+from ...support.tiny import write_job
 
 MINE = """
 def seldom(text, entry):

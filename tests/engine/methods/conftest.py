@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ...support.real_step import Steps
 from .problem_runs import steps_of_recipes, write_problems
-from .real_step import Steps
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
 
-from ..tiny import write_job
-from .real_step import Steps, take_steps
+from ...support.real_step import Steps, take_steps
+from ...support.tiny import write_job
 
 MINE = """
 def odd(text, entry):

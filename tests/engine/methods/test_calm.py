@@ -19,8 +19,8 @@ from rolltree.engine.model.divergence import divergence
 from rolltree.engine.model.head import Head
 from rolltree.kernels import HeadLora
 
-from ..tiny import write_job
-from .real_step import Steps, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
+from ...support.real_step import Steps, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
+from ...support.tiny import write_job
 
 MINE = """
 import numpy as np

@@ -18,8 +18,8 @@ from rolltree.engine.app.console import Console
 from rolltree.engine.methods.curricula import Candidate, Store, Ucb
 from rolltree.engine.prompts.curriculum import Curriculum
 
-from ..tiny import write_job
-from .real_step import Steps, take_steps
+from ...support.real_step import Steps, take_steps
+from ...support.tiny import write_job
 
 MINE = """
 def by_level(text, entry):

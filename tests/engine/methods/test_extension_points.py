@@ -14,8 +14,8 @@ from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.methods.schedules import scheduled
 from rolltree.engine.parts.context import Context
 
-from ..tiny import write_job
-from .real_step import STARTED, along, check_gradient, leaves_of, plain_logprobs, take_steps
+from ...support.real_step import STARTED, along, check_gradient, leaves_of, plain_logprobs, take_steps
+from ...support.tiny import write_job
 
 MINE = """
 def odd(text, entry):

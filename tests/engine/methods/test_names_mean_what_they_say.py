@@ -13,8 +13,8 @@ from rolltree.engine import UserError, load_config
 from rolltree.engine.app.assembly.learning import inert
 from rolltree.engine.app.dry_run import plan_lines
 
-from ..tiny import write_job
-from .real_step import along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
+from ...support.real_step import along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
+from ...support.tiny import write_job
 
 JUDGES = """
 def odd(text, entry):

@@ -13,8 +13,8 @@ from rolltree.engine import UserError, load_config
 from rolltree.engine.loop.buffer import Buffer
 from rolltree.engine.methods.schedules import valid_share
 
-from ..tiny import write_job
-from .real_step import Steps, take_steps
+from ...support.real_step import Steps, take_steps
+from ...support.tiny import write_job
 
 P = 4
 KEPT = ("equal_rewards", "surplus")

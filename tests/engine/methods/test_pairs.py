@@ -38,8 +38,8 @@ from rolltree.engine.parts.context import Context
 from rolltree.engine.record.metrics import Stopwatch, Sums
 from rolltree.kernels.policy_loss import ALIASES, PRESETS
 
-from ..tiny import write_job
-from .real_step import take_steps
+from ...support.real_step import take_steps
+from ...support.tiny import write_job
 
 JUDGES = """
 def judged(text, entry):

@@ -15,8 +15,8 @@ from rolltree.engine.methods.advantages import ADVANTAGES
 from rolltree.engine.methods.selections import SELECTIONS
 from rolltree.engine.methods.shaping import SHAPINGS
 
+from ...support.real_step import plain_logprobs, plain_model
 from .problem_runs import by_step, norm
-from .real_step import plain_logprobs, plain_model
 
 RESPONSES = [[10, 11, 12], [10, 12], [20], [20, 21, 22, 23]]
 

@@ -19,8 +19,8 @@ from rolltree.engine.methods.group_losses import Pacs, Ranking, Regression
 from rolltree.engine.methods.groups import More, critique
 from rolltree.kernels import PathIndex, PolicyFields
 
+from ...support.real_step import Steps, leaves_of, plain_logprobs, plain_model
 from .problem_runs import clipped, marked, norm
-from .real_step import Steps, leaves_of, plain_logprobs, plain_model
 
 
 def same_gradient(steps: Steps, loss_of: Callable[[Any], torch.Tensor], update: int, tolerance: float = 5e-3) -> None:

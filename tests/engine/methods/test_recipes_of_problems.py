@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from ...support.real_step import Steps, plain_logprobs, plain_model
 from .problem_runs import (
     by_step,
     ids,
     row_of,
 )
-from .real_step import Steps, plain_logprobs, plain_model
 
 
 def history(steps: Steps, before: int) -> dict[str, list[float]]:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ...support.real_step import Steps, leaves_of, plain_logprobs, plain_model
 from .problem_runs import (
     by_step,
     norm,
     row_of,
     sd,
 )
-from .real_step import Steps, leaves_of, plain_logprobs, plain_model
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch
 
 from rolltree.engine.data.segment import LeafStatus, Origin
 
+from ...support.real_step import along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
 from .problem_runs import (
     by_step,
     clipped,
@@ -20,7 +21,6 @@ from .problem_runs import (
     norm,
     row_of,
 )
-from .real_step import along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
 
 # -- demonstrations ----------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ import torch
 
 from rolltree.engine.data.tree import TokenTree
 
+from ...support.real_step import along, check_gradient, leaves_of, plain_logprobs, plain_model
 from .problem_runs import clipped, given_part, norm
-from .real_step import along, check_gradient, leaves_of, plain_logprobs, plain_model
 
 # -- probes ------------------------------------------------------------------------------------------------------------
 

@@ -20,8 +20,8 @@ import torch
 from rolltree.engine.app.recipes import recipe_names
 from rolltree.engine.data.segment import Origin
 
-from ..tiny import write_job
-from .real_step import Steps, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
+from ...support.real_step import Steps, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
+from ...support.tiny import write_job
 
 MINE = """
 def mixed(text, entry):
@@ -169,9 +169,9 @@ ELSEWHERE = {
         ),
         "test_recipes_of_losses.py and test_recipes_of_credit.py",
     ),
-    "sft_grpo": "its stages and its prompts: tests/engine/loop/test_disjoint.py",
+    "sft_grpo": "its stages and its prompts: tests/engine/prompts/test_disjoint.py",
     "eksft": "test_calm.py",
-    **dict.fromkeys(("dpo", "hypo"), "they need a file of pairs: tests/engine/loop/test_demonstrations.py"),
+    **dict.fromkeys(("dpo", "hypo"), "they need a file of pairs: tests/engine/prompts/test_demonstrations.py"),
     "next": "its stages and its extrapolation: tests/engine/{app/test_stages,loop/test_extrapolation}.py",
     "turn_rewards": "it needs a chat template and tools: test_turn_rewards.py",
 }

@@ -23,8 +23,8 @@ from rolltree.engine.rewards.parts import RewardParts, task_names
 from rolltree.engine.rewards.verdict import Verdict
 from rolltree.engine.settings import RewardPartConfig
 
+from ...support.real_step import leaves_of, plain_logprobs
 from ..loop.test_policies_run import STOPS, Two, gradient_of, off_by, take, write_two
-from .real_step import leaves_of, plain_logprobs
 
 
 class Letters:

@@ -13,8 +13,8 @@ from rolltree.engine import UserError, load_config
 from rolltree.engine.app.assembly.checks import check_old_logprobs
 from rolltree.engine.loop.controller import Controller
 
-from ..tiny import write_job
-from .real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
+from ...support.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
+from ...support.tiny import write_job
 
 JUDGES = """
 def odd(text, entry):

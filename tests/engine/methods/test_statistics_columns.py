@@ -13,8 +13,8 @@ from rolltree.engine.app.assembly.statistics import read_columns
 from rolltree.engine.data.columns import find_column
 from rolltree.engine.data.statistics import STATISTIC
 
-from ..tiny import write_job
-from .real_step import Steps, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
+from ...support.real_step import Steps, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
+from ...support.tiny import write_job
 
 JUDGES = """
 def odd(text, entry):

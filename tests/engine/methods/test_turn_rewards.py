@@ -17,8 +17,8 @@ from rolltree.engine.data.segment import LeafStatus, Origin
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.rewards.spans import put_spans
 
-from ..tiny import write_job
-from .real_step import check_gradient, leaves_of, plain_logprobs, take_steps
+from ...support.real_step import check_gradient, leaves_of, plain_logprobs, take_steps
+from ...support.tiny import write_job
 
 JUDGES = """
 def odd(text, entry):

@@ -22,7 +22,7 @@ from rolltree.engine.methods.schedules import at_step, cosine
 from rolltree.engine.prompts.prompts import held_out
 from rolltree.engine.prompts.sources import PromptSource
 
-from ..tiny import write_run
+from ...support.tiny import write_run
 
 JUDGES = """
 def judge(text, entry):

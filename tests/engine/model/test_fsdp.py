@@ -19,7 +19,7 @@ from rolltree.engine.model import fused_layers
 from rolltree.engine.model.sharding import shard
 from rolltree.kernels import Objective, dispatch
 
-from ...ranks import run_ranks
+from ...support.ranks import run_ranks
 from .test_tree_equals_flat import make_models, random_tree
 
 RANKS = 2

@@ -29,7 +29,16 @@ from rolltree.engine.train.terms import TokenTerm
 from rolltree.engine.train.trainer import Weighted
 from rolltree.kernels import Objective, Term
 
-from .picture_models import IMAGE, KINDS, conversation, make_models, plain_logprobs, prompt_with, random_tree, words
+from ...support.picture_models import (
+    IMAGE,
+    KINDS,
+    conversation,
+    make_models,
+    plain_logprobs,
+    prompt_with,
+    random_tree,
+    words,
+)
 from .test_tree_equals_flat import make_models as make_text_models
 
 BOUND = 1e-5

@@ -26,7 +26,7 @@ from rolltree.engine.model.head import target_logprob
 from rolltree.engine.model.logprob import batch_logprob
 from rolltree.kernels.tree_recurrence import RecurrencePlan, Segments, find_segments, op
 
-from .recurrent_models import FAMILIES, flat, gradients, make, random_trees, weights, worst
+from ...support.recurrent_models import FAMILIES, flat, gradients, make, random_trees, weights, worst
 
 QUICK = ("qwen3_5", "nemotron_h", "lfm2")
 EVERY = [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES]

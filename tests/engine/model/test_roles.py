@@ -12,7 +12,7 @@ from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.critic import Critic
 from rolltree.kernels import value_loss
 
-from ..data.test_equal_prefixes import apart
+from ..batches.test_equal_prefixes import apart
 from .test_tree_equals_flat import close, make_models, random_tree
 from .test_tree_objectives import conversations
 

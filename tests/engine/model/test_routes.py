@@ -19,8 +19,8 @@ from rolltree.engine.model.loss import backward
 from rolltree.engine.model.routes import ROUTERS, Routed, install
 from rolltree.kernels import Objective, Term
 
-from .moe_models import FAMILIES, Given, flat, make, routers, trees_with_routes
-from .recurrent_models import gradients, weights, worst
+from ...support.moe_models import FAMILIES, Given, flat, make, routers, trees_with_routes
+from ...support.recurrent_models import gradients, weights, worst
 
 EXACT = 2e-5  # of log-probs, and relative of a gradient
 

@@ -23,7 +23,7 @@ from rolltree.engine.train.critic import Critic
 from rolltree.engine.train.terms import PairTerm, TokenTerm
 from rolltree.kernels import Objective, PolicyFields, Term, policy_loss
 
-from ...thinned import every, thinned
+from ...support.thinned import every, thinned
 from .test_tree_equals_flat import TEMPERATURE, flat_logprobs, make_models
 from .test_tree_objectives import AGGREGATIONS, LEVELS
 

@@ -16,7 +16,7 @@ import torch
 from rolltree.engine import TokenTree, TreeBatch, backward, batch_logprob, batch_loss, pack
 from rolltree.kernels import Objective, PolicyFields, Term, policy_loss
 
-from ...thinned import every, thinned
+from ...support.thinned import every, thinned
 from .test_tree_equals_flat import TEMPERATURE, close, flat_logprobs, make_models, random_tree
 
 AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")

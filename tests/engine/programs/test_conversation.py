@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from rolltree.engine.programs.chat.conversation import Conversation
 from rolltree.engine.programs.chat.messages import find_format, tool_schema
 
-from ...thinned import every, thinned
-from .. import chat_templates as templates
+from ...support import chat_templates as templates
+from ...support.thinned import every, thinned
 
 ASKED = [{"role": "user", "content": "Six times seven?"}]
 TOOLS = [tool_schema("calculator")]

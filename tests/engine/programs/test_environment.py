@@ -30,8 +30,8 @@ from rolltree.engine.record.failures import kind, unsampled
 from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.train import checkpoint
 
-from ...attack import serving
-from ..conversations import TEMPLATE, write_conversations
+from ...support import serving
+from ...support.conversations import TEMPLATE, write_conversations
 
 QUESTION = [{"role": "user", "content": "Six times seven?"}]
 WORDS = serving.tokenizer()

@@ -21,8 +21,8 @@ from rolltree.engine.errors import UserError
 from rolltree.engine.programs import EnvironmentTurns, Observation
 from rolltree.engine.programs.chat.messages import tool_schema
 
-from .. import chat_templates as templates
-from ..conversations import write_conversations
+from ...support import chat_templates as templates
+from ...support.conversations import write_conversations
 
 ASKED = [{"role": "user", "content": "Six times seven?"}]
 needs_trl = pytest.mark.skipif(not templates.names(), reason="TRL is not installed: pip install rolltree[trl]")

@@ -40,7 +40,7 @@ from rolltree.engine.programs import (
 from rolltree.engine.programs.treepo import _repeats
 from rolltree.engine.rollout import EngineConfig, NativeEngine, SamplingParams
 
-from ...thinned import thinned
+from ...support.thinned import thinned
 from ..rollout.test_native_engine import MODELS, PROMPTS, assert_all_free, letters, model, responses
 
 

@@ -15,7 +15,7 @@ from rolltree.engine.programs.chat.tool_calls import read_turn
 from rolltree.engine.programs.chat.tool_formats import FORMATS
 from rolltree.engine.programs.chat.turns import ToolBox
 
-from .. import chat_templates as templates
+from ...support import chat_templates as templates
 
 SCHEMAS: dict[str, Any] = {
     "look": {

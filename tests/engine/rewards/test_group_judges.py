@@ -15,8 +15,8 @@ from rolltree.engine.rewards import RewardItem, RewardPool, RewardResult
 from rolltree.engine.rewards.group_judges import AgainstOne, AnswerShare, Majority, Pairwise
 from rolltree.engine.settings import RewardConfig
 
-from ..methods.real_step import Steps, take_steps
-from ..tiny import write_job
+from ...support.real_step import Steps, take_steps
+from ...support.tiny import write_job
 
 JUDGES = """
 import os, sys, time

@@ -12,7 +12,7 @@ import pytest
 from rolltree.engine.rewards import RewardItem, RewardPool, RewardResult
 from rolltree.engine.settings import RewardConfig
 
-from ...forks import forked
+from ...support.forks import forked
 
 HOSTILE = """
 import ctypes, os, signal, subprocess, sys, threading, time

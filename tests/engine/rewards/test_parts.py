@@ -30,7 +30,7 @@ from rolltree.engine.rewards.verdicts import put_rewards
 from rolltree.engine.settings import RewardConfig, RewardPartConfig
 from rolltree.engine.tasks import read_problems
 
-from ..tiny import write_run
+from ...support.tiny import write_run
 
 MINE = """
 import os, time

@@ -33,8 +33,8 @@ from rolltree.engine.rewards.remote import SCORE, filled, past_proxies
 from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.settings import RewardConfig
 
-from ...attack.serving import model, tokenizer
-from ..tiny import write_run
+from ...support.serving import model, tokenizer
+from ...support.tiny import write_run
 
 
 @contextmanager

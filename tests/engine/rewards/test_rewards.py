@@ -14,7 +14,7 @@ from rolltree.engine.errors import UserError
 from rolltree.engine.rewards import RewardItem, RewardPool, RewardResult, extract_answer
 from rolltree.engine.settings import RewardConfig, TaskConfig
 
-from ...forks import forked
+from ...support.forks import forked
 
 USER_CODE = """
 import os, sys, time

@@ -22,7 +22,7 @@ from rolltree.engine.errors import UserError
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards, make_rewards
 from rolltree.engine.settings import RewardConfig
 
-from ..tiny import write_run
+from ...support.tiny import write_run
 from .test_remote import serving
 
 

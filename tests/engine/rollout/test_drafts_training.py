@@ -15,7 +15,7 @@ from rolltree.engine.app.cli import main
 from rolltree.engine.rollout.native import loop
 from rolltree.engine.rollout.native.drafts import DraftConfig, Drafts, on_path
 
-from ..tiny import write_run
+from ...support.tiny import write_run
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from rolltree.engine.rollout.native.drafts import Drafts
 from rolltree.engine.rollout.native.pictures import Shown, Towers
 from rolltree.engine.rollout.sampler import Flight, Job
 
-from ..model.picture_models import IMAGE, KINDS, make_models, plain_inputs, plain_logprobs, prompt_with, words
+from ...support.picture_models import IMAGE, KINDS, make_models, plain_inputs, plain_logprobs, prompt_with, words
 from .test_graphs import Uncaptured
 from .test_native_engine import assert_all_free, responses
 from .test_native_engine import model as text_model

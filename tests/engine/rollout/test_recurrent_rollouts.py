@@ -20,7 +20,7 @@ from rolltree.engine.programs import RolloutProgram, TreePO
 from rolltree.engine.rollout import DraftConfig, EngineConfig, NativeEngine, Request, SamplingParams
 from rolltree.engine.rollout.native.states import StateCache, StateStep
 
-from ..model.recurrent_models import FAMILIES, VOCAB, flat, make
+from ...support.recurrent_models import FAMILIES, VOCAB, flat, make
 from .test_native_engine import assert_all_free, responses
 
 QUICK = ("qwen3_5", "nemotron_h", "lfm2")

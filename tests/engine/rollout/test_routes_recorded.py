@@ -29,7 +29,7 @@ from rolltree.engine.programs import (
 from rolltree.engine.rollout import DraftConfig, EngineConfig, NativeEngine, SamplingParams
 from rolltree.engine.rollout.saving import request_state, restore_request
 
-from ..model.moe_models import VOCAB, make, routers
+from ...support.moe_models import VOCAB, make, routers
 from .test_native_engine import TREEPO, assert_all_free
 from .test_native_engine import model as dense_model
 from .test_saving import through_json

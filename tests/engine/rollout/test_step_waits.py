@@ -15,7 +15,7 @@ from rolltree.engine.rollout.native.draws import Draws
 from rolltree.kernels import checks
 from rolltree.kernels.tree_decode import api
 
-from ...kernels.host_waits import HostWaits, waits
+from ...support.host_waits import HostWaits, waits
 from .test_native_engine import PROMPTS, model
 
 FETCH = "aten::_to_copy"

@@ -23,7 +23,7 @@ from rolltree.engine.train.checkpoint import (
     write_tensors,
 )
 
-from ...forks import forked
+from ...support.forks import forked
 
 TENSORS = {
     "weight.a": torch.tensor([[0.1, -0.0, torch.inf], [torch.nan, 1e-42, 3.0]]),

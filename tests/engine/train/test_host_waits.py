@@ -19,8 +19,8 @@ from rolltree.engine.train.terms import LossTerm, PairTerm, TokenTerm
 from rolltree.engine.train.trainer import Trainer, Weighted
 from rolltree.kernels import Objective, checks
 
-from ...kernels.host_waits import waits
-from ..tiny import train_step
+from ...support.host_waits import waits
+from ...support.tiny import train_step
 from .test_trainer import make_model, make_trees
 
 ONCE = ["aten::_to_copy"]

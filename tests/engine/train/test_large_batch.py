@@ -18,7 +18,7 @@ from rolltree.engine.train.terms import TokenTerm
 from rolltree.engine.train.trainer import Weighted
 from rolltree.kernels import Objective
 
-from ..tiny import train_step
+from ...support.tiny import train_step
 
 SCRIPT = """
 import json, sys, time

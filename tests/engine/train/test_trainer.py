@@ -15,7 +15,7 @@ from rolltree.engine.train.terms import TokenTerm
 from rolltree.engine.train.trainer import Trainer, Weighted
 from rolltree.kernels import Objective
 
-from ..tiny import train_step
+from ...support.tiny import train_step
 
 GRPO = Objective.preset("dapo")
 CONFIG = TrainerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.05)
