@@ -169,7 +169,7 @@ def test_equals_the_two_ops(backend: Backend, name: str, chunk: int, monkeypatch
             full = replace(fields, **{n: needed[n] for n in objective.needs})
             expected = run(composed, given, full, objective, TRAINED)
             exact = None
-            if backend == "triton":  # either is some 3e-6 from float64, and they round apart by nearly as much
+            if backend != "cpu":  # either is some 3e-6 from float64, and they round apart by nearly as much
                 wide = {
                     k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()
                 }

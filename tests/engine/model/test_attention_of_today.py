@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, backward, batch_logprob, pack, skip_check
 from rolltree.engine.model import attention, self_check
-from rolltree.kernels import Objective, Term, tree_attention, use_backend
+from rolltree.kernels import Objective, Term, dispatch, tree_attention, use_backend
 
 from .test_tree_equals_flat import TEMPERATURE, close, flat_logprobs, random_tree
 
@@ -100,15 +100,18 @@ def test_logprobs_and_gradients(name: str) -> None:
     for tree, mine in zip(trees, batch.to_leaves(got.detach()), strict=True):
         for values, flat in zip(mine, flat_logprobs(theirs, tree)[0], strict=True):
             close(values, flat)
-    if name == "gemma4_text":  # whose plain gradients in fp32 are 4e-5 from those in fp64
+    if name in ("gemma4_text", "granite_swa"):  # whose plain gradients in fp32 are 1e-5 and more from those in fp64
         ours, theirs = ours.double(), theirs.double()
-        theirs.set_attn_implementation("sdpa")  # eager attention rounds to fp32
+        if name == "gemma4_text":
+            theirs.set_attn_implementation("sdpa")  # eager attention rounds to fp32
     equal(learn(ours), learn_flat(theirs))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
 def test_wide_heads_and_narrow_values_with_sinks(backend: str) -> None:
     """Both directions of every backend are as close to fp64 as rounding allows."""
+    if why := dispatch._unusable(backend, torch.device("cpu")):
+        pytest.skip(why)
     torch.manual_seed(0)
     end = torch.full((60,), 60, dtype=torch.int32)
     for begin, stop in ((15, 40), (22, 33), (40, 58)):
