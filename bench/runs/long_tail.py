@@ -1,4 +1,4 @@
-"""The run that `bench/runs/loop.py` times: real sampling, judging and learning, with drawn lengths and without files."""
+"""The run that `bench/runs/loop.py` times: real sampling, judging, learning, with drawn lengths and without files."""
 
 from __future__ import annotations
 
