@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rolltree.kernels import Objective
 from rolltree.kernels.dispatch import load_library
 
+from ..methods.groups import GroupCallback
 from ..methods.schedules import scheduled
 from ..model.loading import check_model_dir, choose_device, load_tokenizer
 from ..parts.context import Context
 from ..parts.resolve import import_object
 from ..plan.sizes import read_sizes
+from ..programs import RolloutProgram
 from ..prompts.curriculum import Curriculum
 from ..prompts.prompts import held_out
 from ..record import directory
@@ -40,6 +44,9 @@ from .assembly.sampling import budget, check_backend, check_hints, group_callbac
 from .assembly.workers import check_workers
 from .recipes import Updates, flat, read_recipe
 
+Entry = tuple[str, dict[str, Any]]
+"""The id of a problem and its row."""
+
 
 def plan_lines(config: TrainConfig) -> Iterator[str]:
     """Yield the plan of a run line by line. Everything that the configuration names is tried if that writes nothing.
@@ -47,31 +54,58 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     Raises:
         UserError: the run itself would raise it.
     """
-    check_learning(config)
-    check_policies(config)
-    algorithm = config.algorithm
-    context = Context()
-    options = scheduled(context, "actor", "algorithm.objective_options", algorithm.objective_options)
-    main = objective(config, "algorithm.objective", algorithm.objective, options, algorithm.select)
-    program = rollout_program(config.rollout)
-    players = roles_of(config, program)
-    rewards: Rewards = FromProgram()
-    if config.judges:
-        one = config.reward.model_copy(update={"workers": 1})
-        rewards = make_rewards(one, config.data.tasks, roles=program.roles)
-    program = program.with_verifier(ProgramVerifier(rewards))
-    check_old_logprobs(config)
-    check_ranks(config)
-    check_early_scores(config)
-    check_backend(config.rollout)
-    check_workers(config)
-    callback = group_callback(config, context)
-    if config.data.curriculum is not None:
-        Curriculum(config.data)
-    directory.check_writable(config.run_dir)
-    device = choose_device(config.model.device)
-    rollout, trainer = config.rollout, config.trainer
+    tried = _Tried.of(config)
     yield "# plan"
+    yield from _place_lines(config)
+    known, compared = yield from _data_lines(config, tried)
+    if config.demonstrations:
+        each = ", ".join(f"{table.per_step} of '{table.path}'" for table in config.demonstrations)
+        yield f"demonstrations     {each} a step{compared}"
+    yield from _judge_lines(config, tried, known)
+    yield from _sampling_lines(config)
+    yield from _update_lines(config, tried.objective)
+    yield from _loop_lines(config)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """Parts of a run that are made for the plan."""
+
+    objective: Objective
+    program: RolloutProgram
+    players: Mapping[str, tuple[str, ...]]
+    rewards: Rewards
+    callback: GroupCallback | None
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> _Tried:
+        check_learning(config)
+        check_policies(config)
+        algorithm = config.algorithm
+        context = Context()
+        options = scheduled(context, "actor", "algorithm.objective_options", algorithm.objective_options)
+        main = objective(config, "algorithm.objective", algorithm.objective, options, algorithm.select)
+        program = rollout_program(config.rollout)
+        players = roles_of(config, program)
+        rewards: Rewards = FromProgram()
+        if config.judges:
+            one = config.reward.model_copy(update={"workers": 1})
+            rewards = make_rewards(one, config.data.tasks, roles=program.roles)
+        program = program.with_verifier(ProgramVerifier(rewards))
+        check_old_logprobs(config)
+        check_ranks(config)
+        check_early_scores(config)
+        check_backend(config.rollout)
+        check_workers(config)
+        callback = group_callback(config, context)
+        if config.data.curriculum is not None:
+            Curriculum(config.data)
+        directory.check_writable(config.run_dir)
+        return cls(main, program, players, rewards, callback)
+
+
+def _place_lines(config: TrainConfig) -> Iterator[str]:
+    device = choose_device(config.model.device)
     if config.recipe is not None:
         yield f"recipe             {recipe_line(config)}"
     found = directory.holds_a_run(config.run_dir)
@@ -79,56 +113,68 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     yield f"run directory      {config.run_dir} ({taken})"
     compiled = [name for name in ("cpu", "cuda") if load_library(name)]
     yield f"device             {device}; compiled backends: {', '.join(compiled) or 'none, see `rolltree doctor`'}"
-    path, compared = Path(config.model.path), ""
-    known: list[tuple[str, dict[str, Any]]] = []  # (id, entry) of problems in files
+
+
+def _data_lines(config: TrainConfig, tried: _Tried) -> Generator[str, None, tuple[list[Entry], str]]:
+    """Yield the lines of models; return the problems in files, and how demonstrations overlap with them."""
+    path = Path(config.model.path)
     if config.model.create is not None and not path.exists():
         import_object(config.model.create)
         yield f"model              {path} does not exist yet; {config.model.create} would make it"
-        for key in ("path", "eval_path"):
-            if (file := getattr(config.data, key)) is not None:
-                read = read_problems(
-                    file, f"data.{key}", config.data.prompt_key, config.data.answer_key, config.data.image_key
-                )
-                known += [(problem.id, problem.entry) for problem in read]
-        if config.data.tasks:
-            GymProblems(config.data.tasks, [config.seed])
-    elif path.exists() or str(path).count("/") != 1:
-        yield from _model_lines(config, path)
-        tokenizer = load_tokenizer(path)
-        for name, roles in players.items():
-            own = of_policy(config, name)
-            yield f"policy             {name} plays {', '.join(roles)}, with a learning rate of {own.trainer.lr:g}"
-            yield from _model_lines(own, Path(own.model.path))
-            check_same_tokens(name, own.model.path, tokenizer)
-        problems = held_out(config.data, config.evaluation.problems, tokenizer)
-        source, demonstrations = prompts_of(config, tokenizer, problems, kept_entries(config))
-        if not config.data.is_empty:
-            compared = f"; {demonstrations.overlap(config.data, source, problems)}"
-        check_hints(callback, source)
-        prompts = source.peek(preflight.TRIED) if trainer.prompts_per_step else []
-        preflight.check_program(program, rollout.program, rollout.n, tokenizer, _ends(path, tokenizer), prompts)
-        known = [(prompt.id, prompt.entry) for prompt in [*source.known, *problems]]
-    else:
+        return _problems_without_model(config), ""
+    if not path.exists() and str(path).count("/") == 1:
         yield f"model              {path} from the hub, fetched when the run starts"
-    if config.demonstrations:
-        each = ", ".join(f"{table.per_step} of '{table.path}'" for table in config.demonstrations)
-        yield f"demonstrations     {each} a step{compared}"
-    with rewards as pool:
+        return [], ""
+    yield from _model_lines(config, path)
+    tokenizer = load_tokenizer(path)
+    for name, roles in tried.players.items():
+        own = of_policy(config, name)
+        yield f"policy             {name} plays {', '.join(roles)}, with a learning rate of {own.trainer.lr:g}"
+        yield from _model_lines(own, Path(own.model.path))
+        check_same_tokens(name, own.model.path, tokenizer)
+    problems = held_out(config.data, config.evaluation.problems, tokenizer)
+    source, demonstrations = prompts_of(config, tokenizer, problems, kept_entries(config))
+    overlap = "" if config.data.is_empty else f"; {demonstrations.overlap(config.data, source, problems)}"
+    check_hints(tried.callback, source)
+    rollout = config.rollout
+    prompts = source.peek(preflight.TRIED) if config.trainer.prompts_per_step else []
+    preflight.check_program(tried.program, rollout.program, rollout.n, tokenizer, _ends(path, tokenizer), prompts)
+    return [(prompt.id, prompt.entry) for prompt in [*source.known, *problems]], overlap
+
+
+def _problems_without_model(config: TrainConfig) -> list[Entry]:
+    known: list[Entry] = []
+    for key in ("path", "eval_path"):
+        if (file := getattr(config.data, key)) is not None:
+            read = read_problems(
+                file, f"data.{key}", config.data.prompt_key, config.data.answer_key, config.data.image_key
+            )
+            known += [(problem.id, problem.entry) for problem in read]
+    if config.data.tasks:
+        GymProblems(config.data.tasks, [config.seed])
+    return known
+
+
+def _judge_lines(config: TrainConfig, tried: _Tried, known: Sequence[Entry]) -> Iterator[str]:
+    with tried.rewards as pool:
         where = f", in {config.reward.workers} processes" if isinstance(pool, RewardPool) else ""
         where += f", at each of {config.reward.hosts} reward hosts" if config.reward.hosts else ""
         parts = [f"{_shown(part.weight)} x {part.name} ({_judged_by(part)})" for part in config.reward.parts]
         judges = " + ".join(parts) or config.reward.verifier
         yield f"verifier           {f'{judges}{where}' if config.judges else 'none, as nothing is judged'}"
-        for note in filter(None, (pool.note, program.note)):
+        for note in filter(None, (pool.note, tried.program.note)):
             yield f"containment        {note}"
         all_known = config.data.path is not None and bool(known)
         if note := check_references(pool, config.reward, known, config.data.tasks, all_known=all_known):
             yield f"reference answers  {note}"
+
+
+def _sampling_lines(config: TrainConfig) -> Iterator[str]:
+    rollout, trainer = config.rollout, config.trainer
     sampled = trainer.prompts_per_step * rollout.n
-    most = sampled * rollout.max_new_tokens
     yield (
         f"a step             {trainer.prompts_per_step} prompts x {rollout.n} responses by '{rollout.program}', at "
-        f"most {most} new tokens, decoded {min(sampled, rollout.max_batch_rows)} at a time"
+        f"most {sampled * rollout.max_new_tokens} new tokens, decoded {min(sampled, rollout.max_batch_rows)} at a time"
     )
     cluster = config.placement.cluster or "this machine"
     if rollout.engines:
@@ -138,7 +184,12 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
         yield f"ranks              {trainer.ranks} processes of Ray that train together"
     if config.reward.hosts:
         yield f"reward hosts       {config.reward.hosts} processes of Ray on {cluster}"
-    packed = most + trainer.prompts_per_step * config.data.max_prompt_tokens
+
+
+def _update_lines(config: TrainConfig, main: Objective) -> Iterator[str]:
+    rollout, trainer = config.rollout, config.trainer
+    prompts = trainer.prompts_per_step
+    packed = prompts * (rollout.n * rollout.max_new_tokens + config.data.max_prompt_tokens)
     passes = f" in {trainer.epochs} passes over the batch" if trainer.epochs > 1 else ""
     yield (
         f"update             {main.surrogate} loss, {main.aggregation}; at most "
@@ -147,14 +198,18 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     )
     for sentence in inert(config):
         yield f"never acts         {sentence}"
+
+
+def _loop_lines(config: TrainConfig) -> Iterator[str]:
+    loop = config.loop
     held = budget(config).capacity
     on_cpu = choose_device(config.model.device).type == "cpu"
-    copies = rollout.backend == "native" and config.loop.overlaps(on_cpu=on_cpu)
+    copies = config.rollout.backend == "native" and loop.overlaps(on_cpu=on_cpu)
     copied = ", with a copy of the weights" if copies else ""
-    corrected = f"; correction of the lag: {config.loop.correction}" if corrects(config) else ""
-    first = "" if isinstance(config.loop.over_sampling, float) else " in the first step"
-    yield f"loop               staleness {config.loop.staleness}, at most {held} open groups{first}{copied}{corrected}"
-    yield f"steps              {trainer.steps}, a checkpoint every {config.checkpoint.every}"
+    corrected = f"; correction of the lag: {loop.correction}" if corrects(config) else ""
+    first = "" if isinstance(loop.over_sampling, float) else " in the first step"
+    yield f"loop               staleness {loop.staleness}, at most {held} open groups{first}{copied}{corrected}"
+    yield f"steps              {config.trainer.steps}, a checkpoint every {config.checkpoint.every}"
     every = f"before, every {config.evaluation.every} steps" if config.evaluation.every else "before"
     yield f"evaluation         {config.evaluation.problems} held-out problems, {every} and after"
 

@@ -170,8 +170,8 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> Self:
-        rollout, trainer, evaluation = self.rollout, self.trainer, self.evaluation
+    def _backends_agree(self) -> Self:
+        rollout = self.rollout
         if self.loop.train_context == "plain" and self.data.image_key is not None:
             raise ValueError(
                 '`loop.train_context` = "plain" exchanges no prompts with pictures (`data.image_key`); leave one out'
@@ -185,6 +185,11 @@ class TrainConfig(Section):
             raise ValueError("`rollout.compile` does not record routes; leave it or `model.replay_routes` out")
         if rollout.vllm_options and rollout.backend != "vllm":
             raise ValueError('`rollout.vllm_options` are for `rollout.backend` = "vllm"; set it, or leave them out')
+        return self
+
+    @model_validator(mode="after")
+    def _processes_agree(self) -> Self:
+        rollout, trainer = self.rollout, self.trainer
         if rollout.python and not rollout.engines:
             raise ValueError("`rollout.python` is for `rollout.engines`; set this, or leave it out")
         if rollout.send_changes and (not rollout.engines or rollout.backend == "vllm"):
@@ -223,8 +228,10 @@ class TrainConfig(Section):
             )
         if rollout.compile and rollout.backend == "vllm":
             raise ValueError('`rollout.compile` is for `rollout.backend` = "native"; use `rollout.vllm_options`')
-        longest = self.data.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)
-        sequence = f"the longest sequence (`data.max_prompt_tokens` + `max_new_tokens` = {longest} tokens)"
+        return self
+
+    @model_validator(mode="after")
+    def _data_and_judges_agree(self) -> Self:
         if self.judges and not self.data.tasks and "task" in self.reward.verifiers:
             key = "a verifier of `reward.parts`" if self.reward.parts else "`reward.verifier`"
             raise ValueError(
@@ -233,7 +240,7 @@ class TrainConfig(Section):
             )
         if self.data.tasks:
             self._parts_match({task.name for task in self.data.tasks})
-        if self.data.source is not None and self.data.eval_path is None and evaluation.problems:
+        if self.data.source is not None and self.data.eval_path is None and self.evaluation.problems:
             raise ValueError(
                 "`data.source` has no held-out problems; name a file of them in `data.eval_path`, or set "
                 "`evaluation.problems` to 0"
@@ -243,10 +250,22 @@ class TrainConfig(Section):
                 "`data.disjoint` leaves out prompts of `demonstrations`, and the run has none; give them, with "
                 "`demonstrations.per_step` = 0 if they are an earlier stage's, or leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Self:
+        rollout, trainer, evaluation = self.rollout, self.trainer, self.evaluation
+        longest = self.data.max_prompt_tokens + max(rollout.max_new_tokens, evaluation.max_new_tokens or 0)
+        sequence = f"the longest sequence (`data.max_prompt_tokens` + `max_new_tokens` = {longest} tokens)"
         if longest > rollout.kv_tokens:
             raise ValueError(f"{sequence} does not fit in `rollout.kv_tokens` = {rollout.kv_tokens}; raise it")
         if longest > trainer.max_tokens:
             raise ValueError(f"{sequence} does not fit in `trainer.max_tokens` = {trainer.max_tokens}; raise it")
+        return self
+
+    @model_validator(mode="after")
+    def _updates_agree(self) -> Self:
+        trainer, evaluation = self.trainer, self.evaluation
         extrapolate = None if self.model.lora is None else self.model.lora.extrapolate
         if extrapolate is not None and trainer.ranks > 1:
             raise ValueError("`model.lora.extrapolate` does not go with `trainer.ranks` above 1 yet; set it to 1")

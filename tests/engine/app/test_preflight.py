@@ -120,7 +120,7 @@ MISTAKES = [
         ["--data.tasks=[]", "--data.path={home}/unread.jsonl", "--reward.verifier=math"],
         "1 of 3 problems cannot be judged, such as 'unread/1': math-verify cannot read the reference answer",
     ),
-    (["--data.tasks=[]", "--data.path={home}/unread.jsonl", "--reward.verifier=code"], "2 of 3 problems cannot be jud"),
+    (["--data.tasks=[]", "--data.path={home}/unread.jsonl", "--reward.verifier=code"], "3 of 3 problems cannot be jud"),
     (["--model.path={home}/bare"], "holds no tokenizer (tokenizer.json)"),
     (["--output_dir={home}/mine.py"], "is no directory; choose another --output_dir"),
     (["--output_dir={home}/mine.py/a/b"], "is no directory; choose another --output_dir"),

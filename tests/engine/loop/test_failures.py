@@ -165,7 +165,11 @@ def test_a_run_whose_verifier_skips_everything_stops(home: Path, tmp_path: Path)
 
 
 def test_a_run_says_what_keeps_code_in(home: Path, tmp_path: Path) -> None:
-    run = Run(home, tmp_path, "--reward.verifier=code", "--trainer.steps=1")
+    file = tmp_path / "programs.jsonl"
+    rows = [{"prompt": f"{i} + 1 =", "answer": f"assert add({i}, 1) == {i + 1}"} for i in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of_file = ["--data.tasks=[]", f"--data.path={file}", "--evaluation.problems=0", "--evaluation.every=0"]
+    run = Run(home, tmp_path, "--reward.verifier=code", "--trainer.steps=1", *of_file)
     run.run()
     assert run.rows[-1]["reward/unparsed_no_code"] == run.rows[-1]["reward/unparsed"] == 8
     assert run.out.getvalue().count("Code in responses runs in ") == 1
