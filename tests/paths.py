@@ -31,7 +31,8 @@ HEAD = tuple(
 OTHERS = ("decoder_layer", "layer_ops", "sampling", "tree_attention", "tree_decode")
 COMPILED = (*HEAD, *(f"{FOLDER}/test_{name}.py" for name in OTHERS), "tests/engine/model/test_fused_layers.py")
 """The files whose ops csrc/cpu has."""
-ALL = (FOLDER, "tests/engine/model", "tests/engine/train")
+ROWS = tuple(f"{FOLDER}/test_{name}.py" for name in ("machine", "bf16_gemm", "linear_logprob", "linear_policy_loss"))
+WITHOUT = (*COMPILED[1:], "tests/engine/model/test_attention_of_today.py", "tests/engine/train")
 TRITON = tuple(f"{FOLDER}/test_{name}.py" for name in ("machine", "tree_attention", "tree_recurrence_triton"))
 """The files of the kernels whose tiles depend on the GPU."""
 HOST = ("tests/kernels/test_machine.py", "tests/engine/train/test_trainer.py", "tests/engine/app/test_imports.py")
@@ -63,14 +64,21 @@ CASES = (
     Case("AVX-512", COMPILED, {"ROLLTREE_CPU_LEVEL": "avx512", "ROLLTREE_AMX": "off"}, "avx512"),
     Case("AVX2", COMPILED, {"ROLLTREE_CPU_LEVEL": "avx2", "ROLLTREE_AMX": "off"}, "avx2"),
     Case("neither", COMPILED, {"ROLLTREE_CPU_LEVEL": "default", "ROLLTREE_AMX": "off"}),
-    Case("torch without AVX", HEAD, {"ATEN_CPU_CAPABILITY": "default", "ROLLTREE_AMX": "off"}),
+    Case("torch without AVX", ROWS, {"ATEN_CPU_CAPABILITY": "default", "ROLLTREE_AMX": "off"}),
     Case("AMX, emulated", HEAD, {"ROLLTREE_AMX": "emulate"}),
-    Case("two threads", COMPILED, {"OMP_NUM_THREADS": "2"}),
-    Case("few rows", (f"{FOLDER}/test_decoder_layer.py",), {"ROLLTREE_FEW_ROWS": "few"}),
-    Case("many rows", (f"{FOLDER}/test_decoder_layer.py",), {"ROLLTREE_FEW_ROWS": "many"}),
-    Case("no compiled kernels", ALL, {"ROLLTREE_WITHOUT": "_cpu"}),
+    Case("two threads", COMPILED[1:], {"OMP_NUM_THREADS": "2"}),
+    Case(
+        "few rows", (f"{FOLDER}/test_decoder_layer.py",), {"ROLLTREE_FEW_ROWS": "few"}, without="(triton or reference)"
+    ),
+    Case(
+        "many rows",
+        (f"{FOLDER}/test_decoder_layer.py",),
+        {"ROLLTREE_FEW_ROWS": "many"},
+        without="(triton or reference)",
+    ),
+    Case("no compiled kernels", WITHOUT, {"ROLLTREE_WITHOUT": "_cpu"}),
     Case("no compiler", HOST, {"ROLLTREE_WITHOUT": "_cpu,_cuda,_host,compiler"}),
-    Case("no Triton", HEAD[1:], {"ROLLTREE_WITHOUT": "triton"}),
+    Case("no Triton", ROWS[1:], {"ROLLTREE_WITHOUT": "triton"}),
     Case("an Ampere GPU", TRITON, {"ROLLTREE_GPU_CAPABILITY": "8.0"}, without="cpu"),
     Case("a Blackwell GPU", TRITON, {"ROLLTREE_GPU_CAPABILITY": "10.0"}, without="cpu"),
     Case("no namespaces", ("tests/engine/sandbox",), {"ROLLTREE_SANDBOX_WITHOUT": "namespaces"}),
