@@ -31,7 +31,7 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
-.PHONY: train test check columns methods slow slow-scale attack vllm vllm-scale verl scale trainers hopper \
+.PHONY: train test check paths columns methods slow slow-scale attack vllm vllm-scale verl scale trainers hopper \
 	hopper-quick lint bench bench-ops gpu gpu-wheels equality models versions aot aot-write clean
 
 train: $(VENV)/.ready
@@ -44,6 +44,11 @@ test: $(VENV)/.ready-dev
 # The rest of what CI runs: tests that take long, and most cases of large grids.
 check: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m check $(ARGS)
+
+# The kernels' tests on the paths of other machines: other instruction sets, no compiler, emulated AMX tiles, other GPUs.
+paths: $(VENV)/.ready-dev
+	ROLLTREE_CPU_ISA=all ROLLTREE_CUDA=0 $(BIN)/python setup.py --quiet build_ext --inplace
+	PYTHONPATH="$(CURDIR)" $(BIN)/python -m tests.paths $(ARGS)
 
 # The campaigns that are too slow for every run: kills at random moments, long random traces.
 slow: $(VENV)/.ready-dev

@@ -17,13 +17,14 @@ these GPUs instead of those that the machine has; ``ROLLTREE_CUDA=0`` leaves CUD
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
-import platform
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -33,6 +34,19 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # libtorch 2.10, where stable::parallel_for appeared
 X86_LEVELS = {"default": "x86-64-v2", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
+
+
+def machine_module() -> ModuleType:
+    """Return kernels/machine.py, whose package is not there before it is built."""
+    spec = importlib.util.spec_from_file_location("rolltree_machine", ROOT / "kernels" / "machine.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+machine = machine_module()
 
 
 def say(message: str) -> None:
@@ -64,14 +78,9 @@ def cpu_levels() -> list[str]:
     asked = os.environ.get("ROLLTREE_CPU_ISA", "native")
     if asked not in ("native", "all"):
         sys.exit(f"ROLLTREE_CPU_ISA is '{asked}'; it must be native (this machine's instruction set) or all.")
-    if platform.machine() != "x86_64":
+    if not machine.is_x86():
         return ["default"]
-    if asked == "all":
-        return list(X86_LEVELS)
-    import torch
-
-    found = torch.backends.cpu.get_cpu_capability().lower()
-    return [next((level for level in ("avx512", "avx2") if found.startswith(level)), "default")]
+    return list(X86_LEVELS) if asked == "all" else [machine.cpu_level()]
 
 
 def gpus_here() -> list[str]:
@@ -127,7 +136,7 @@ class NativeParts(build_ext):
                 STABLE_ABI,
                 *includes,
             ]
-            if platform.machine() == "x86_64":
+            if machine.is_x86():
                 flags += [f"-march={X86_LEVELS[level]}"]
             if level == "avx512":
                 flags += ["-mprefer-vector-width=512"]
@@ -180,12 +189,14 @@ class NativeParts(build_ext):
 
     @staticmethod
     def compile_and_link(sources: list[Path], flags: list[str], libs: list[str], target: Path, temp: Path) -> None:
-        compiler = os.environ.get("CXX", "g++")
-        if shutil.which(compiler) is None:
+        compiler = machine.compiler()
+        if not machine.has("compiler"):
             raise RuntimeError(f"no C++ compiler '{compiler}' on PATH (Debian: apt-get install g++)")
         objects = [temp / f"{s.stem}.o" for s in sources]
         compile_all([[compiler, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)])
-        run([compiler, "-shared", *map(str, objects), "-o", str(target), *libs])
+        # macOS: what Python and torch define is found when the library is loaded
+        late = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+        run([compiler, "-shared", *late, *map(str, objects), "-o", str(target), *libs])
 
     def libraries_of(self, ext: Extension) -> list[Path]:
         *package, name = ext.name.split(".")

@@ -46,7 +46,8 @@ from pathlib import Path
 
 import torch
 
-from rolltree.kernels.dispatch import load_library
+from rolltree.kernels import machine
+from rolltree.kernels.libraries import load_library
 
 from .cli import OPS
 from .gpu_first import KINDS
@@ -251,7 +252,7 @@ def build(device: torch.device) -> int:
     environment = dict(os.environ, ROLLTREE_CPU_ISA="native", ROLLTREE_CUDA="0")
     if device.type == "cuda":
         del environment["ROLLTREE_CUDA"]
-        environment["ROLLTREE_CUDA_ARCHS"] = architecture(*torch.cuda.get_device_capability(device))
+        environment["ROLLTREE_CUDA_ARCHS"] = architecture(*machine.real_gpu_capability(device))
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
     code = subprocess.run(command, cwd=REPOSITORY, env=environment).returncode
     importlib.invalidate_caches()

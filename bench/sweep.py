@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rolltree.kernels import use_backend
-from rolltree.kernels.dispatch import interpreting
+from rolltree.kernels.machine import interpreting
 
 from .ops import sample_tokens, tree_attention, tree_decode
 from .runner import Calls

@@ -101,7 +101,7 @@ def build(
     Raises:
         RuntimeError: this process has imported CuTe DSL for another target, or interprets Triton.
     """
-    from .dispatch import interpreting
+    from .machine import interpreting
 
     if interpreting():
         raise RuntimeError("TRITON_INTERPRET is set: the interpreter replaces the compiler; unset it.")

@@ -14,16 +14,16 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
-import logging
 import os
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
+
+from . import machine
+from .libraries import load_library, log_once
 
 Backend = Literal["flash", "cuda", "triton", "cpu", "reference"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -38,7 +38,6 @@ FLASH_MAJORS = (9, 10)
 """Major compute capabilities that flash-attn 4's kernels are for: Hopper and Blackwell."""
 
 _override: ContextVar[str | None] = ContextVar("rolltree_backend", default=None)
-_log = logging.getLogger("rolltree.kernels")
 Fn = TypeVar("Fn", bound=Callable[..., object])
 
 
@@ -131,9 +130,9 @@ def _unusable(name: str, device: torch.device) -> str | None:
     if name == "reference":
         return None
     if name == "triton":
-        if importlib.util.find_spec("triton") is None:
+        if not machine.has("triton"):
             return "triton is not installed"
-        if device.type == "cpu" and not interpreting():
+        if device.type == "cpu" and not machine.interpreting():
             return "triton runs on the CPU only in its interpreter (TRITON_INTERPRET=1)"
         return None
     if name == "flash":
@@ -147,7 +146,7 @@ def _unusable(name: str, device: torch.device) -> str | None:
 def _flash_unusable(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "it needs a cuda tensor"
-    if torch.cuda.get_device_capability(device)[0] not in FLASH_MAJORS:
+    if machine.gpu_capability(device)[0] not in FLASH_MAJORS:
         return "it needs a Hopper or Blackwell GPU"
     if flash_version() is None:
         return f"{FLASH_PACKAGE} is not installed; `pip install --pre rolltree[hopper]` brings it"
@@ -160,11 +159,6 @@ def flash_version() -> str | None:
         return importlib.metadata.version(FLASH_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def interpreting() -> bool:
-    """Return whether Triton kernels run in Triton's interpreter."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 def compiled_op(library: Literal["cpu", "cuda"], name: str) -> Callable[..., Any]:
@@ -193,37 +187,3 @@ def imported(package: str, module: str, name: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(f"{package}.{module}"), name)(*arguments)
 
     return call
-
-
-@functools.cache
-def load_library(name: str) -> bool:
-    """Load the compiled ops (``torch.ops.rolltree_cpu`` or ``rolltree_cuda``); return False if they are not built."""
-    here = Path(__file__).parent
-    if name == "cuda":
-        libraries = [here / "_cuda.so"] if torch.cuda.is_available() and (here / "_cuda.so").exists() else []
-    else:
-        libraries = cpu_libraries(here)
-        if not libraries and (others := sorted(path.name for path in here.glob("_cpu_*.so"))):
-            log_once(f"{', '.join(others)} is for another machine; build rolltree here, or with ROLLTREE_CPU_ISA=all.")
-    for library in libraries:
-        try:
-            torch.ops.load_library(str(library))
-        except OSError as error:
-            log_once(f"{library.name} was built but cannot be loaded ({error}); rebuild it with this torch.")
-            return False
-        return True
-    return False
-
-
-def cpu_libraries(folder: Path) -> list[Path]:
-    """Return the CPU libraries in ``folder`` whose instruction set this machine has, the best one first."""
-    isa = torch.backends.cpu.get_cpu_capability().lower()
-    levels = ("avx512", "avx2", "default")
-    best = next((i for i, level in enumerate(levels) if isa.startswith(level)), len(levels) - 1)
-    return [path for level in levels[best:] if (path := folder / f"_cpu_{level}.so").exists()]
-
-
-@functools.cache
-def log_once(message: str) -> None:
-    """Log ``message`` as a warning the first time it comes up in this process."""
-    _log.warning(message)

@@ -13,7 +13,7 @@ import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from .dispatch import log_once
+from .libraries import log_once
 
 VERSIONS = "versions.json"  # in the folder of the kernels: the versions they were made under
 PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "triton", "torch")

@@ -7,6 +7,7 @@ marked ``gpu`` are skipped and counted. `tiers` says which tests a command runs.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -24,10 +25,11 @@ except ModuleNotFoundError:  # on a machine lent for its GPU, whose tests draw n
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-    from .support.interpreter import leave_out_what_is_dropped, round_sums_once
+    if importlib.util.find_spec("triton") is not None:
+        from .support.interpreter import leave_out_what_is_dropped, round_sums_once
 
-    leave_out_what_is_dropped()
-    round_sums_once()
+        leave_out_what_is_dropped()
+        round_sums_once()
 
 # Examples follow from the test's source alone, so a failure is the same on every machine.
 if hypothesis is not None:

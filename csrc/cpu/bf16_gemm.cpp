@@ -4,7 +4,7 @@
 // A thread takes 32 rows of the weight, packs them once (tiles of 16 x 16 pairs of k) and multiplies them with every block
 // of 32 rows of hidden: four accumulator tiles, K summed in order. A row's result does not depend on the other rows.
 //
-// ROLLTREE_AMX=emulate runs the same sums in the same order in plain C++, on any machine; ROLLTREE_AMX=off uses neither.
+// `emulate` is the twin in plain C++, for any machine, with the same sums in the same order; machine.h decides between them.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -13,28 +13,25 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <string_view>
 #include <vector>
+
+#include "machine.h"
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && (__GNUC__ >= 11 || defined(__clang__))
 #define ROLLTREE_AMX 1
-#include <cpuid.h>
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace {
 
+using rolltree::Tiles;
+using rolltree::tiles;
 using torch::stable::Tensor;
 
 constexpr int64_t kTile = 16;       // rows of a tile, and columns of an accumulator
 constexpr int64_t kDepth = 32;      // bf16 of k in a tile's row
 constexpr int64_t kBlock = 2 * kTile;
-
-enum class Tiles { none, emulated, amx };
 
 // The matrices of a product; rows may lie apart, the elements of a row are neighbours.
 struct Product {
@@ -44,18 +41,6 @@ struct Product {
 };
 
 #ifdef ROLLTREE_AMX
-
-// Returns whether the processor has bf16 tiles and the operating system lets this process use them.
-bool has_amx() {
-  static const bool usable = [] {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    const bool has = (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
-    constexpr long kRequestPermission = 0x1023, kTileData = 18;
-    return has && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  }();
-  return usable;
-}
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -138,12 +123,6 @@ __attribute__((target("amx-tile,amx-bf16"))) void multiply(
   _tile_release();
 }
 
-#else
-
-bool has_amx() {
-  return false;
-}
-
 #endif
 
 // The twin of `multiply` for one column: in a tile's 32 k the even and the odd ones are a chain of FMA each.
@@ -171,26 +150,12 @@ void emulate(const Product& p, int64_t n) {
   }
 }
 
-Tiles tiles() {
-  static const Tiles found = [] {
-    const char* asked = std::getenv("ROLLTREE_AMX");
-    const std::string_view name = asked == nullptr ? "" : asked;
-    if (name == "emulate") return Tiles::emulated;
-    return name != "off" && has_amx() ? Tiles::amx : Tiles::none;
-  }();
-  return found;
-}
-
-bool has_bf16_gemm() {
-  return tiles() != Tiles::none;
-}
-
 bool rows_are_contiguous(const Tensor& t) {
   return t.sizes()[1] <= 1 || t.strides()[1] == 1;
 }
 
 void bf16_logits(Tensor hidden, Tensor weight, Tensor out) {
-  STD_TORCH_CHECK(has_bf16_gemm(), "this machine has no AMX tiles for bf16");
+  STD_TORCH_CHECK(tiles() != Tiles::none, "this machine has no AMX tiles for bf16");
   using torch::headeronly::ScalarType;
   STD_TORCH_CHECK(
       hidden.scalar_type() == ScalarType::BFloat16 && weight.scalar_type() == ScalarType::BFloat16 &&
@@ -231,12 +196,7 @@ void bf16_logits(Tensor hidden, Tensor weight, Tensor out) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
-  m.def("has_bf16_gemm() -> bool");
   m.def("bf16_logits(Tensor hidden, Tensor weight, Tensor(a!) out) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CompositeExplicitAutograd, m) {
-  m.impl("has_bf16_gemm", TORCH_BOX(&has_bf16_gemm));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CPU, m) {

@@ -6,6 +6,8 @@
 // over the depth one element after the other, so a row's result does not depend on the number of rows.
 #include "few_rows.h"
 
+#include "machine.h"
+
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -123,14 +125,7 @@ int64_t panel_of(int64_t vectors) { return vectors >= kPanelVectors ? kPanelVect
 
 }  // namespace
 
-int64_t few_rows() {
-#ifdef __x86_64__
-  static const bool doubled = kVectorBytes == 64 && __builtin_cpu_is("intel");
-  return kVectorBytes == 16 || doubled ? 64 : 384;
-#else
-  return 64;
-#endif
-}
+int64_t few_rows() { return library_is_fast() ? 64 : 384; }
 
 FewRows::FewRows(const float* x, int64_t rows, int64_t depth)
     : x_(x), rows_(rows), depth_(depth), alone_(alone_of(rows)), lanes_(padded(rows - alone_)), panels_(lanes_ * depth) {

@@ -94,7 +94,8 @@ void mask_positions(float* scores, const int32_t* query_position, int64_t rows, 
 void tree_decode(const Rows& q_rows, const Rows& k_rows, const Rows& v_rows, const Rows& out_rows, float* lse_data,
                  const AttentionShape& shape, const Plan& plan, double scale, std::optional<int64_t> window,
                  std::optional<double> softcap) {
-  const auto [heads, kv_heads, dim, page_size] = shape;
+  // no structured binding: clang before 16 captures none
+  const int64_t heads = shape.heads, kv_heads = shape.kv_heads, dim = shape.dim, page_size = shape.page_size;
   const int64_t rows = plan.rows, width = padded(dim), group = heads / kv_heads;
   if (rows == 0) return;
 

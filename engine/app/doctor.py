@@ -26,8 +26,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..sandbox import Sandbox
+from ..sandbox.sandbox import taken_away
 
-COMPILER = os.environ.get("CXX", "g++")
+_spec = importlib.util.spec_from_file_location(
+    "rolltree_machine", Path(__file__).parents[2] / "kernels" / "machine.py"
+)  # by its path: its package imports torch, which may be broken
+assert _spec is not None
+assert _spec.loader is not None
+machine = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(machine)
+
 REBUILD = "pip install --no-build-isolation -e . (in the source directory)"
 
 Level = Literal["ok", "optional", "slow", "bad"]
@@ -117,8 +125,8 @@ def examine() -> Iterable[Finding]:
     yield from devices()
     yield from compiled_parts(Path(__file__).parents[2])
     yield from compilers()
-    yield triton_mode()
     yield sandbox()
+    yield from forced_paths()
     for module, purpose, command in OPTIONAL:
         yield optional_package(module, purpose, command)
 
@@ -173,10 +181,7 @@ def devices() -> Iterable[Finding]:
         text = " ".join(str(error).split())[:120]
         yield Finding("devices", "torch", "bad", f"cannot be imported: {text}", "reinstall torch")
         return
-    isa = torch.backends.cpu.get_cpu_capability()
-    yield Finding(
-        "devices", "cpu", "ok", f"{platform.machine()}, {isa}, {cores} cores, {torch.get_num_threads()} threads"
-    )
+    yield Finding("devices", "cpu", "ok", f"{platform.machine()}, {cores} cores, {torch.get_num_threads()} threads")
     if not torch.cuda.is_available():
         built = torch.version.cuda
         found = f"torch is built for CUDA {built} but sees no device" if built else "this torch is a CPU build"
@@ -192,7 +197,7 @@ def devices() -> Iterable[Finding]:
 def compiled_parts(package: Path) -> Iterable[Finding]:
     """Yield a finding for each library of setup.py; ``package`` is the directory with kernels/ and engine/."""
     kernels = package / "kernels"
-    compile_cpp = REBUILD if shutil.which(COMPILER) else f"apt-get install g++, then {REBUILD}"
+    compile_cpp = REBUILD if machine.has("compiler") else f"apt-get install g++, then {REBUILD}"
     compile_cuda = REBUILD if shutil.which("nvcc") else f"put nvcc on PATH, then {REBUILD}"
     yield _library("_host (KV tree)", package / "engine" / "rollout" / "native", "_host*.so", "bad", compile_cpp)
     yield _cpu_library(kernels, compile_cpp)
@@ -200,14 +205,22 @@ def compiled_parts(package: Path) -> Iterable[Finding]:
 
 
 def compilers() -> Iterable[Finding]:
-    yield _program(COMPILER, "apt-get install g++", _last_word)
+    yield _program(machine.compiler(), "apt-get install g++", _last_word)
     yield _program("nvcc", "install the CUDA toolkit and put its bin directory on PATH", _nvcc_release)
 
 
-def triton_mode() -> Finding:
-    on = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-    found = "on (TRITON_INTERPRET): kernels run on the CPU, slowly, for tests" if on else "off"
-    return Finding("build", "triton interpreter", "ok", found)
+def forced_paths() -> Iterable[Finding]:
+    """Yield the environment variables that decide which path runs, with the present value of each."""
+    values: dict[str, Callable[[], str]] = dict(machine.SETTINGS)
+    values["ROLLTREE_SANDBOX_WITHOUT"] = lambda: ", ".join(taken_away()) or "nothing"
+    for name, value in values.items():
+        try:
+            found = f"{value()} ({name} is set)" if os.environ.get(name) else value()
+            yield Finding("paths", name, "ok", found)
+        except ValueError as error:
+            yield Finding("paths", name, "bad", str(error), f"unset {name}")
+        except ImportError:  # `devices` reports a broken torch
+            yield Finding("paths", name, "optional", "not known without torch")
 
 
 def parse_version(text: str) -> Version:
@@ -226,9 +239,9 @@ def _library(name: str, folder: Path, pattern: str, level: Level, remedy: str) -
 def _cpu_library(folder: Path, remedy: str) -> Finding:
     found = _library("_cpu (CPU kernels)", folder, "_cpu_*.so", "slow", remedy)
     if found.level == "ok":
-        with contextlib.suppress(Exception):  # `devices` reports a broken torch
-            dispatch = importlib.import_module("rolltree.kernels.dispatch")
-            if not dispatch.cpu_libraries(folder):
+        with contextlib.suppress(Exception):  # `devices` and `forced_paths` report it
+            libraries = importlib.import_module("rolltree.kernels.libraries")
+            if not libraries.cpu_libraries(folder):
                 return replace(found, level="slow", found=f"{found.found}: for another machine", remedy=remedy)
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rolltree.kernels import Objective
-from rolltree.kernels.dispatch import load_library
+from rolltree.kernels.libraries import load_library
 
 from ..methods.groups import GroupCallback
 from ..methods.schedules import scheduled

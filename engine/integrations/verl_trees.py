@@ -31,7 +31,7 @@ from verl.utils.seqlen_balancing import restore_dynamic_batch
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from rolltree.kernels.dispatch import log_once
+from rolltree.kernels.libraries import log_once
 
 from ..errors import UserError
 from ..model.fused_layers import fuse_layers

@@ -201,7 +201,7 @@ class Filters:
         if not filters.available():
             raise OSError(0, "there is no filter of system calls for this system")
         self.directory = setup["root"]
-        self.landlock = filters.landlock_version() > 0
+        self.landlock = setup["landlock"] and filters.landlock_version() > 0
         self.words = "a filter of system calls (no network, no processes, no directories), resource limits, and " + (
             "Landlock (no files but its own)" if self.landlock else "no protection of the user's files"
         )

@@ -31,6 +31,8 @@ from typing import Any
 
 JAIL = Path(__file__).with_name("jail.py")
 LENGTH = struct.Struct("!Q")
+FEATURES = ("namespaces", "landlock")
+"""Features that not every kernel has; ``ROLLTREE_SANDBOX_WITHOUT`` takes some away, names with commas."""
 START_S, GRACE_S = 60.0, 30.0
 """Seconds that the jail may take to start, and to answer after a program's own time limit."""
 
@@ -168,6 +170,9 @@ class Sandbox:
         self.containment += f" ({self._why_not})"
 
     def _launch(self, *, namespaces: bool) -> None:
+        missing = taken_away()
+        if namespaces and "namespaces" in missing:
+            raise OSError("ROLLTREE_SANDBOX_WITHOUT takes them away")
         self._root = tempfile.mkdtemp(prefix="rolltree-sandbox-")
         self._control, theirs = socket.socketpair()
         with theirs:
@@ -183,7 +188,7 @@ class Sandbox:
             )
         try:
             setup = {"namespaces": namespaces, "root": self._root, "files_mb": self.limits.files_mb}
-            self._send(setup | {"packages": self._folders})
+            self._send(setup | {"packages": self._folders, "landlock": "landlock" not in missing})
             answer = self._receive(START_S)
             if "map" in answer:
                 self._send({"mapped": _map_users(answer["map"])})
@@ -251,6 +256,18 @@ class Sandboxes:
             finally:
                 with self._lock:
                     self._idle.append(sandbox)
+
+
+def taken_away() -> list[str]:
+    """Return which of `FEATURES` the environment takes away.
+
+    Raises:
+        ValueError: it names something else.
+    """
+    names = [name.strip() for name in os.environ.get("ROLLTREE_SANDBOX_WITHOUT", "").split(",") if name.strip()]
+    if unknown := [name for name in names if name not in FEATURES]:
+        raise ValueError(f"ROLLTREE_SANDBOX_WITHOUT names '{unknown[0]}'; it knows {', '.join(FEATURES)}.")
+    return names
 
 
 def package_folders(name: str) -> list[str]:

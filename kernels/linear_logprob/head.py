@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
+from ..libraries import load_library
 
 
 class HeadLora(NamedTuple):
@@ -111,7 +112,7 @@ VOCABULARY_AT_ONCE = 1024
 @functools.cache
 def few_rows() -> int:
     """Return the most rows for which csrc/cpu/few_rows.h makes the products on this CPU; 0 if it is not built."""
-    return int(torch.ops.rolltree_cpu.few_rows()) if dispatch.load_library("cpu") else 0
+    return int(torch.ops.rolltree_cpu.few_rows()) if load_library("cpu") else 0
 
 
 def own_product(hidden: Tensor, weight: Tensor, out: Tensor) -> bool:
@@ -131,7 +132,7 @@ def _rows(t: Tensor) -> Tensor:  # [N, K]
 
 def has_bf16_gemm(weight: Tensor) -> bool:
     """Return whether logits of a bf16 ``weight`` are multiplied with the AMX tiles of this CPU."""
-    return weight.device.type == "cpu" and dispatch.load_library("cpu") and torch.ops.rolltree_cpu.has_bf16_gemm()
+    return weight.device.type == "cpu" and load_library("cpu") and torch.ops.rolltree_cpu.tiles() != 0
 
 
 class HeadGradient:

@@ -17,7 +17,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..dispatch import FLASH_PACKAGE, FLASH_VERSION, BackendError, flash_version, log_once
+from .. import machine
+from ..dispatch import FLASH_PACKAGE, FLASH_VERSION, BackendError, flash_version
+from ..libraries import log_once
 from . import reference, triton
 from .flash_lists import LIST_BYTES, TILES, FlashTiles, block_lists, list_bytes, mask_tensors
 from .reference import Scoring
@@ -36,7 +38,7 @@ def _kernels() -> ModuleType:
 
 @functools.cache
 def _major(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
+    return machine.gpu_capability(device)[0]
 
 
 def _tiles(q: Tensor) -> FlashTiles:

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..dispatch import interpreting
+from .. import machine
 from .blocks import LARGEST, Tiles, padded_width, tiles_for
 from .reference import Scoring
 from .triton_backward import add_kernel, dkdv_kernel, dq_kernel
@@ -27,7 +27,7 @@ ADDED_LINES = 16  # keys that a program of add_kernel takes
 
 
 def _tiles(q: Tensor, softcap: float | None) -> Tiles:
-    major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 9  # in the interpreter any will do
+    major = machine.gpu_capability(q.device)[0]
     return tiles_for(q.shape[2], q.dtype, major=major, softcap=softcap is not None)
 
 
@@ -41,7 +41,7 @@ def aligned(t: Tensor) -> Tensor:  # [T, Hq, D]
 
 def _bf16_interpreted(q: Tensor) -> bool:
     """Return True where the kernels run in fp32: Triton's interpreter multiplies the bit patterns of bf16 operands."""
-    return interpreting() and q.dtype == torch.bfloat16
+    return machine.interpreting() and q.dtype == torch.bfloat16
 
 
 def tree_attention_forward(

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .. import machine
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -159,5 +161,4 @@ def make_schedule(nodes: Nodes, group: int) -> Work:
 
 def programs(device: torch.device, kv_heads: int) -> int:
     """Return the number of programs that share the items of a key head."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return max(1, PROGRAMS_A_PROCESSOR * processors // kv_heads)
+    return max(1, PROGRAMS_A_PROCESSOR * machine.gpu_processors(device) // kv_heads)

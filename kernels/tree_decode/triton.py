@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dispatch import interpreting
+from .. import machine
 from ..tree_attention.blocks import padded_width
 from ..tree_attention.triton import LN2, log2_scores
 from .schedule import FIELDS, SAME_STRIDES, Nodes, Work, make_schedule, programs, queries_of
@@ -160,7 +160,7 @@ def tree_decode(
     Raises:
         ValueError: keys and values have different strides.
     """
-    if interpreting() and q.dtype == torch.bfloat16:  # the interpreter multiplies bit patterns of bf16 operands
+    if machine.interpreting() and q.dtype == torch.bfloat16:  # the interpreter multiplies bit patterns of bf16 operands
         out, lse = tree_decode(q.float(), k_pages.float(), v_pages.float(), nodes, work, scale, window, softcap)
         return out.to(q.dtype), lse
     rows, heads, dim = q.shape

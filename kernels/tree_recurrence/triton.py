@@ -28,7 +28,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..dispatch import interpreting
+from .. import machine
 from .plan import RecurrencePlan
 from .reference import add_rows
 from .segment_lists import SegmentLists
@@ -91,7 +91,7 @@ class _Launch(NamedTuple):
     ) -> _Launch:  # fmt: skip
         dtype = _multiplied_in(query, key, value)
         q, k, v = (_last_contiguous(x.to(dtype)) for x in (query, key, value))
-        major = torch.cuda.get_device_capability(k.device)[0] if k.is_cuda else 9  # in the interpreter any will do
+        major = machine.gpu_capability(k.device)[0]
         tiles = tiles_for(k.shape[2], v.shape[2], dtype, major=major)
         lists = plan.lists(tiles.chunk)
         if initial is not None:
@@ -153,7 +153,7 @@ class _Launch(NamedTuple):
 def _multiplied_in(*operands: Tensor) -> torch.dtype:
     """Return the dtype of products. Triton's interpreter multiplies the bit patterns of bf16 operands; fp16 does not
     hold every state that its inputs give."""
-    half = all(x.dtype == torch.bfloat16 for x in operands) and not interpreting()
+    half = all(x.dtype == torch.bfloat16 for x in operands) and not machine.interpreting()
     return torch.bfloat16 if half else torch.float32
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rolltree.bench import sweep
-from rolltree.kernels.dispatch import interpreting
+from rolltree.kernels.machine import interpreting
 
 CPU = torch.device("cpu")
 

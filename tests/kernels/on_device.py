@@ -9,12 +9,12 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
-from rolltree.kernels import dispatch
+from rolltree.kernels import machine
 
 needs_triton = pytest.mark.skipif(
-    not (dispatch.interpreting() or torch.cuda.is_available()), reason="neither a GPU nor Triton's interpreter"
+    not (machine.interpreting() or torch.cuda.is_available()), reason="neither a GPU nor Triton's interpreter"
 )
-needs_interpreter = pytest.mark.skipif(not dispatch.interpreting(), reason="Triton runs on the CPU in its interpreter")
+needs_interpreter = pytest.mark.skipif(not machine.interpreting(), reason="Triton runs on the CPU in its interpreter")
 
 
 def device_of(backend: str) -> torch.device:

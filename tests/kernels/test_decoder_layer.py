@@ -12,14 +12,13 @@ from torch import Tensor
 
 from rolltree.kernels import DecodePlan, dispatch, tree_decode_attention, use_backend
 from rolltree.kernels.decoder_layer import Decoder, LayerWeights, add_rms_norm_, rotate_and_store_
+from rolltree.kernels.libraries import load_library
 from rolltree.kernels.linear_logprob.head import Head, few_rows
 
 FEW_ROWS = few_rows()
 BACKENDS = [
     pytest.param("reference"),
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
-    ),
+    pytest.param("cpu", marks=pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")),
 ]
 SHAPES = [(1, 8), (1, 128), (3, 100), (64, 256), (5, 7), (130, 576), (2, 1024), (2, 5000)]
 
@@ -125,7 +124,7 @@ def test_what_is_not_finite_stays_in_its_row(backend: Any) -> None:
 @pytest.mark.skipif(
     not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="PyTorch sums in eight lanes with AVX"
 )
-@pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
+@pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
 def test_every_rounding_is_pytorchs() -> None:
     """So the layers that generation runs answer the bits of those that are trained."""
     for shape in SHAPES:
@@ -250,7 +249,7 @@ def test_a_layer_is_off_at_most_twice_as_far_as_plain_pytorch(shape: Any, magnit
         own = {k: None if t is None else t.clone() for k, t in weights.items()}
         if name == "oracle":
             given, own = doubled(given), doubled(own)
-        elif name == "cpu" and not dispatch.load_library("cpu"):
+        elif name == "cpu" and not load_library("cpu"):
             pytest.skip("the C++ kernels are not built")
         with use_backend("reference" if name == "oracle" else name):  # type: ignore[arg-type]
             out = run_layer(weights=LayerWeights(**own), **given, scale=D**-0.5, **options)  # type: ignore[arg-type]
@@ -260,7 +259,7 @@ def test_a_layer_is_off_at_most_twice_as_far_as_plain_pytorch(shape: Any, magnit
     assert ours <= 2 * plain + 2**-23
 
 
-@pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
+@pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
 def test_a_row_of_a_layer_is_the_same_in_any_batch() -> None:
     weights = LayerWeights(**layer(100, 4, 2, 16, 90, normed=True))  # type: ignore[arg-type]
     whole, alone = (rows_of_a_prompt(FEW_ROWS, 100, 2, 16) for _ in range(2))
@@ -288,7 +287,7 @@ def test_rows_take_their_turns_from_a_table(backend: Any) -> None:
         assert torch.equal(run_layer(weights, **shared, **options, turns=turns), expected)
 
 
-@pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
+@pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
 @pytest.mark.parametrize("depth", [1, 15, 16, 100, 513])
 @pytest.mark.parametrize("width", [1, 3, 50, 5000])
 def test_products_of_few_rows(width: int, depth: int) -> None:

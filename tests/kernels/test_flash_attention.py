@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from torch import Tensor
 
 from rolltree.kernels import dispatch
+from rolltree.kernels.libraries import log_once
 from rolltree.kernels.tree_attention import flash, flash_lists, op, reference, tree_attention
 from rolltree.kernels.tree_attention.blocks import Tile
 from rolltree.kernels.tree_attention.flash_lists import TILES, BlockLists, block_lists, list_bytes, mask_tensors, sees
@@ -218,7 +219,7 @@ def install(monkeypatch: pytest.MonkeyPatch, kernels: Walked) -> Walked:
     monkeypatch.setattr(flash, "_major", lambda device: 9)
     monkeypatch.setattr(flash, "_checked", {})
     monkeypatch.setattr(dispatch, "_flash_unusable", lambda device: None)
-    dispatch.log_once.cache_clear()
+    log_once.cache_clear()
     return kernels
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from rolltree.kernels import dispatch, kernel_cache
+from rolltree.kernels import kernel_cache
+from rolltree.kernels.libraries import log_once
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         monkeypatch.setenv(name, "")  # so that it is taken away again
         monkeypatch.delenv(name)
     kernel_cache.used.cache_clear()
-    dispatch.log_once.cache_clear()
+    log_once.cache_clear()
     yield tmp_path / "cache"
     kernel_cache.used.cache_clear()
 

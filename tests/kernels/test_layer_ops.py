@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rolltree.kernels import dispatch, use_backend
+from rolltree.kernels import use_backend
 from rolltree.kernels.layer_ops import rms_norm, rotate, silu_mul
 from rolltree.kernels.layer_ops.op import rms_norm_op, rotate_op, silu_mul_op
+from rolltree.kernels.libraries import load_library
 
 from .on_device import device_of, interpret_some, needs_triton
 
-needs_cpp = pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
+needs_cpp = pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
 BACKENDS = [
     pytest.param("reference"),
     pytest.param("cpu", marks=needs_cpp),

@@ -17,7 +17,7 @@ from rolltree.kernels.linear_logprob import chunked, frozen, op
 from rolltree.kernels.linear_logprob.head import Head, HeadGradient
 from rolltree.kernels.linear_policy_loss import op as policy_op
 
-from .test_linear_logprob import BACKENDS, DEVICE, Inputs, errors, inputs, plain
+from .test_linear_logprob import BACKENDS, DEVICE, ROW_KERNELS, Inputs, errors, inputs, plain
 
 
 def gradients(given: Inputs, trained: tuple[str, ...], upstream: dict[str, Tensor], f: Any = None) -> dict[str, Tensor]:
@@ -153,7 +153,8 @@ def test_rows_without_gradient_are_left_out(backend: Backend) -> None:
         compare(backend, given, ("hidden", "weight", "bias"), upstream_of(given, outputs, zero_rows=0.8))
 
 
-def test_only_rows_with_a_gradient_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ROW_KERNELS)
+def test_only_rows_with_a_gradient_are_multiplied(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cuda":
         pytest.skip("a GPU would have to be waited for")
     given = inputs(40, 16, 65)
@@ -164,7 +165,7 @@ def test_only_rows_with_a_gradient_are_multiplied(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         chunked.Head, "logits", lambda self, h, out: multiplied.append(len(h)) or original(self, h, out)
     )
-    with use_backend("triton"):  # the chunks are the same for every backend but the definition
+    with use_backend(backend):
         gradients(given, ("hidden", "weight"), upstream)
     assert multiplied == [40, 3]
 

@@ -281,9 +281,8 @@ def test_chunks(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
         whole = run(fused, given)
         monkeypatch.setattr(chunked, "chunk_rows", lambda N, V, device: 5)
         pieces = run(fused, given)
-    for name, value in whole.items():
-        size = max(1.0, float(value.abs().max())) if isinstance(value, torch.Tensor) else 1.0
-        torch.testing.assert_close(pieces[name], value, rtol=1e-5, atol=1e-6 * size)  # sums of other chunks round apart
+    for name, value in whole.items():  # sums of other orders: roundings of the largest terms
+        assert (pieces[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

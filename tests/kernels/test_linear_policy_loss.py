@@ -29,7 +29,7 @@ from rolltree.kernels.linear_policy_loss.fused import to_front
 from rolltree.kernels.policy_loss import PRESETS
 
 from .on_device import interpret_some
-from .test_linear_logprob import BACKENDS, DEVICE, Inputs, inputs
+from .test_linear_logprob import BACKENDS, DEVICE, ROW_KERNELS, Inputs, inputs
 
 TRAINED = ("hidden", "weight", "bias", "a", "b")
 LENGTHS = [5, 1, 9, 0, 7, 6, 4, 3]  # sequences; the fourth has no token
@@ -434,7 +434,8 @@ def test_the_forward_adds_to_an_accumulator(
         assert error[True][k] <= 2 * apart, k
 
 
-def test_the_forward_makes_no_sum_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ROW_KERNELS)
+def test_the_forward_makes_no_sum_of_its_own(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the head's size: the products add to what is given."""
     given, fields = batch(V=97)
     made: list[torch.Size] = []
@@ -457,7 +458,7 @@ def test_the_forward_makes_no_sum_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     fused(fields, Objective.preset("dapo"), 7.0, **given, weight_grad=zeros, in_forward=True)
     for into in (None, zeros):
         made.clear()
-        with torch.no_grad(), use_backend("triton"), Sizes():  # which runs everywhere; the definition is not fused
+        with torch.no_grad(), use_backend(backend), Sizes():
             op._one_pass(*call[:-1], into)
         assert (given["weight"].shape in made) == (into is None)
 

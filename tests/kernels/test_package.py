@@ -11,7 +11,7 @@ import pytest
 import setuptools
 import torch
 
-from rolltree.kernels import dispatch
+from rolltree.kernels import libraries
 
 from ..support.forks import Forks
 
@@ -105,6 +105,9 @@ def test_cpu_kernels_are_built_for_the_machine_unless_asked_for_all(asked, capab
     calls = tmp_path / "calls"
     program(tmp_path, "c++", f'echo "$@" >> {calls}')
     monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    libraries.log_once.cache_clear()  # on such a machine it has been said already
+    for name in ("ROLLTREE_CPU_LEVEL", "ROLLTREE_WITHOUT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.delenv("ROLLTREE_CPU_ISA", raising=False)
     if asked is not None:
@@ -131,8 +134,10 @@ def test_an_instruction_set_that_is_none(monkeypatch):
 
 def test_kernels_for_another_machine_are_not_loaded_and_that_is_said(tmp_path, monkeypatch, caplog):
     (tmp_path / "_cpu_avx512.so").touch()
-    dispatch.log_once.cache_clear()  # on such a machine it has been said already
-    monkeypatch.setattr(dispatch, "__file__", str(tmp_path / "dispatch.py"))
+    monkeypatch.setattr(libraries, "__file__", str(tmp_path / "libraries.py"))
+    libraries.log_once.cache_clear()  # on such a machine it has been said already
+    for name in ("ROLLTREE_CPU_LEVEL", "ROLLTREE_WITHOUT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert not dispatch.load_library.__wrapped__("cpu")
+    assert not libraries.load_library.__wrapped__("cpu")
     assert "_cpu_avx512.so is for another machine; build rolltree here, or with ROLLTREE_CPU_ISA=all." in caplog.text

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rolltree.kernels.dispatch import load_library, use_backend
+from rolltree.kernels.dispatch import use_backend
+from rolltree.kernels.libraries import load_library
 from rolltree.kernels.sampling import SampleOutput, kept_tokens, sample_tokens
 from rolltree.kernels.sampling import triton as triton_backend
 from rolltree.kernels.sampling.filters import BY_COUNT, BY_MASS, DRAWN, JUDGED, PLAIN, RACE

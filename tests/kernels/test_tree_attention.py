@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rolltree.kernels import dispatch
+from rolltree.kernels.libraries import load_library
 from rolltree.kernels.tree_attention import tree_attention, visible
 from rolltree.kernels.tree_attention import triton as triton_backend
 from rolltree.kernels.tree_attention.blocks import LARGEST, Tile, Tiles, tiles_for
@@ -26,7 +27,7 @@ from ..gpu.test_kernels_gpu import ATTENTION
 from ..support.trees import ancestors_mask, random_trees
 from .on_device import device_of, interpret_some, needs_interpreter, needs_triton
 
-needs_cpp = pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
+needs_cpp = pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
 BACKENDS = [
     pytest.param("reference"),
     pytest.param("cpu", marks=needs_cpp),

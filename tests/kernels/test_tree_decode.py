@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rolltree.kernels import dispatch
+from rolltree.kernels.libraries import load_library
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 from rolltree.kernels.tree_decode import schedule as schedules
 from rolltree.kernels.tree_decode.api import tree_decode_op
@@ -21,7 +22,7 @@ from rolltree.kernels.tree_decode.plan import host_columns, lay_out
 
 from .on_device import device_of, interpret_some, needs_interpreter, needs_triton
 
-needs_cpp = pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
+needs_cpp = pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
 BACKENDS = [
     pytest.param("reference"),
     pytest.param("cpu", marks=needs_cpp),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rolltree.kernels import use_backend
+from rolltree.kernels.machine import has
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
 from ...batches.kv_store import AttentionRule
@@ -22,6 +23,8 @@ from .routes import RouteCache
 from .states import StateCache
 
 try:
+    if not has("_host"):
+        raise ImportError("ROLLTREE_WITHOUT names _host")
     from ._host import KvExhaustedError, KvTree
 
     BUILT = True

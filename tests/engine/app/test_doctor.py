@@ -12,6 +12,7 @@ from rich.console import Console
 
 from rolltree.engine.app import doctor
 from rolltree.engine.app.doctor import Finding
+from rolltree.kernels import machine
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
@@ -33,7 +34,8 @@ def test_this_machine_is_examined_in_full() -> None:
         "_cpu (CPU kernels)",
         "_cuda (CUDA kernels)",
         "nvcc",
-        "triton interpreter",
+        "ROLLTREE_SANDBOX_WITHOUT",
+        *machine.SETTINGS,
         "vllm",
     } <= set(findings)
     assert not [f for f in findings.values() if f.level in ("bad", "slow") and not f.remedy]
@@ -97,6 +99,18 @@ def test_optional_packages_outside_their_range_are_named(
     assert finding.level == level
     assert finding.found.startswith(said)
     assert finding.remedy == ("" if level == "ok" else "pip install 'rolltree[vllm]'")
+
+
+def test_what_is_forced_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLTREE_CPU_LEVEL", "default")
+    monkeypatch.setenv("ROLLTREE_WITHOUT", "_cpu,_cuda")
+    monkeypatch.setenv("ROLLTREE_AMX", "on")
+    findings = {f.name: f for f in doctor.forced_paths()}
+    assert findings["ROLLTREE_CPU_LEVEL"].found == "default (ROLLTREE_CPU_LEVEL is set)"
+    assert findings["ROLLTREE_WITHOUT"].found == "_cpu, _cuda (ROLLTREE_WITHOUT is set)"
+    assert findings["ROLLTREE_GPU_CAPABILITY"].found == "as the GPU has it"
+    assert (findings["ROLLTREE_AMX"].level, findings["ROLLTREE_AMX"].remedy) == ("bad", "unset ROLLTREE_AMX")
+    assert "'on'; it must be off or emulate" in findings["ROLLTREE_AMX"].found
 
 
 def test_python_out_of_range() -> None:

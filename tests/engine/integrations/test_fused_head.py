@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 from rolltree.engine.integrations.transformers import patch_model
 from rolltree.engine.model import fused_layers
-from rolltree.kernels import dispatch
+from rolltree.kernels.libraries import load_library
 
 from ..model.test_tree_equals_flat import CONFIGS, make_models
 
@@ -92,7 +92,7 @@ def test_a_second_derivative_is_refused_in_a_sentence(layers: bool) -> None:
     batch = padded()
     with pytest.raises(RuntimeError, match="linear_policy_loss has no second derivative; call backward without"):
         ours(**batch).loss.backward(create_graph=True)
-    if layers and dispatch.load_library("cpu"):
+    if layers and load_library("cpu"):
         weight = ours.model.layers[0].mlp.up_proj.weight
         grad = torch.autograd.grad(ours(batch["input_ids"]).logits.sum(), weight, create_graph=True)[0]
         with pytest.raises(RuntimeError, match=r"(rms_norm|silu_mul) has no second derivative"):
@@ -125,7 +125,7 @@ def test_layers_are_fused_unless_switched_off(layers: bool, monkeypatch: pytest.
         monkeypatch.setattr(fused_layers, name, lambda *given, op=op: passes.append(op) or op(*given))
     ours, theirs = pair("qwen3", layers=layers)
     check(ours, theirs, **padded())
-    assert len(set(passes)) == (3 if layers and dispatch.load_library("cpu") else 0)
+    assert len(set(passes)) == (3 if layers and load_library("cpu") else 0)
 
 
 @pytest.mark.parametrize("layers", [True, False])

@@ -47,7 +47,7 @@ from verl.workers.utils.padding import no_padding_2_padding  # noqa: E402 isort:
 
 from rolltree.engine.errors import UserError  # noqa: E402
 from rolltree.engine.integrations import verl as losses  # noqa: E402
-from rolltree.kernels.dispatch import log_once  # noqa: E402
+from rolltree.kernels.libraries import log_once  # noqa: E402
 
 GROUPS = {"groups": (4, 2, 1, 3), "one group": (6,), "alone": (1,), "nothing shared": (1, 1, 1, 1)}
 

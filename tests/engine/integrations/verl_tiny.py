@@ -54,7 +54,7 @@ from verl.workers.utils.losses import ppo_loss  # noqa: E402
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding  # noqa: E402
 
 from rolltree.engine.model import fused_layers  # noqa: E402
-from rolltree.kernels import dispatch  # noqa: E402
+from rolltree.kernels.libraries import load_library  # noqa: E402
 
 LIBRARY = "rolltree.engine.integrations.verl_trees"
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -181,7 +181,7 @@ class Done(NamedTuple):
     outputs: dict[str, Tensor]  # of the same batch, inferred: [B, R]
 
 
-LAYER_OPS = {"rms_norm", "rotate", "silu_mul"} if dispatch.load_library("cpu") else set()
+LAYER_OPS = {"rms_norm", "rotate", "silu_mul"} if load_library("cpu") else set()
 """Those that `fuse_layers` puts into a Qwen3 here."""
 
 

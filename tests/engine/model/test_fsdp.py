@@ -17,7 +17,8 @@ from rolltree.engine.batches.cost import CostModel
 from rolltree.engine.batches.distribute import distribute
 from rolltree.engine.model import fused_layers
 from rolltree.engine.model.sharding import shard
-from rolltree.kernels import Objective, dispatch
+from rolltree.kernels import Objective
+from rolltree.kernels.libraries import load_library
 
 from ...support.ranks import run_ranks
 from .test_tree_equals_flat import make_models, random_tree
@@ -45,7 +46,7 @@ def work(rank: int, directory: str) -> None:
             for batch in mine:
                 out = batch_loss(model, batch, OBJECTIVE, normalizer=5.0, old_logprob=None)
                 out.loss.backward()
-        assert fused.called or not dispatch.load_library("cpu")
+        assert fused.called or not load_library("cpu")
         grads = {key: p.grad.full_tensor() for key, p in model.named_parameters()}
         save_file(grads, f"{directory}/{name}-{rank}.safetensors")
     dist.destroy_process_group()

@@ -29,11 +29,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from rolltree.engine import batch_loss, fuse_layers, load_model, pack, unfuse_layers
 from rolltree.engine.model import fused_layers
-from rolltree.kernels import Objective, dispatch
+from rolltree.kernels import Objective
+from rolltree.kernels.libraries import load_library
 
 from .test_tree_equals_flat import random_tree
 
-pytestmark = pytest.mark.skipif(not dispatch.load_library("cpu"), reason="the C++ kernels are not built")
+pytestmark = pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
 
 LAYERS = 2
 SIZES: dict[str, Any] = {

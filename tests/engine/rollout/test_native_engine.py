@@ -29,7 +29,7 @@ from rolltree.engine.errors import UserError
 from rolltree.engine.programs import Action, Finish, Fork, GroupState, RolloutProgram, SegmentReport, TreePO
 from rolltree.engine.rollout import EngineConfig, KvExhaustedError, NativeEngine, SamplingParams
 from rolltree.engine.rollout.records import child_seed
-from rolltree.kernels.dispatch import load_library
+from rolltree.kernels.libraries import load_library
 
 EOS = 7
 SIZES: dict[str, Any] = {

@@ -1,0 +1,83 @@
+#include "machine.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <string_view>
+
+#include "vectors.h"
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace rolltree {
+namespace {
+
+std::string_view asked(const char* variable) {
+  const char* found = std::getenv(variable);
+  return found == nullptr ? "" : found;
+}
+
+bool has_amx() {
+#if defined(__x86_64__) && defined(__linux__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  const bool has = (d >> 22 & 1) && (d >> 24 & 1) && (b >> 16 & 1) && (b >> 30 & 1);  // AMX-BF16, AMX-TILE, AVX-512 F, BW
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return has && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+bool is_intel() {
+#ifdef __x86_64__
+  return __builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
+int64_t vector_bytes() {
+  return kVectorBytes;
+}
+
+int64_t tiles_number() {
+  return static_cast<int64_t>(tiles());
+}
+
+}  // namespace
+
+Tiles tiles() {
+  static const Tiles found = [] {
+    const std::string_view name = asked("ROLLTREE_AMX");
+    if (name == "emulate") return Tiles::emulated;
+    return name != "off" && has_amx() ? Tiles::amx : Tiles::none;
+  }();
+  return found;
+}
+
+bool library_is_fast() {
+  static const bool found = [] {
+    const std::string_view name = asked("ROLLTREE_FEW_ROWS");
+    if (!name.empty()) return name == "few";
+    return kVectorBytes == 16 || (kVectorBytes == 64 && is_intel());
+  }();
+  return found;
+}
+
+}  // namespace rolltree
+
+STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
+  m.def("vector_bytes() -> int");  // 64: AVX-512, 32: AVX2, 16: neither
+  m.def("tiles() -> int");         // 0: none, 1: emulated, 2: AMX
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CompositeExplicitAutograd, m) {
+  m.impl("vector_bytes", TORCH_BOX(&rolltree::vector_bytes));
+  m.impl("tiles", TORCH_BOX(&rolltree::tiles_number));
+}

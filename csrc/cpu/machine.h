@@ -1,0 +1,17 @@
+// The features of the processor that decide which path of the CPU kernels runs; no other file asks the processor.
+// kernels/machine.py is the same place for Python and names the environment variables that force a path.
+#pragma once
+
+namespace rolltree {
+
+enum class Tiles { none, emulated, amx };
+
+// Returns how bf16 tiles are multiplied: by AMX, if the processor has it and the operating system lets this process use it;
+// by its twin in plain C++ with ROLLTREE_AMX=emulate; not at all elsewhere and with ROLLTREE_AMX=off.
+Tiles tiles();
+
+// Returns whether the kernels' own products are faster than a library's for few rows only: on Intel's processors with
+// AVX-512, whose library is faster, and with 16-byte vectors. ROLLTREE_FEW_ROWS=few or many decides instead.
+bool library_is_fast();
+
+}  // namespace rolltree
