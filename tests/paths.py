@@ -82,7 +82,6 @@ CASES = (
     Case("an Ampere GPU", TRITON, {"ROLLTREE_GPU_CAPABILITY": "8.0"}, without="cpu"),
     Case("a Blackwell GPU", TRITON, {"ROLLTREE_GPU_CAPABILITY": "10.0"}, without="cpu"),
     Case("no namespaces", ("tests/engine/sandbox",), {"ROLLTREE_SANDBOX_WITHOUT": "namespaces"}),
-    Case("no Landlock", ("tests/engine/sandbox",), {"ROLLTREE_SANDBOX_WITHOUT": "namespaces,landlock"}),
 )
 
 
