@@ -35,6 +35,8 @@ LOOK_S = 0.01
 """Seconds between checks of the time, the memory and the number of processes."""
 MARK_FD = 63
 """File descriptor on which a child reports how its program ended."""
+PACKAGES = "/packages"
+"""Directory in the namespaces of installed packages that programs may import, wherever they are outside."""
 INNER = 1000
 """User id of programs inside the namespaces."""
 
@@ -122,14 +124,16 @@ class Namespaces:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._new_root(setup["root"], setup["packages"])
-        sys.path += sorted({os.path.dirname(path) for path in setup["packages"]})
+        if setup["packages"]:
+            sys.path.append(PACKAGES)
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
     def _new_root(self, root: str, packages: list[str]) -> None:
         self._mount(None, "/", None, MS_REC | MS_PRIVATE)
         self._mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-        for path in [*libraries(), *packages]:
-            place = root + path
+        places = {path: root + path for path in libraries()}
+        places |= {path: f"{root}{PACKAGES}/{os.path.basename(path)}" for path in packages}
+        for path, place in places.items():
             os.makedirs(os.path.dirname(place), exist_ok=True)
             if os.path.islink(path):
                 os.symlink(os.readlink(path), place)
