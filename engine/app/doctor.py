@@ -79,6 +79,7 @@ OPTIONAL_RANGES: dict[str, tuple[Version, Version]] = {"vllm": ((0, 32), (0, 34)
 OPTIONAL: tuple[tuple[str, str, str], ...] = (
     ("reasoning_gym", "procedural tasks with verifiers", "pip install 'rolltree[tasks]'"),
     ("math_verify", 'reward.verifier = "math"', "pip install 'rolltree[tasks]'"),
+    ("datasets", "sets on the Hugging Face hub in data.path", "pip install 'rolltree[hub]'"),
     ("vllm", "rollouts by vLLM", "pip install 'rolltree[vllm]'"),
     ("fastapi", "rolltree serve", "pip install 'rolltree[serve]'"),
     ("peft", "LoRA adapters", "pip install 'rolltree[lora]'"),
