@@ -27,7 +27,7 @@ class Place:
     @property
     def chosen(self) -> str | None:
         """The first key that chooses a part of the place; None if none is given."""
-        given = {self.subset_key: self.subset, self.split_key: self.split}
+        given = {self.split_key: self.split, self.subset_key: self.subset}
         return next((key for key, value in given.items() if value is not None), None)
 
     def __str__(self) -> str:

@@ -245,7 +245,7 @@ def _plain(feature: Any) -> Any:
     if isinstance(feature, dict):
         inner = {name: _plain(each) for name, each in feature.items()}
         return feature if all(inner[name] is each for name, each in feature.items()) else inner
-    if getattr(feature, "decode", None) is True:
+    if getattr(feature, "decode", None) is True and type(feature).__name__ != "Json":
         return type(feature)(decode=False)
     below = getattr(feature, "feature", None)
     if below is None or (plain := _plain(below)) is below:

@@ -42,14 +42,15 @@ def shards_of(names: Sequence[str], folder: str, key: str, otherwise: str = "") 
 
 
 def _check_one_part(shards: Sequence[str], folder: str, key: str) -> None:
-    first_of: dict[str, str] = {}
+    first_of: dict[str, tuple[str, str]] = {}  # of each part, the word and the name of the first file
     for name in shards:
         words = re.split(r"[^a-z]+", name.lower())
         if (word := next(filter(PARTS.get, words), None)) is not None:
-            first_of.setdefault(PARTS[word], name)
+            first_of.setdefault(PARTS[word], (word, name))
     if len(first_of) > 1:
-        first, second, *_ = first_of.values()
+        found = sorted(first_of.values(), key=lambda each: each[0] != "train")
+        pattern = f"{folder}/*{found[0][0]}*{form_of(found[0][1])}*"
         raise UserError(
-            f"The folder '{folder}' ({key}) holds several parts of a set ('{first}', '{second}'); name the files of "
-            f"one with a pattern, such as '{folder}/{re.split('[^A-Za-z]', first)[0]}*'."
+            f"The folder '{folder}' ({key}) holds several parts of a set ('{found[0][1]}', '{found[1][1]}'); name the "
+            f"files of one with a pattern, such as '{pattern}'."
         )

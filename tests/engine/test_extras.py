@@ -147,7 +147,7 @@ Image.new("RGB", (96, 64)).save(file, format="PNG")
 assert PictureProcessor("vision").picture(file.getvalue()).grid == (1, 2, 3)
 """,
     ("hub",): """
-import huggingface_hub
+import huggingface_hub.constants
 huggingface_hub.constants.HF_HUB_OFFLINE = True
 from rolltree.engine import UserError
 from rolltree.engine.settings import Place

@@ -148,7 +148,9 @@ ZST = bytes(pa.compress(content("x.jsonl", sums(50)), codec="zstd", asbytes=True
         ({"a.jsonl": b"{}", "b.csv": b"{}"}, "", "holds files of several forms, .csv and .jsonl"),
         ({"a.jsonl": b"{}", "b.csv": b"{}"}, "*", "holds files of several forms, .csv and .jsonl"),
         ({"a.jsonl": b"{}", "README.md": b""}, "*", "includes '{dir}/README.md', which is not .parquet"),
-        ({"train-0.jsonl": b"{}", "test-0.jsonl": b"{}"}, "", "parts of a set ('test-0.jsonl', 'train-0.jsonl')"),
+        ({"train-0.jsonl": b"{}", "test-0.jsonl": b"{}"}, "",
+         "'test-0.jsonl'); name the files of one with a pattern, such as "
+         "'{dir}/*train*.jsonl*'"),
         ({"x_train.jsonl": b"{}", "x_val.jsonl": b"{}"}, "", "holds several parts of a set"),
         ({"a.jsonl": b'{"prompt": "1", "answer": "2"}', "b.jsonl": b""}, "", "b.jsonl' (data.path) has no rows; rem"),
     ],

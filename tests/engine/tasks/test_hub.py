@@ -113,6 +113,18 @@ def test_values_stay_what_the_set_has(hub: Hub, toml: Path, tokenizer: Any) -> N
         assert {name: problem.entry[name] for name in ("prompt", "answer", "of")} == {
             name: rows[0][name] for name in ("prompt", "answer", "of")
         }
+    mixed = [{"prompt": "1", "answer": "2", "of": 1}, {"prompt": "2", "answer": "3", "of": {"b": [True]}}]
+    file = io.BytesIO()
+    datasets.Dataset.from_list(mixed, on_mixed_types="use_json").to_parquet(file)
+    hub.sets["me/mixed"] = {"train.parquet": file.getvalue()}
+    (first, second) = read_problems(Place("me/mixed", "data.path"), "prompt", "answer").rows
+    assert [first.entry, second.entry] == mixed
+    hub.sets["me/zeros"] = {"train.csv": b"prompt,answer\none,072\n"}
+    answers = [
+        read_problems(Place(path, "data.path"), "prompt", "answer").rows[0].entry["answer"]
+        for path in ("hf://datasets/me/zeros/train.csv", "me/zeros")
+    ]
+    assert answers == ["072", 72]  # `datasets` guesses types of csv, as docs/data.md says
     (first, second) = read_problems(Place("hf://datasets/me/lines/data/a.jsonl", "data.path"), "prompt", "answer").rows
     assert [first.entry, second.entry] == NULLS
 
@@ -160,7 +172,7 @@ def test_files_of_a_set(path: str, rows: list[dict[str, Any]], ids: str, hub: Hu
         (("--data.path=hf://datasets/me/one/*.csv",), "No file matches 'hf://datasets/me/one/*.csv' (data.path)"),
         (("--data.path=hf://datasets/me/lines/date",), "The folder 'hf://datasets/me/lines/date' (data.path) holds"),
         (("--data.path=hf://datasets/me/lines/data",), "has data in folders of its own too ('hf://datasets/me/lines/data/c')"),
-        (("--data.path=hf://datasets/openai/gsm8k/main",), "holds several parts of a set ('test-00000-of-0"),
+        (("--data.path=hf://datasets/openai/gsm8k/main",), "holds several parts of a set ('train-00000-of-"),
         (("--data.path=hf://models/me/one",), "is no address of data on the hub; give hf://datasets/OWNER/NAME"),
         (("--data.path=gsm8k",), "There is no prompts file 'gsm8k' (data.path); give a .parquet"),
         (("--data.path=me/lines.jsonl",), "There is no prompts file 'me/lines.jsonl' (data.path)"),
@@ -235,6 +247,8 @@ def test_a_slice_of_a_large_set_fetches_no_more_than_it_needs(
     assert (whole.pairs, whole.ids) == (found.pairs, found.ids) == (pairs(sums(4, 1)), found.ids)
     assert found.source.state_dict()["digests"] == whole.source.state_dict()["digests"]
     monkeypatch.setattr(reader, "LARGE", 10)
+    untyped = read(toml, tokenizer, "--data.path=me/one", "--data.split=train[1:3]")  # its types follow from all rows
+    assert untyped.pairs == pairs(sums(2, 1))
     hub.asked.clear()  # the set is in the cache now, and is read from there
     assert read(toml, tokenizer, "--data.path=me/large", "--data.split=train[1:5]").pairs == found.pairs
     assert not any(".parquet" in request for request in hub.asked)
