@@ -73,7 +73,11 @@ REQUIRED: tuple[tuple[str, Version, Version | None], ...] = (
 )
 """Package, first supported version, first unsupported version: the ranges of pyproject.toml."""
 
-OPTIONAL_RANGES: dict[str, tuple[Version, Version]] = {"vllm": ((0, 32), (0, 34)), "trl": ((1, 16), (1, 17))}
+OPTIONAL_RANGES: dict[str, tuple[Version, Version]] = {
+    "vllm": ((0, 32), (0, 34)),
+    "trl": ((1, 16), (1, 17)),
+    "datasets": ((5,), (6,)),
+}
 """First supported and first unsupported version of optional packages with a range in pyproject.toml."""
 
 OPTIONAL: tuple[tuple[str, str, str], ...] = (

@@ -56,6 +56,8 @@ def read_file(file: Path, shown: str, key: str) -> list[Row]:
     form = form_of(file.name)
     if form is None:
         raise UserError(f"The prompts file '{shown}' ({key}) is not {READABLE}; convert it to one of them.")
+    if not file.is_file():  # a link to what is missing, or a pipe
+        raise UserError(f"The prompts file '{shown}' ({key}) is no file or links to none; restore or remove it.")
     if form == ".parquet":
         rows = _parquet(file, shown, key)
     else:

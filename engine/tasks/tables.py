@@ -67,7 +67,7 @@ def read_problems(place: Place, prompt_key: str, answer_key: str, image_key: str
     first = find_answer(tables[0].rows[0], answer_key)
     verl = f", answers in '{VERL}'" if first is not None and first[0] == VERL and answer_key == "answer" else ""
     files = f" ({len(tables)} files)" if len(tables) > 1 else ""
-    return Problems(rows, f"{len(rows)} rows of {place}{files}{verl}")
+    return Problems(rows, f"{len(rows)} {'row' if len(rows) == 1 else 'rows'} of {place}{files}{verl}")
 
 
 def read_tables(place: Place) -> list[Table]:
@@ -96,7 +96,7 @@ def _files(place: Place) -> dict[str, Path]:
     elif os.path.exists(path):
         found = [path]
     elif WILD.search(path):
-        found = [name for name in glob.glob(path, recursive=True) if os.path.isfile(name)]
+        found = [name for name in glob.glob(path, recursive=True) if not os.path.isdir(name)]
     else:
         hub = "; a set on the hub is called OWNER/NAME" if "/" not in path else ""
         raise UserError(f"There is no prompts file '{path}' ({place.key}); give a {READABLE} file{hub}.")

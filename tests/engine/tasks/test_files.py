@@ -171,6 +171,18 @@ def test_what_is_refused(
     assert message.endswith(".")
 
 
+@pytest.mark.parametrize("path", ["", "*", "*.jsonl"])
+def test_a_shard_that_is_not_there_is_not_passed_over(path: str, toml: Path, tokenizer: Any, tmp_path: Path) -> None:
+    write(tmp_path / "d", {"a.jsonl": sums(2)})
+    (tmp_path / "d" / "b.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"b\.jsonl' \(data\.path\) is no file or links to none"):
+        read(toml, tokenizer, f"--data.path={tmp_path}/d/{path}")
+    (tmp_path / "d" / "b.jsonl").unlink()
+    os.mkfifo(tmp_path / "d" / "b.jsonl")
+    with pytest.raises(UserError, match=r"b\.jsonl' \(data\.path\) is no file or links to none"):
+        read(toml, tokenizer, f"--data.path={tmp_path}/d/{path}")
+
+
 @pytest.mark.parametrize(
     ("row", "keys", "says"),
     [
