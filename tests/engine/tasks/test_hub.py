@@ -24,6 +24,7 @@ from rolltree.engine.tasks.images import content_of
 
 from ...support.hub import Hub, clients_of, serving
 from .reading import content, pairs, read, sums, write
+from .test_files import train
 
 CARD = b"""---
 configs:
@@ -285,6 +286,21 @@ def test_without_a_network_the_caches_serve(
             assert says in str(caught.value), caught.value
             assert "\n" not in str(caught.value)
         assert time.monotonic() - began < 8
+
+
+@pytest.mark.check
+def test_a_run_resumes_with_the_rows_that_it_had(
+    hub: Hub, toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_report: None
+) -> None:
+    set_of = [*NAMES, "--data.split=train", "--data.prompt_key=question"]
+    train(toml, tmp_path, *set_of, "--trainer.steps=1")
+    clients_of("http://127.0.0.1:9", tmp_path / "cache", monkeypatch)  # nothing listens there
+    assert len(train(toml, tmp_path, *set_of, "--trainer.steps=2", resume=True)) == 3
+    clients_of(hub.url, tmp_path / "cache", monkeypatch)
+    changed = {"main/train-00001-of-00002.parquet": content("x.parquet", asked(sums(4, 6)))}
+    hub.sets["openai/gsm8k"] = SETS["openai/gsm8k"] | changed
+    with pytest.raises(UserError, match=r"other training rows, .* than 'openai/gsm8k' \(main, train\) has now"):
+        train(toml, tmp_path, *set_of, "--trainer.steps=3", resume=True)
 
 
 @pytest.mark.check
