@@ -73,12 +73,17 @@ REQUIRED: tuple[tuple[str, Version, Version | None], ...] = (
 )
 """Package, first supported version, first unsupported version: the ranges of pyproject.toml."""
 
-OPTIONAL_RANGES: dict[str, tuple[Version, Version]] = {"vllm": ((0, 32), (0, 34)), "trl": ((1, 16), (1, 17))}
+OPTIONAL_RANGES: dict[str, tuple[Version, Version]] = {
+    "vllm": ((0, 32), (0, 34)),
+    "trl": ((1, 16), (1, 17)),
+    "datasets": ((5,), (6,)),
+}
 """First supported and first unsupported version of optional packages with a range in pyproject.toml."""
 
 OPTIONAL: tuple[tuple[str, str, str], ...] = (
     ("reasoning_gym", "procedural tasks with verifiers", "pip install 'rolltree[tasks]'"),
     ("math_verify", 'reward.verifier = "math"', "pip install 'rolltree[tasks]'"),
+    ("datasets", "sets on the Hugging Face hub in data.path", "pip install 'rolltree[hub]'"),
     ("vllm", "rollouts by vLLM", "pip install 'rolltree[vllm]'"),
     ("fastapi", "rolltree serve", "pip install 'rolltree[serve]'"),
     ("peft", "LoRA adapters", "pip install 'rolltree[lora]'"),

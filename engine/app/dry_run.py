@@ -22,13 +22,13 @@ from ..parts.resolve import import_object
 from ..plan.sizes import read_sizes
 from ..programs import RolloutProgram
 from ..prompts.curriculum import Curriculum
-from ..prompts.prompts import held_out
+from ..prompts.prompts import held_out, read_rows
 from ..record import directory
 from ..rewards import ProgramVerifier, RewardPool, Rewards, check_references, make_rewards
 from ..rewards.interface import FromProgram
 from ..rollout.sampling_params import eos_token_ids
 from ..settings import RewardPartConfig, TrainConfig
-from ..tasks import GymProblems, read_problems
+from ..tasks import GymProblems
 from .assembly import preflight
 from .assembly.checks import (
     check_early_scores,
@@ -59,7 +59,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     yield from _place_lines(config)
     known, compared = yield from _data_lines(config, tried)
     if config.demonstrations:
-        each = ", ".join(f"{table.per_step} of '{table.path}'" for table in config.demonstrations)
+        each = ", ".join(f"{table.per_step} of {table.place}" for table in config.demonstrations)
         yield f"demonstrations     {each} a step{compared}"
     yield from _judge_lines(config, tried, known)
     yield from _sampling_lines(config)
@@ -121,10 +121,10 @@ def _data_lines(config: TrainConfig, tried: _Tried) -> Generator[str, None, tupl
     if config.model.create is not None and not path.exists():
         import_object(config.model.create)
         yield f"model              {path} does not exist yet; {config.model.create} would make it"
-        return _problems_without_model(config), ""
+        return (yield from _problems_without_model(config)), ""
     if not path.exists() and str(path).count("/") == 1:
         yield f"model              {path} from the hub, fetched when the run starts"
-        return [], ""
+        return (yield from _problems_without_model(config)), ""
     yield from _model_lines(config, path)
     tokenizer = load_tokenizer(path)
     for name, roles in tried.players.items():
@@ -134,6 +134,9 @@ def _data_lines(config: TrainConfig, tried: _Tried) -> Generator[str, None, tupl
         check_same_tokens(name, own.model.path, tokenizer)
     problems = held_out(config.data, config.evaluation.problems, tokenizer)
     source, demonstrations = prompts_of(config, tokenizer, problems, kept_entries(config))
+    if source.said:
+        held = f"{len(problems)} held out{_own(config)}"
+        yield f"prompts            {source.said}; {len(source.known)} to train on, {held}"
     overlap = "" if config.data.is_empty else f"; {demonstrations.overlap(config.data, source, problems)}"
     check_hints(tried.callback, source)
     rollout = config.rollout
@@ -142,14 +145,19 @@ def _data_lines(config: TrainConfig, tried: _Tried) -> Generator[str, None, tupl
     return [(prompt.id, prompt.entry) for prompt in [*source.known, *problems]], overlap
 
 
-def _problems_without_model(config: TrainConfig) -> list[Entry]:
+def _own(config: TrainConfig) -> str:
+    """Return where held-out problems come from, if that is not where the others do."""
+    return f" of {place}" if (place := config.data.eval_place) is not None and config.evaluation.problems else ""
+
+
+def _problems_without_model(config: TrainConfig) -> Generator[str, None, list[Entry]]:
     known: list[Entry] = []
-    for key in ("path", "eval_path"):
-        if (file := getattr(config.data, key)) is not None:
-            read = read_problems(
-                file, f"data.{key}", config.data.prompt_key, config.data.answer_key, config.data.image_key
-            )
-            known += [(problem.id, problem.entry) for problem in read]
+    places = {"prompts": config.data.place, "held-out problems": config.data.eval_place}
+    for what, place in places.items():
+        if place is not None:
+            read = read_rows(config.data, place)
+            known += [(problem.id, problem.entry) for problem in read.rows]
+            yield f"{what:<19}{read.said}"
     if config.data.tasks:
         GymProblems(config.data.tasks, [config.seed])
     return known

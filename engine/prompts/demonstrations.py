@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from ..data.tree import TokenTree
 from ..errors import UserError
 from ..programs.chat.conversation import conversation
 from ..settings import DataConfig, DemonstrationsConfig
-from ..tasks import Problem, problem_of, read_file
+from ..tasks import Problem, read_tables
 from .prompts import Prompt, make_prompts, pictures_of, question
 from .sources import PromptSource
 
@@ -63,7 +62,7 @@ class Demonstrations:
 
     def overlap(self, data: DataConfig, source: PromptSource, held_out: Sequence[Prompt]) -> str:
         """Return a sentence about the problems of the run that have a prompt of a demonstration."""
-        files = dict.fromkeys(f"'{table.config.path}'" for table in self._tables)
+        files = dict.fromkeys(str(table.config.place) for table in self._tables)
         shared, where = source.demonstrated, f"the text of a prompt in {', '.join(files)} (demonstrations.path)"
         solved = sum(question(prompt) in self.prompts for prompt in held_out)
         of_held_out = f"{solved} of {len(held_out)} held-out problems"
@@ -120,8 +119,8 @@ class _Table:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["digest"] != self.state_dict()["digest"]:
             raise UserError(
-                f"The checkpoint was made with other rows than '{self.config.path}' (demonstrations.path) has now; "
-                "restore the file or start a run under another --name."
+                f"The checkpoint was made with other rows than {self.config.place} (demonstrations.path) has now; "
+                "restore them or start a run under another --name."
             )
         self.cursor = state["cursor"]
 
@@ -138,14 +137,15 @@ class _Reader:
         return [self._tree(problem, problem.entry["answer"]) for problem in self.problems]
 
     def _read(self) -> list[Problem]:
-        config, file = self.config, Path(self.config.path)
-        rows, keys = read_file(config.path, "demonstrations.path"), (config.prompt_key, config.response_key)
-        if config.messages_key is not None:
-            rows = [self._cut(row, f"Row {n} of '{file}'") for n, row in enumerate(rows)]
-        of_file = f"'{file}'", file.stem
-        return [
-            problem_of(row, *of_file, n, *keys, self.data.image_key, folder=file.parent) for n, row in enumerate(rows)
-        ]
+        keys = self.config.prompt_key, self.config.response_key, self.data.image_key
+        options = "demonstrations.prompt_key", "demonstrations.response_key"
+        problems = []
+        for table in read_tables(self.config.place):
+            for n, row in enumerate(table.rows):
+                if self.config.messages_key is not None:
+                    row = self._cut(row, f"Row {n} of {table.where}")
+                problems.append(table.problem(n, row, *keys, options=options))
+        return problems
 
     def _cut(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         """Return a row with the prompt and the response of its whole conversation."""

@@ -13,9 +13,10 @@ from ..data.media import Picture, distinct, expand
 from ..errors import UserError
 from ..model.processor import processor_beside
 from ..programs.chat.messages import tool_schema
-from ..settings import DataConfig
+from ..settings import DataConfig, Place
 from ..tasks import GymProblems, Problem, read_problems
 from ..tasks.images import Image, content_of
+from ..tasks.tables import Problems
 
 TRAIN, HELD_OUT = 0, 1
 """Seeds of the streams of generated problems."""
@@ -77,15 +78,15 @@ def held_out(data: DataConfig, wanted: int, tokenizer: PreTrainedTokenizerBase) 
             if len(found) == wanted:
                 break
     else:
-        key = "data.path" if data.eval_path is None else "data.eval_path"
-        file = data.eval_path or data.path
-        assert file is not None
-        rows = read_rows(data, file, key)
-        for problem in rows if data.eval_path is not None else reversed(rows):  # the first of equal problems is kept
+        own = data.eval_place
+        place = own or data.place
+        assert place is not None
+        rows = read_rows(data, place).rows
+        for problem in rows if own is not None else reversed(rows):  # the first of equal problems is kept
             found.setdefault(problem.identity, problem)
             if len(found) == wanted:
                 break
-        if data.eval_path is None:
+        if own is None:
             found = dict(reversed(found.items()))
     if len(found) < wanted:
         raise UserError(
@@ -228,6 +229,6 @@ def _wanted(problem: Problem, config: DataConfig) -> int | None:
     return n
 
 
-def read_rows(config: DataConfig, path: str, key: str) -> list[Problem]:
-    """Return the problems of the file that `key` names, from the columns that the configuration names."""
-    return read_problems(path, key, config.prompt_key, config.answer_key, config.image_key)
+def read_rows(config: DataConfig, place: Place) -> Problems:
+    """Return the problems of a place, from the columns that the configuration names."""
+    return read_problems(place, config.prompt_key, config.answer_key, config.image_key)

@@ -38,6 +38,7 @@ class PromptSource:
 
     Attributes:
         demonstrated: number of training problems of a file that demonstrations solve; None if they are generated.
+        said: number of rows and where they are; empty if problems are generated.
 
     Raises:
         UserError: the tasks or the file cannot be used, a row is too long, or all rows are held out or left out.
@@ -56,6 +57,7 @@ class PromptSource:
         self._config = config
         self._left_out = set(demonstrations) if config.disjoint else set()
         self.demonstrated: int | None = None
+        self.said = ""
         context = context or Context(tokenizer)
         self._held_out = held_out
         self._entries = entries
@@ -74,17 +76,18 @@ class PromptSource:
             self._stream = UserProblems(config, context)
         elif config.tasks:
             self._stream = GymProblems(config.tasks, [TRAIN, seed])
-        elif config.path is not None:
-            problems = read_rows(config, config.path, "data.path")
+        elif config.place is not None:
+            problems = read_rows(config, config.place)
+            self.said = problems.said
             # all rows are checked now, so that one that is too long does not end a run after hours
-            prompts = make_prompts(problems, config, tokenizer)
+            prompts = make_prompts(problems.rows, config, tokenizer)
             prompts = [prompt for prompt in prompts if prompt.identity not in self._excluded]
             self.demonstrated = sum(question(prompt) in demonstrations for prompt in prompts)
             self._rows = self._fit([prompt for prompt in prompts if self._may_come(prompt)])
             if not self._rows:
                 why = " or have a prompt of demonstrations (data.disjoint)" if config.disjoint else ""
                 raise UserError(
-                    f"All problems of '{config.path}' (data.path) are held out{why}; lower evaluation.problems or add "
+                    f"All problems of {config.place} (data.path) are held out{why}; lower evaluation.problems or add "
                     "rows."
                 )
 
@@ -249,15 +252,15 @@ class PromptSource:
         """
         if state["rows"] != len(self._rows):
             raise UserError(
-                f"The checkpoint was made with {state['rows']} training rows in '{self._config.path}' (data.path) and "
-                f"there are {len(self._rows)} now; restore the file or start a run under another --name."
+                f"The checkpoint was made with {state['rows']} training rows in {self._config.place} (data.path) and "
+                f"there are {len(self._rows)} now; restore them or start a run under another --name."
             )
         for what, old, new in zip(("training", "held-out"), state["digests"], self._digests, strict=True):
             if old != new:
-                path = self._config.eval_path if what == "held-out" and self._config.eval_path else self._config.path
+                place = (what == "held-out" and self._config.eval_place) or self._config.place
                 raise UserError(
-                    f"The checkpoint was made with other {what} rows than '{path}' has now, though as many; restore "
-                    "the file or start a run under another --name."
+                    f"The checkpoint was made with other {what} rows, or rows of files with other names, than {place} "
+                    "has now, though as many; restore them or start a run under another --name."
                 )
         self._cursor = state["cursor"]
         if self.curriculum is not None:
@@ -295,7 +298,7 @@ class PromptSource:
 def _digest(prompts: Sequence[Prompt]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
-        said = repr((prompt.problem, prompt.messages, prompt.n, sorted(prompt.entry.items())))
+        said = repr((prompt.id, prompt.problem, prompt.messages, prompt.n, sorted(prompt.entry.items())))
         said += prompt.identity[len(prompt.problem) :]  # pictures
         found.update(said.encode("utf-8", "surrogatepass"))
     return found.hexdigest()

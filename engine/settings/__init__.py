@@ -14,6 +14,7 @@ from .algorithm import (
     TeacherConfig,
     TermConfig,
 )
+from .place import Place
 from .policies import PolicyConfig
 from .rewards import REWARD_NAMES, VERIFIERS, RewardConfig, RewardPartConfig, ShapingConfig, known_verifier
 from .run import TrainConfig
@@ -34,6 +35,7 @@ __all__ = [
     "LoopConfig",
     "LoraConfig",
     "ModelConfig",
+    "Place",
     "PlacementConfig",
     "PolicyConfig",
     "ReferenceConfig",

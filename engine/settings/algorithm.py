@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
+from .place import Place
 from .section import NonNegativeInt, PositiveInt, Schedule, Section
 
 
@@ -93,7 +94,11 @@ class DemonstrationsConfig(Section):
     name: str = "given"
     """Name of the table, by which the selection `demonstrated` and the pairs `chosen_and_rejected` choose it."""
     path: str
-    """Parquet or jsonl file of prompts and responses."""
+    """Prompts and responses, in any form that `data.path` takes; see docs/data.md."""
+    subset: str | None = None
+    """Subset of a set on the hub, as `data.subset`."""
+    split: str | None = None
+    """Split of a set on the hub, as `data.split`."""
     prompt_key: str = "prompt"
     """Column with the problem, which is put into `data.template`; or a list of messages, with `data.chat`."""
     response_key: str = "response"
@@ -113,6 +118,11 @@ class DemonstrationsConfig(Section):
     per_step: NonNegativeInt = 8
     """Demonstrations of each step; a loss term trains on them with `select = "demonstrated"`. 0: none, where they are
     those of an earlier stage that prompts are only compared with (`data.disjoint`)."""
+
+    @property
+    def place(self) -> Place:
+        """Place of the rows."""
+        return Place(self.path, "demonstrations.path", self.subset, self.split, "demonstrations.")
 
     @model_validator(mode="after")
     def _columns_agree(self) -> Self:

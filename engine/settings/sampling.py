@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
+from .place import Place
 from .section import NonNegativeInt, PositiveInt, Section
 
 
@@ -87,7 +88,12 @@ class DataConfig(Section):
     tasks: tuple[TaskConfig, ...] = ()
     """`reasoning_gym` tasks whose problems are generated during the run. Give one of `tasks`, `path` and `source`."""
     path: str | None = None
-    """Parquet or jsonl file with one problem a row."""
+    """Problems, one a row: a file (parquet, JSON lines, JSON array or csv), a folder or pattern of files, an `hf://`
+    address, or the name of a set on the hub such as `openai/gsm8k`; see docs/data.md."""
+    subset: str | None = None
+    """Subset (configuration) of a set on the hub. Default: the only one, or what the set declares as default."""
+    split: str | None = None
+    """Split of a set on the hub, such as `train`, or a part of it, such as `train[:10000]`. Default: the only one."""
     source: str | None = None
     """Source of problems: `games`, `verifiers`, or `file.py:Class` with a method `next(count)` that returns rows with
     the columns below; see docs/environments.md and docs/architecture.md."""
@@ -99,12 +105,16 @@ class DataConfig(Section):
     curriculum_options: dict[str, Any] = Field(default_factory=dict)
     """Options of `curriculum`."""
     eval_path: str | None = None
-    """Parquet or jsonl file of held-out problems. Default: the last `evaluation.problems` rows of `path`."""
+    """Held-out problems, in any form that `path` takes. Default: the last `evaluation.problems` rows of `path`."""
+    eval_subset: str | None = None
+    """Subset of the held-out problems. Default: without `eval_path`, that of `path`."""
+    eval_split: str | None = None
+    """Split of the held-out problems; without `eval_path`, of the set that `path` names."""
     prompt_key: str = "prompt"
     """Column of `path` with the problem: a text or, with `chat`, a list of messages, each with role and content."""
     answer_key: str = "answer"
     """Column of `path` with the reference answer; `a.b` is the field `b` of the column `a`. If the column `answer` is
-    missing, verl's `reward_model.ground_truth` or TRL's `solution` is read."""
+    missing, verl's `reward_model.ground_truth` is read."""
     image_key: str | None = None
     """Column of `path` or `source` with the pictures of a problem: one or a list, each a path (relative to the file),
     an encoded file, or a dict with `bytes` or `path`; see docs/pictures.md. Default: only parts of messages are
@@ -132,6 +142,20 @@ class DataConfig(Section):
         return template
 
     @property
+    def place(self) -> Place | None:
+        """Place of the problems to train on, if they are rows."""
+        return None if self.path is None else Place(self.path, "data.path", self.subset, self.split)
+
+    @property
+    def eval_place(self) -> Place | None:
+        """Place of the held-out problems, if they have one of their own."""
+        if self.eval_path is not None:
+            return Place(self.eval_path, "data.eval_path", self.eval_subset, self.eval_split, "data.eval_")
+        if self.path is None or self.eval_split is None:
+            return None
+        return Place(self.path, "data.path", self.eval_subset or self.subset, self.eval_split, "data.eval_")
+
+    @property
     def is_empty(self) -> bool:
         """True if there are no problems to sample responses to."""
         return not self.tasks and self.path is None and self.source is None
@@ -146,6 +170,17 @@ class DataConfig(Section):
             raise ValueError(
                 "`data.eval_path` does not go with `data.tasks`, which generate their own held-out problems"
             )
+        parts = {
+            "subset": self.path,
+            "split": self.path,
+            "eval_split": self.eval_path or self.path,
+            "eval_subset": self.eval_path or (self.path and self.eval_split),
+        }
+        for key, of in parts.items():
+            if getattr(self, key) is not None and of is None:
+                whole = {"eval_subset": "`data.eval_path` or `data.eval_split`", "eval_split": "`data.eval_path`"}
+                needed = whole.get(key, "`data.path`")
+                raise ValueError(f"`data.{key}` chooses a part of a set on the hub; give {needed} too, or leave it out")
         if self.tools and not self.chat:
             raise ValueError("`data.tools` are offered by the chat template; set `data.chat` to true")
         if self.image_key is not None and self.tasks:

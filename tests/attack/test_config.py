@@ -29,7 +29,7 @@ from rolltree.engine.app.cli import main
 from rolltree.engine.app.config import config_keys, load_config, resolved_toml
 from rolltree.engine.errors import UserError
 from rolltree.engine.rewards import RewardItem, RewardPool
-from rolltree.engine.settings import RewardConfig, TrainConfig
+from rolltree.engine.settings import Place, RewardConfig, TrainConfig
 from rolltree.engine.tasks import read_problems
 
 from ..engine.rewards.test_hostile import HOSTILE, alive
@@ -280,7 +280,7 @@ def test_any_prompts_file_is_read_exactly_or_refused(home: Path, cases: int) -> 
         text = "".join(json.dumps(row, ensure_ascii=ascii_only) + "\n" for row in rows)
         (home / "p.jsonl").write_bytes(text.encode("utf-8", "replace") + noise)
         try:
-            found = read_problems(str(home / "p.jsonl"), "data.path", "prompt", "answer")
+            found = read_problems(Place(str(home / "p.jsonl"), "data.path"), "prompt", "answer").rows
         except UserError as error:
             check_sentence(error)
             return
@@ -292,7 +292,7 @@ def test_any_prompts_file_is_read_exactly_or_refused(home: Path, cases: int) -> 
     for text in ("[" * 100_000, '{"prompt": ' + "9" * 5000 + "}", '{"prompt": 1, "answer": 2}', "3", '""', "null"):
         (home / "p.jsonl").write_text(text)
         with pytest.raises(UserError) as caught:
-            read_problems(str(home / "p.jsonl"), "data.path", "prompt", "answer")
+            read_problems(Place(str(home / "p.jsonl"), "data.path"), "prompt", "answer")
         check_sentence(caught.value)
 
 

@@ -146,6 +146,19 @@ file = io.BytesIO()
 Image.new("RGB", (96, 64)).save(file, format="PNG")
 assert PictureProcessor("vision").picture(file.getvalue()).grid == (1, 2, 3)
 """,
+    ("hub",): """
+import huggingface_hub.constants
+huggingface_hub.constants.HF_HUB_OFFLINE = True
+from rolltree.engine import UserError
+from rolltree.engine.settings import Place
+from rolltree.engine.tasks import read_problems
+try:
+    read_problems(Place("nobody/nothing", "data.path"), "prompt", "answer")
+except UserError as error:
+    assert "the cache of `datasets` does not have it" in str(error), error
+else:
+    raise AssertionError
+""",
     ("trl",): "from rolltree.engine.integrations.trl import RolltreeGRPOTrainer, accelerate\n",
     ("hopper",): """
 import rolltree.kernels.tree_attention.flash_kernels
@@ -226,7 +239,7 @@ def engine(directory: Path) -> Iterator[Forks]:
         yield parent
 
 
-ANEW = {("report",), ("plots",), ("judge",), ("hopper",), ("pictures",), ("trl",)}
+ANEW = {("report",), ("plots",), ("judge",), ("hopper",), ("hub",), ("pictures",), ("trl",)}
 """Cases without Transformers, and those where it has to find a package that ``engine`` does not bring."""
 Run = Callable[[tuple[str, ...], Iterable[str]], tuple[int, str]]
 

@@ -114,7 +114,7 @@ MISTAKES = [
     (["--data.tasks=[{name='chain_sum', options={min_terms='a'}}]"], "The task 'chain_sum' in data.tasks cannot be"),
     (["--data.tasks=[{name='chain_sum', options={min_terms=0}}]"], "The task 'chain_sum' in data.tasks cannot be"),
     (["--data.tasks=[]", "--data.path=/nowhere/p.jsonl"], "no prompts file '/nowhere/p.jsonl'"),
-    (["--data.tasks=[]", "--data.path={home}/mine.py"], "neither .parquet nor .jsonl"),
+    (["--data.tasks=[]", "--data.path={home}/mine.py"], "is not .parquet, .jsonl, .json or .csv"),
     (["--data.tasks=[]", "--data.path={home}/missing.jsonl"], "The row of 'missing/1' cannot be judged by reward.ver"),
     (
         ["--data.tasks=[]", "--data.path={home}/unread.jsonl", "--reward.verifier=math"],

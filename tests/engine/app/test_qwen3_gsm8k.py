@@ -17,6 +17,16 @@ from rolltree.engine.prompts.prompts import held_out
 from rolltree.engine.prompts.sources import PromptSource
 from rolltree.engine.rewards import RewardItem, RewardPool
 
+from ...support.hub import Hub, clients_of, serving
+
+CARD = b"""---
+configs:
+- config_name: main
+  data_files: [{split: train, path: main/train-*}, {split: test, path: main/test-*}]
+- config_name: socratic
+  data_files: [{split: train, path: socratic/train-*}]
+---
+"""
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen3_gsm8k.toml"
 
 
@@ -41,19 +51,22 @@ def test_the_configuration_is_one_the_engine_takes() -> None:
 
 
 @pytest.mark.check
-def test_rows_of_gsm8k_become_prompts_and_rewards(tmp_path: Path) -> None:
+def test_rows_of_gsm8k_become_prompts_and_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"README.md": CARD}
     for name, rows in (("train", 3), ("test", 2)):
         table = {
             "question": [f"{name}: Mia has {i} apples and buys 3 more. How many?" for i in range(rows)],
             "answer": [f"She has {i} + 3 = <<{i}+3={i + 3}>>{i + 3}.\n#### {i + 3}" for i in range(rows)],
         }
-        pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
-    paths = [f"--data.path={tmp_path / 'train.parquet'}", f"--data.eval_path={tmp_path / 'test.parquet'}"]
-    config = load_config(EXAMPLE, [*paths, "--evaluation.problems=2", "--reward.workers=1"])
+        pq.write_table(pa.table(table), tmp_path / "rows.parquet")
+        files[f"main/{name}-00000-of-00001.parquet"] = (tmp_path / "rows.parquet").read_bytes()
+    config = load_config(EXAMPLE, ["--evaluation.problems=2", "--reward.workers=1"])
     tokenizer = chatty_tokenizer()
-    held = held_out(config.data, config.evaluation.problems, tokenizer)
+    with serving(Hub({"openai/gsm8k": files})) as hub:
+        clients_of(hub.url, tmp_path, monkeypatch)
+        held = held_out(config.data, config.evaluation.problems, tokenizer)
+        prompts = PromptSource(config.data, tokenizer, config.seed, held).next(3)
     assert [prompt.problem[:4] for prompt in held] == ["test", "test"]
-    prompts = PromptSource(config.data, tokenizer, config.seed, held).next(3)
     assert all("'Answer:'" in prompt.text and prompt.text.endswith("assistant: ") for prompt in prompts)
     with RewardPool(config.reward, config.data.tasks) as pool:
         answers = [int(prompt.entry["answer"].rpartition(" ")[2]) for prompt in prompts]

@@ -281,9 +281,9 @@ def test_pictures_of_equal_text_are_different_problems(home: Path, tokenizer: An
     assert len({min(ids) for ids in seen}) == 9
     digests = source.state_dict()["digests"]
     rows = pq.read_table(home / "problems.parquet").to_pylist()
-    assert len(
-        {problem.identity for problem in read_problems(data.path or "", "data.path", "prompt", "answer", "image")}
-    ) == len(rows)
+    assert len({problem.identity for problem in read_problems(data.place, "prompt", "answer", "image").rows}) == len(
+        rows
+    )
     assert digests == PromptSource(data, tokenizer, 1, held).state_dict()["digests"]
 
 

@@ -254,7 +254,8 @@ def test_chat_template_is_applied_once(tmp_path: Path, tokenizer: PreTrainedToke
     ("name", "content", "needles"),
     [
         ("absent.jsonl", None, ["absent.jsonl", "data.path"]),
-        ("p.csv", "a,b\n", ["p.csv", ".parquet", ".jsonl"]),
+        ("p.txt", "a,b\n", ["p.txt", ".parquet", ".jsonl"]),
+        ("p.csv", "a,b\n", ["p.csv", "no rows"]),
         ("p.jsonl", "", ["p.jsonl", "no rows"]),
         ("p.jsonl", '{"prompt": "a", "answer": "1"}\n{"prompt": \n', ["p.jsonl", "2"]),
         ("p.jsonl", '["a", "b"]\n', ["p.jsonl", "object"]),

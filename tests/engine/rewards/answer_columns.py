@@ -18,7 +18,7 @@ from typing import Any
 from rolltree.engine.rewards.answers import extract_answer
 from rolltree.engine.rewards.math.mathematics import judge, read_reference
 from rolltree.engine.rewards.references import reference_text
-from rolltree.engine.tasks.files import find_answer
+from rolltree.engine.tasks.rows import find_answer
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:

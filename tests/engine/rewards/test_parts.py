@@ -27,7 +27,7 @@ from rolltree.engine.parts.context import Context
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards, check_references, make_rewards
 from rolltree.engine.rewards.parts import RewardParts, task_names
 from rolltree.engine.rewards.verdicts import put_rewards
-from rolltree.engine.settings import RewardConfig, RewardPartConfig
+from rolltree.engine.settings import Place, RewardConfig, RewardPartConfig
 from rolltree.engine.tasks import read_problems
 
 from ...support.tiny import write_run
@@ -372,5 +372,5 @@ def test_parts_that_need_the_engine_are_asked_by_its_thread() -> None:
 def test_rows_of_a_file_have_the_task_of_their_column(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": "1", "task": "sum"}, {"prompt": "b", "answer": "2"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_problems(str(tmp_path / "rows.jsonl"), "data.path", "prompt", "answer")
+    found = read_problems(Place(str(tmp_path / "rows.jsonl"), "data.path"), "prompt", "answer").rows
     assert [(p.id, p.task) for p in found] == [("rows/0", "sum"), ("rows/1", "rows")]

@@ -17,9 +17,9 @@ import pytest
 from rolltree.engine.errors import UserError
 from rolltree.engine.rewards import RewardItem, RewardPool, check_references
 from rolltree.engine.rewards.references import reference_text
-from rolltree.engine.settings import RewardConfig
+from rolltree.engine.settings import Place, RewardConfig
 from rolltree.engine.tasks import read_problems
-from rolltree.engine.tasks.files import find_answer
+from rolltree.engine.tasks.rows import find_answer
 
 
 @pytest.mark.parametrize(
@@ -98,26 +98,32 @@ def test_right_answers_to_references_that_are_no_text_are_paid(verifier: str) ->
         ({"reward_model": {"ground_truth": "3"}}, "reward_model.ground_truth", ("reward_model.ground_truth", "3")),
         ({"extra_info": {"a": {"b": 3}}}, "extra_info.a.b", ("extra_info.a.b", 3)),
         ({"a.b": 3, "a": {"b": 4}}, "a.b", ("a.b", 3)),
-        ({"solution": "3"}, "answer", ("solution", "3")),
+        ({"solution": "3"}, "answer", None),
+        ({"solution": "3"}, "solution", ("solution", "3")),
         ({"solution": "3"}, "target", None),
         ({"reward_model": {"style": "rule"}}, "answer", None),
         ({"answer": None}, "answer", ("answer", None)),
     ],
 )
-def test_columns_of_verl_and_trl_are_understood(row: dict[str, Any], key: str, found: Any) -> None:
+def test_answers_of_verl_are_understood_and_no_others_are_guessed(row: dict[str, Any], key: str, found: Any) -> None:
     assert find_answer(row, key) == found
 
 
-def test_files_of_verl_and_trl_are_read(tmp_path: Path) -> None:
+def test_files_of_verl_and_trl_are_read_and_usual_names_suggested(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "1 + 1?"}]
     verl = {"prompt": chat, "reward_model": {"style": "rule", "ground_truth": "2"}, "data_source": "x"}
     pq.write_table(pa.Table.from_pylist([verl]), tmp_path / "verl.parquet")
     (tmp_path / "trl.jsonl").write_text(json.dumps({"prompt": chat, "solution": "so $2$"}))
-    for name, answer in (("verl.parquet", "2"), ("trl.jsonl", "so $2$")):
-        (problem,) = read_problems(str(tmp_path / name), "data.path", "prompt", "answer")
-        assert problem.entry["answer"] == answer
-        with pytest.raises(UserError, match="no column 'target'"):
-            read_problems(str(tmp_path / name), "data.path", "prompt", "target")
+    for name, key, answer in (("verl.parquet", "answer", "2"), ("trl.jsonl", "solution", "so $2$")):
+        place = Place(str(tmp_path / name), "data.path")
+        read = read_problems(place, "prompt", key)
+        assert [problem.entry["answer"] for problem in read.rows] == [answer]
+        assert ("answers in 'reward_model.ground_truth'" in read.said) == (key == "answer")
+        usual = "solution" if key == "solution" else "reward_model.ground_truth"
+        with pytest.raises(UserError, match=f"no column 'target' .*; set data.answer_key = \"{usual}\"\\.$"):
+            read_problems(place, "prompt", "target")
+    with pytest.raises(UserError, match=r'no column \'answer\' .*; set data.answer_key = "solution"\.$'):
+        read_problems(place, "prompt", "answer")
 
 
 def checked(pool: RewardPool, verifier: str, answers: list[Any], **config: Any) -> str:
