@@ -22,9 +22,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -138,12 +139,14 @@ class NativeParts(build_ext):
             ]
             if machine.is_x86():
                 flags += [f"-march={X86_LEVELS[level]}"]
+            own = {}
             if level == "avx512":
                 flags += ["-mprefer-vector-width=512"]
+                own["few_rows_dots.cpp"] = ["-mavx512bf16"]  # called where the processor has it
             where = temp / level
             where.mkdir(exist_ok=True)
             self.compile_and_link(
-                sorted(ROOT.glob("csrc/cpu/*.cpp")), flags, libs, target.with_name(f"_cpu_{level}.so"), where
+                sorted(ROOT.glob("csrc/cpu/*.cpp")), flags, libs, target.with_name(f"_cpu_{level}.so"), where, own
             )
 
     def build_cuda(self, target: Path, temp: Path) -> None:
@@ -188,12 +191,25 @@ class NativeParts(build_ext):
         )
 
     @staticmethod
-    def compile_and_link(sources: list[Path], flags: list[str], libs: list[str], target: Path, temp: Path) -> None:
+    def compile_and_link(
+        sources: list[Path],
+        flags: list[str],
+        libs: list[str],
+        target: Path,
+        temp: Path,
+        own: Mapping[str, list[str]] = MappingProxyType({}),
+    ) -> None:
+        """Compile ``sources`` and link them; ``own`` has further flags of files by name."""
         compiler = machine.compiler()
         if not machine.has("compiler"):
             raise RuntimeError(f"no C++ compiler '{compiler}' on PATH (Debian: apt-get install g++)")
         objects = [temp / f"{s.stem}.o" for s in sources]
-        compile_all([[compiler, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)])
+        compile_all(
+            [
+                [compiler, *flags, *own.get(s.name, ()), "-c", str(s), "-o", str(o)]
+                for s, o in zip(sources, objects, strict=True)
+            ]
+        )
         # macOS: what Python and torch define is found when the library is loaded
         late = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
         run([compiler, "-shared", *late, *map(str, objects), "-o", str(target), *libs])

@@ -192,7 +192,7 @@ def launching_nothing(target: Target) -> Iterator[list[str]]:
 
     def as_on_a_gpu(self: Head, weight: Tensor, *rest: Any) -> None:
         original(self, weight, *rest)
-        self.tiles, self.dtype = False, weight.dtype
+        self.bf16, self.dtype = False, weight.dtype
 
     with ExitStack() as stack:
         stack.enter_context(dispatch.use_backend("triton"))

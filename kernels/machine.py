@@ -117,6 +117,15 @@ def amx_asked() -> str:
     return _one_of("ROLLTREE_AMX", ("off", "emulate"))
 
 
+def bf16_asked() -> str:
+    """Return ``ROLLTREE_BF16``: ``widen``, two fp32 products for a pair of bf16, or ``""``, as the processor has it: by
+    AVX-512 BF16's dot products, with the same sums. Tiles come first where there are any.
+
+    The processor is asked in ``csrc/cpu/machine.h``.
+    """
+    return _one_of("ROLLTREE_BF16", ("widen",))
+
+
 def few_rows_asked() -> str:
     """Return ``ROLLTREE_FEW_ROWS``, how many rows the kernels' own products take: ``many``, ``few``, or ``""``.
 
@@ -175,6 +184,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 SETTINGS: Mapping[str, Callable[[], str]] = {
     "ROLLTREE_CPU_LEVEL": cpu_level,
     "ROLLTREE_AMX": lambda: amx_asked() or "as the processor has it",
+    "ROLLTREE_BF16": lambda: bf16_asked() or "as the processor has it",
     "ROLLTREE_FEW_ROWS": lambda: few_rows_asked() or "as the processor has it",
     "ROLLTREE_GPU_CAPABILITY": lambda: _dotted(found) if (found := _asked_capability()) else "as the GPU has it",
     "ROLLTREE_WITHOUT": lambda: ", ".join(_without()) or "nothing",

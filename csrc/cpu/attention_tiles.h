@@ -92,9 +92,11 @@ class Rows {
   // fp32 [rows, heads, width], contiguous.
   Rows(float* rows, int64_t heads, int64_t width) : base_(rows), type_(ScalarType::Float), width_(width), stride_{heads * width, width} {}
 
-  // fp32 [pages, page_size, heads, width], contiguous.
-  static Rows paged(float* pages, int64_t page_size, int64_t heads, int64_t width) {
-    Rows rows(pages, heads, width);
+  // [pages, page_size, heads, width], contiguous.
+  template <class T>
+  static Rows paged(T* pages, int64_t page_size, int64_t heads, int64_t width) {
+    Rows rows(nullptr, heads, width);
+    rows.base_ = pages, rows.type_ = std::is_same_v<T, float> ? ScalarType::Float : ScalarType::BFloat16;
     rows.stride_[0] = page_size * heads * width, rows.stride_[1] = heads * width, rows.stride_[2] = width;
     return rows;
   }
@@ -230,14 +232,22 @@ struct Down {  // transposed
   Down from(int64_t row) const { return {first + row, ld}; }
 };
 
-// C [kRows, kVectors * kLanes] (+)= A B in registers, with B from column `first`.
-template <int kRows, int kVectors, class Left, class Matrix>
-inline void gemm_registers(int64_t depth, Left a, Matrix b, int64_t first, float* c, int64_t ldc, bool add) {
+// Where the products of a GEMM go: they replace C, continue its sums, or are summed first and then added to it.
+enum class Into { set, chain, added };
+
+// The products of fp32 numbers; few_rows_in_lanes.h has others.
+struct Plain {
+  static Vec add(Vec sum, float x, Vec row) { return sum + x * row; }
+};
+
+// C [kRows, kVectors * kLanes] = A B in registers, with B from column `first`.
+template <int kRows, int kVectors, class Terms, class Left, class Matrix>
+inline void gemm_registers(int64_t depth, Left a, Matrix b, int64_t first, float* c, int64_t ldc, Into into) {
   Vec sum[kRows][kVectors];
 #pragma GCC unroll 32
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-    for (int n = 0; n < kVectors; ++n) sum[r][n] = add ? load(c + r * ldc + n * kLanes) : Vec{};
+    for (int n = 0; n < kVectors; ++n) sum[r][n] = into == Into::chain ? load(c + r * ldc + n * kLanes) : Vec{};
   for (int64_t k = 0; k < depth; ++k) {
     const float* from = b(k) + first;
     Vec row[kVectors];
@@ -247,44 +257,49 @@ inline void gemm_registers(int64_t depth, Left a, Matrix b, int64_t first, float
     for (int r = 0; r < kRows; ++r) {
       const float x = a(r, k);
 #pragma GCC unroll 8
-      for (int n = 0; n < kVectors; ++n) sum[r][n] += x * row[n];
+      for (int n = 0; n < kVectors; ++n) sum[r][n] = Terms::add(sum[r][n], x, row[n]);
     }
   }
 #pragma GCC unroll 32
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-    for (int n = 0; n < kVectors; ++n) store(c + r * ldc + n * kLanes, sum[r][n]);
+    for (int n = 0; n < kVectors; ++n) {
+      float* to = c + r * ldc + n * kLanes;
+      store(to, into == Into::added ? load(to) + sum[r][n] : sum[r][n]);
+    }
 }
 
-template <int kRows, int kVectors, class Left, class Matrix>
-inline void gemm_last_rows(int64_t rows, int64_t depth, Left a, Matrix b, int64_t first, float* c, int64_t ldc, bool add) {
+template <int kRows, int kVectors, class Terms, class Left, class Matrix>
+inline void gemm_last_rows(int64_t rows, int64_t depth, Left a, Matrix b, int64_t first, float* c, int64_t ldc, Into into) {
   if constexpr (kRows > 0) {
-    if (rows == kRows) gemm_registers<kRows, kVectors>(depth, a, b, first, c, ldc, add);
-    else gemm_last_rows<kRows - 1, kVectors>(rows, depth, a, b, first, c, ldc, add);
+    if (rows == kRows) gemm_registers<kRows, kVectors, Terms>(depth, a, b, first, c, ldc, into);
+    else gemm_last_rows<kRows - 1, kVectors, Terms>(rows, depth, a, b, first, c, ldc, into);
   }
 }
 
 // Not inlined: its loops need all registers.
-template <int kVectors, class Left, class Matrix>
+template <int kVectors, class Terms = Plain, class Left, class Matrix>
 __attribute__((noinline)) void gemm_panel(int64_t rows, int64_t depth, Left a, Matrix b, int64_t first, float* c, int64_t ldc,
-                                          bool add) {
+                                          Into into) {
   constexpr int kRows = std::min(kAccumulators / kVectors, 12);
   int64_t r = 0;
-  for (; r + kRows <= rows; r += kRows) gemm_registers<kRows, kVectors>(depth, a.from(r), b, first, c + r * ldc, ldc, add);
-  gemm_last_rows<kRows - 1, kVectors>(rows - r, depth, a.from(r), b, first, c + r * ldc, ldc, add);
+  for (; r + kRows <= rows; r += kRows)
+    gemm_registers<kRows, kVectors, Terms>(depth, a.from(r), b, first, c + r * ldc, ldc, into);
+  gemm_last_rows<kRows - 1, kVectors, Terms>(rows - r, depth, a.from(r), b, first, c + r * ldc, ldc, into);
 }
 
 // C [rows, cols] = A [rows, depth] B [depth, cols], added to C where `add`; cols is whole vectors.
 template <class Left, class Matrix>
 inline void gemm(int64_t rows, int64_t cols, int64_t depth, Left a, Matrix b, float* c, int64_t ldc, bool add) {
+  const Into into = add ? Into::chain : Into::set;
   int64_t n = 0;
   if (2 * kPanelVectors * rows <= kAccumulators)  // with few rows more columns at once, otherwise sums wait for each other
     for (; n + 2 * kPanelVectors * kLanes <= cols; n += 2 * kPanelVectors * kLanes)
-      gemm_panel<2 * kPanelVectors>(rows, depth, a, b, n, c + n, ldc, add);
+      gemm_panel<2 * kPanelVectors>(rows, depth, a, b, n, c + n, ldc, into);
   for (; n + kPanelVectors * kLanes <= cols; n += kPanelVectors * kLanes)
-    gemm_panel<kPanelVectors>(rows, depth, a, b, n, c + n, ldc, add);
-  for (; n + 2 * kLanes <= cols; n += 2 * kLanes) gemm_panel<2>(rows, depth, a, b, n, c + n, ldc, add);
-  for (; n < cols; n += kLanes) gemm_panel<1>(rows, depth, a, b, n, c + n, ldc, add);
+    gemm_panel<kPanelVectors>(rows, depth, a, b, n, c + n, ldc, into);
+  for (; n + 2 * kLanes <= cols; n += 2 * kLanes) gemm_panel<2>(rows, depth, a, b, n, c + n, ldc, into);
+  for (; n < cols; n += kLanes) gemm_panel<1>(rows, depth, a, b, n, c + n, ldc, into);
 }
 
 // ---- softmax ---------------------------------------------------------------------------------------------------------

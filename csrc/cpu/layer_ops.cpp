@@ -128,7 +128,7 @@ std::tuple<Tensor, Tensor> rotate(const Tensor& q, const Tensor& k, const Tensor
   const Heads<float> to[] = {writes(q_out), writes(k_out)};
   const int64_t heads[] = {q.size(1), k.size(1)};
   const float *cosines = cos.const_data_ptr<float>(), *sines = sin.const_data_ptr<float>();
-  const auto one = back ? turn_back : turn;
+  const auto one = back ? turn_back : turn<float>;
   torch::stable::parallel_for(0, rows, rows_of_a_thread((heads[0] + heads[1]) * dim), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t b = row / tokens, t = row % tokens, at = b * every + t * dim;

@@ -1,7 +1,8 @@
 // The passes over a row between a decoder layer's products: RMSNorm, rotary embedding and the gated unit.
 //
-// Norms and rotary embedding have every rounding of PyTorch's own operators, and squares are summed in its order, in eight
-// lanes of four partial sums each, 16 at a time. Files that include this must turn contraction off before.
+// Norms and rotary embedding have every rounding of PyTorch's own operators on T (float or Bf16), and squares are summed in
+// its order, in eight lanes of four partial sums each, 16 at a time. Rows are floats that T holds. Files that include this
+// must turn contraction off before.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "numbers.h"
 #include "vectors.h"
 
 namespace rolltree {
@@ -48,22 +50,24 @@ inline float sum_of_squares(const float* x, int64_t n) {
 }
 
 // Returns the factor of the row, 1 / sqrt(mean square + eps).
-inline float rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
+template <class T>
+inline float rms_norm(const float* x, const T* weight, float eps, int64_t n, float* out) {
   const float factor = 1.f / std::sqrt(sum_of_squares(x, n) / static_cast<float>(n) + eps);
-  for (int64_t d = 0; d < n; ++d) out[d] = weight[d] * (x[d] * factor);
+  for (int64_t d = 0; d < n; ++d) out[d] = rounded<T>(weight[d] * rounded<T>(x[d] * factor));
   return factor;
 }
 
 // out = x * cos + (-high, low) * sin, with x = (low, high); they do not overlap.
-inline void turn(const float* __restrict x, const float* cos, const float* sin, int64_t dim, float* __restrict out) {
+template <class T>
+inline void turn(const float* __restrict x, const T* cos, const T* sin, int64_t dim, float* __restrict out) {
   const int64_t half = dim / 2;
   for (int64_t d = 0; d < half; ++d) {
-    const float kept = x[d] * cos[d], turned = -x[d + half] * sin[d];
-    out[d] = kept + turned;
+    const float kept = rounded<T>(x[d] * cos[d]), turned = rounded<T>(-x[d + half] * sin[d]);
+    out[d] = rounded<T>(kept + turned);
   }
   for (int64_t d = half; d < dim; ++d) {
-    const float kept = x[d] * cos[d], turned = x[d - half] * sin[d];
-    out[d] = kept + turned;
+    const float kept = rounded<T>(x[d] * cos[d]), turned = rounded<T>(x[d - half] * sin[d]);
+    out[d] = rounded<T>(kept + turned);
   }
 }
 
@@ -75,6 +79,9 @@ inline Vec one_plus_exp_of_minus(Vec x) {
 }
 
 // Returns x / (1 + e^-x) * up.
-inline Vec silu_mul(Vec x, Vec up) { return x / one_plus_exp_of_minus(x) * up; }
+template <class T = float>
+inline Vec silu_mul(Vec x, Vec up) {
+  return rounded<T>(rounded<T>(x / one_plus_exp_of_minus(x)) * up);
+}
 
 }  // namespace rolltree

@@ -8,8 +8,10 @@
 
 #include "vectors.h"
 
-#if defined(__x86_64__) && defined(__linux__)
+#ifdef __x86_64__
 #include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -34,6 +36,16 @@ bool has_amx() {
 #endif
 }
 
+// AVX-512 BF16; whoever runs code for AVX-512 has asked for the rest.
+bool has_dots() {
+#if defined(__x86_64__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return kVectorBytes == 64 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+#else
+  return false;
+#endif
+}
+
 bool is_intel() {
 #ifdef __x86_64__
   return __builtin_cpu_is("intel");
@@ -50,6 +62,10 @@ int64_t tiles_number() {
   return static_cast<int64_t>(tiles());
 }
 
+int64_t pairs_number() {
+  return static_cast<int64_t>(pairs());
+}
+
 }  // namespace
 
 Tiles tiles() {
@@ -58,6 +74,11 @@ Tiles tiles() {
     if (name == "emulate") return Tiles::emulated;
     return name != "off" && has_amx() ? Tiles::amx : Tiles::none;
   }();
+  return found;
+}
+
+Pairs pairs() {
+  static const Pairs found = asked("ROLLTREE_BF16") != "widen" && has_dots() ? Pairs::dots : Pairs::widened;
   return found;
 }
 
@@ -75,9 +96,11 @@ bool library_is_fast() {
 STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
   m.def("vector_bytes() -> int");  // 64: AVX-512, 32: AVX2, 16: neither
   m.def("tiles() -> int");         // 0: none, 1: emulated, 2: AMX
+  m.def("pairs() -> int");         // 0: widened, 1: AVX-512 BF16's dot products
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CompositeExplicitAutograd, m) {
   m.impl("vector_bytes", TORCH_BOX(&rolltree::vector_bytes));
   m.impl("tiles", TORCH_BOX(&rolltree::tiles_number));
+  m.impl("pairs", TORCH_BOX(&rolltree::pairs_number));
 }

@@ -10,6 +10,12 @@ enum class Tiles { none, emulated, amx };
 // by its twin in plain C++ with ROLLTREE_AMX=emulate; not at all elsewhere and with ROLLTREE_AMX=off.
 Tiles tiles();
 
+enum class Pairs { widened, dots };
+
+// Returns how pairs of bf16 are multiplied where there are no tiles: by AVX-512 BF16's dot products, if the processor and this
+// library have them; by its twin of two fp32 products elsewhere, and with ROLLTREE_BF16=widen.
+Pairs pairs();
+
 // Returns whether the kernels' own products are faster than a library's for few rows only: on Intel's processors with
 // AVX-512, whose library is faster, and with 16-byte vectors. ROLLTREE_FEW_ROWS=few or many decides instead.
 bool library_is_fast();

@@ -31,7 +31,7 @@ LONGEST_HEAD = 1024
 
 
 def add_rms_norm_(
-    residual: Tensor,  # [N, H] float32
+    residual: Tensor,  # [N, H] float32, bfloat16
     x: Tensor | None,  # [N, H]
     weight: Tensor,  # [H]
     eps: float,
@@ -42,7 +42,7 @@ def add_rms_norm_(
     A row's result does not depend on the other rows. (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4)
 
     Args:
-        residual: [N, H] float32 (float64 runs on the reference), changed in place.
+        residual: [N, H] float32 or bfloat16 (float64 runs on the reference), changed in place.
         x: [N, H], of the same dtype.
         weight: [H], of the same dtype.
         eps: at least 0.
@@ -62,7 +62,7 @@ def add_rms_norm_(
 
 
 def rotate_and_store_(
-    q: Tensor,  # [N, Hq, D] float32
+    q: Tensor,  # [N, Hq, D] float32, bfloat16
     k: Tensor,  # [N, Hkv, D]
     v: Tensor,  # [N, Hkv, D]
     cos: Tensor,  # [N, D]
@@ -81,7 +81,7 @@ def rotate_and_store_(
     before where weights are given. (Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34, with pairs D/2 apart)
 
     Args:
-        q: [N, Hq, D] float32 (float64 runs on the reference), changed in place.
+        q: [N, Hq, D] float32 or bfloat16 (float64 runs on the reference), changed in place.
         k, v: [N, Hkv, D]; k is not changed.
         cos, sin: [N, D], one row a query.
         slots: [N] int64, the place of each row: page times page size plus the place within. If two rows have the same
@@ -125,12 +125,13 @@ class Decoder:
 
     Every layer writes the rows' keys and values to its pages, attends over them, and adds the attention and its gated
     unit to the rows; the last norm follows the last layer. Norms are :func:`add_rms_norm_`'s, rotating and storing
-    :func:`rotate_and_store_`'s, attention is `rolltree.kernels.tree_decode_attention`. On a CPU the products of up to
-    384 rows with AVX2, and 64 otherwise, are made by csrc/cpu/few_rows.cpp, with which a row's result does not depend
-    on the other rows. (Touvron et al. 2023, https://arxiv.org/abs/2302.13971)
+    :func:`rotate_and_store_`'s, attention is `rolltree.kernels.tree_decode_attention`. On a CPU csrc/cpu/few_rows.cpp
+    makes the products in bfloat16, and in float32 those of up to 384 rows (64 on Intel's processors with AVX-512, and
+    without AVX2); with it a row's result does not depend on the other rows. In bfloat16 sums are fp32, and every
+    operation rounds its result as PyTorch's does. (Touvron et al. 2023, https://arxiv.org/abs/2302.13971)
 
     Args:
-        embedding: [V, H] float32 (float64 runs on the reference).
+        embedding: [V, H] float32 or bfloat16 (float64 runs on the reference).
         layers: weights of each layer.
         norm: [H], of the norm after the last layer.
         pages: each layer's keys and values, [P, page, Hkv, D].
@@ -144,7 +145,7 @@ class Decoder:
 
     def __init__(
         self,
-        embedding: Tensor,  # [V, H] float32
+        embedding: Tensor,  # [V, H] float32, bfloat16
         layers: Sequence[LayerWeights],
         norm: Tensor,  # [H]
         pages: Sequence[tuple[Tensor, Tensor]],

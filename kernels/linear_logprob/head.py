@@ -1,9 +1,9 @@
 """The matrix products of the language-model head around the row kernels, and their gradients.
 
 ``logits = hidden weight^T + scale (hidden a^T) b^T`` where a LoRA adapter (a, b) is given; weight + scale b a is never
-formed. Products of bf16 and fp16 operands are returned in fp32: CUDA multiplies directly into it, and so does a CPU
-with AMX tiles for the logits of a bf16 head. Elsewhere operands are widened first (exact; one fp32 copy of the weight
-for the duration of the call).
+formed. Products of bf16 and fp16 operands are returned in fp32: CUDA multiplies directly into it, and so do the CPU's
+kernels for the logits of a bf16 head. Elsewhere operands are widened first, which is exact, a part of the weight at a
+time.
 """
 
 from __future__ import annotations
@@ -44,29 +44,25 @@ class Head:
         self.lora = None if lora is None else HeadLora(self._operand(lora.a), self._operand(lora.b), lora.scale)
         self.dtype = weight.dtype if self.mixed else accumulator
         """Dtype of the operands, and hence of the logits' gradient."""
-        self.tiles = weight.dtype == torch.bfloat16 and accumulator == torch.float32 and has_bf16_gemm(weight)
-
-    @functools.cached_property
-    def operand(self) -> Tensor:
-        """The weight in the dtype of the products' operands, [V, H]."""
-        return self._operand(self.weight)
+        self.bf16 = weight.dtype == torch.bfloat16 and accumulator == torch.float32 and has_bf16_gemm(weight)
+        """The CPU's kernels multiply the bf16 weight as it is."""
 
     def _operand(self, t: Tensor) -> Tensor:
         return t if self.mixed else t.to(self.accumulator)
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """Fill ``out [C, V]`` with the logits without bias, in the accumulation dtype, and return it."""
-        if self.tiles:
+        if self.bf16 and hidden.dtype == torch.bfloat16:
             torch.ops.rolltree_cpu.bf16_logits(_rows(hidden), _rows(self.weight), out)
         elif self.mixed:
             torch.mm(hidden, self.weight.T, out_dtype=self.accumulator, out=out)
-        elif self.accumulator == torch.float32 and own_product(hidden, self.operand, out):
-            torch.ops.rolltree_cpu.linear(hidden.float().contiguous(), self.operand, out)
+        elif self.weight.dtype == torch.float32 and own_product(hidden, self.weight, out):
+            torch.ops.rolltree_cpu.linear(hidden.float().contiguous(), self.weight, out)
         else:
             at_once = VOCABULARY_AT_ONCE if out.device.type == "cpu" else max(len(self.weight), 1)
             rows = self._operand(hidden)
-            for weight, part in zip(self.operand.split(at_once), out.split(at_once, 1), strict=True):
-                torch.mm(rows, weight.T, out=part)
+            for weight, part in zip(self.weight.split(at_once), out.split(at_once, 1), strict=True):
+                torch.mm(rows, self._operand(weight).T, out=part)
         if self.lora is not None:
             self._add(out, self._project(self._operand(hidden), self.lora), self.lora.b.T)
         return out
@@ -81,10 +77,10 @@ class Head:
 
     def to_hidden(self, d_logits: Tensor, out: Tensor) -> None:
         """Fill ``out [C, H]`` with the gradient of hidden, in the dtype of ``out``."""
-        if self.lora is None and out.dtype == self.dtype:
-            torch.mm(d_logits, self.operand, out=out)
+        if self.lora is None and out.dtype == self.dtype == self.weight.dtype:
+            torch.mm(d_logits, self.weight, out=out)
             return
-        product = self._product(d_logits, self.operand)
+        product = self._times_weight(d_logits)
         if self.lora is not None:
             a, b, scale = self.lora
             self._add(product, self._operand(scale * (d_logits @ b)), a)
@@ -92,6 +88,15 @@ class Head:
 
     def _project(self, hidden: Tensor, lora: HeadLora) -> Tensor:  # [C, r]
         return lora.scale * (hidden @ lora.a.T)
+
+    def _times_weight(self, d_logits: Tensor) -> Tensor:  # [C, V] -> [C, H]
+        """Return ``d_logits weight`` in the accumulation dtype, without a widened copy of the whole weight."""
+        if self.mixed or self.weight.dtype == self.dtype:
+            return self._product(d_logits, self.weight)
+        product = d_logits.new_zeros((len(d_logits), self.weight.shape[1]))
+        for weight, part in zip(self.weight.split(WIDENED_AT_ONCE), d_logits.split(WIDENED_AT_ONCE, 1), strict=True):
+            product.addmm_(part, weight.to(self.accumulator))
+        return product
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         """Return ``left right`` in the accumulation dtype."""
@@ -107,6 +112,9 @@ class Head:
 
 VOCABULARY_AT_ONCE = 1024
 """Columns of a product of logits on a CPU: MKL is 5 to 18 % faster in parts of 512 to 2048, with the same bits."""
+
+WIDENED_AT_ONCE = 4096
+"""Rows of a weight that are widened at a time for a product."""
 
 
 @functools.cache
@@ -131,8 +139,8 @@ def _rows(t: Tensor) -> Tensor:  # [N, K]
 
 
 def has_bf16_gemm(weight: Tensor) -> bool:
-    """Return whether logits of a bf16 ``weight`` are multiplied with the AMX tiles of this CPU."""
-    return weight.device.type == "cpu" and load_library("cpu") and torch.ops.rolltree_cpu.tiles() != 0
+    """Return whether csrc/cpu/few_rows.cpp makes the logits of a bf16 ``weight``."""
+    return weight.device.type == "cpu" and load_library("cpu")
 
 
 class HeadGradient:

@@ -125,30 +125,34 @@ def test_what_is_not_finite_stays_in_its_row(backend: Any) -> None:
     not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="PyTorch sums in eight lanes with AVX"
 )
 @pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
-def test_every_rounding_is_pytorchs() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_rounding_is_pytorchs(dtype: torch.dtype) -> None:
     """So the layers that generation runs answer the bits of those that are trained."""
     for shape in SHAPES:
         torch.manual_seed(0)
-        x, weight = torch.randn(shape), torch.randn(shape[1])
+        x, weight = torch.randn(shape).to(dtype), torch.randn(shape[1]).to(dtype)
         results = []
         for backend in ("reference", "cpu"):
+            residual = x.clone()
             with use_backend(backend):  # type: ignore[arg-type]
-                results.append(add_rms_norm_(x.clone(), x, weight, 1e-6))
+                results.append(torch.cat([add_rms_norm_(residual, x.flip(0), weight, 1e-6), residual]))
         assert shape[1] < 8 or torch.equal(*results), shape
     for dim in (8, 32, 64, 80, 128):
         turned = []
         for backend in ("reference", "cpu"):
-            given = heads(9, 4, 2, dim)
+            given = in_dtype(heads(9, 4, 2, dim), dtype)
+            norms = in_dtype({"q_weight": torch.ones(dim), "k_weight": torch.arange(dim) / 7}, dtype)
             with use_backend(backend):  # type: ignore[arg-type]
-                rotate_and_store_(**given, q_weight=torch.ones(dim), k_weight=torch.arange(dim) / 7, eps=1e-5)
-            turned.append(torch.cat([given["q"].flatten(), given["k_pages"].flatten()]))
+                rotate_and_store_(**given, **norms, eps=1e-5)
+            turned.append(torch.cat([given[name].flatten() for name in ("q", "k_pages", "v_pages")]))
         assert torch.equal(*turned), dim
 
 
 WRONG = [
     ("residual", torch.randn(4, 9), "residual"),
     ("residual", torch.randn(8, 4).T, "contiguous"),
-    ("residual", torch.randn(4, 8).bfloat16(), "fp32"),
+    ("residual", torch.randn(4, 8).half(), "bf16"),
+    ("residual", torch.randn(4, 8).bfloat16(), "weight must be bf16"),
     ("x", torch.randn(3, 8), "x must be"),
     ("weight", torch.randn(9), "weight must be"),
     ("eps", -1.0, "eps"),
@@ -224,8 +228,8 @@ def run_layer(weights: Any, window: int | None = None, **given: Any) -> Tensor:
     return Decoder(embedding, [weights], norm, pages, windows=[window], **options)(**given)
 
 
-def doubled(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in given.items()}
+def in_dtype(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in given.items()}
 
 
 LAYERS = [  # N, H, heads, kv_heads, D, F, biased, normed, window
@@ -237,18 +241,19 @@ LAYERS = [  # N, H, heads, kv_heads, D, F, biased, normed, window
 ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("magnitude", [1e-4, 1.0, 1e4])
 @pytest.mark.parametrize("shape", LAYERS)
-def test_a_layer_is_off_at_most_twice_as_far_as_plain_pytorch(shape: Any, magnitude: float) -> None:
+def test_a_layer_is_off_at_most_twice_as_far_as_plain_pytorch(shape: Any, magnitude: float, dtype: torch.dtype) -> None:
     N, H, heads, kv_heads, D, wide, biased, normed, window = shape
     weights, options = layer(H, heads, kv_heads, D, wide, biased=biased, normed=normed), {"eps": 1e-6, "window": window}
     outs = {}
     for name in ("oracle", "reference", "cpu"):
         given = rows_of_a_prompt(N, H, kv_heads, D)
         given["embedding"] *= magnitude
-        own = {k: None if t is None else t.clone() for k, t in weights.items()}
+        given, own = in_dtype(given, dtype), in_dtype(weights, dtype)
         if name == "oracle":
-            given, own = doubled(given), doubled(own)
+            given, own = in_dtype(given, torch.float64), in_dtype(own, torch.float64)
         elif name == "cpu" and not load_library("cpu"):
             pytest.skip("the C++ kernels are not built")
         with use_backend("reference" if name == "oracle" else name):  # type: ignore[arg-type]
@@ -256,16 +261,17 @@ def test_a_layer_is_off_at_most_twice_as_far_as_plain_pytorch(shape: Any, magnit
         outs[name] = torch.cat([part.double().flatten() for part in (out, given["k_pages"], given["v_pages"])])
     scale = outs["oracle"].abs().max()
     plain, ours = ((outs[name] - outs["oracle"]).abs().max() / scale for name in ("reference", "cpu"))
-    assert ours <= 2 * plain + 2**-23
+    assert ours <= 2 * plain + torch.finfo(dtype).eps
 
 
 @pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
-def test_a_row_of_a_layer_is_the_same_in_any_batch() -> None:
-    weights = LayerWeights(**layer(100, 4, 2, 16, 90, normed=True))  # type: ignore[arg-type]
-    whole, alone = (rows_of_a_prompt(FEW_ROWS, 100, 2, 16) for _ in range(2))
+@pytest.mark.parametrize(("dtype", "N"), [(torch.float32, FEW_ROWS), (torch.bfloat16, 500)])
+def test_a_row_of_a_layer_is_the_same_in_any_batch(dtype: torch.dtype, N: int) -> None:
+    weights = LayerWeights(**in_dtype(layer(100, 4, 2, 16, 90, normed=True), dtype))
+    whole, alone = (in_dtype(rows_of_a_prompt(N, 100, 2, 16), dtype) for _ in range(2))
     options = {"eps": 1e-6, "scale": 0.25}
     expected = run_layer(weights=weights, **whole, **options)
-    for begin, end in ((0, 1), (1, 6), (6, 13), (13, FEW_ROWS)):
+    for begin, end in ((0, 1), (1, 6), (6, 13), (13, N)):
         pages = len(whole["k_pages"])
         arrays = [[0, pages - 1], range(1, pages), [0], [end], [0], [0], [end - begin], range(begin, end)]
         plan = DecodePlan.from_host([np.array(a, np.int32) for a in arrays], torch.device("cpu"))

@@ -30,12 +30,13 @@ READERS = {
     "bench/schema.py": {"platform.machine", "cpuinfo"},  # the name of the machine, which results have
     "bench/timing.py": {"get_device_properties"},  # how much memory empties the cache between timings
     "csrc/cpu/vectors.h": {"__AVX"},  # what the compiler was told
+    "csrc/cpu/few_rows_dots.cpp": {"__AVX"},  # the same; whether it is called is decided in machine.h
 }
 """Files that ask the machine what it is, and what they may ask; None: everything."""
 QUESTIONS = re.compile(
     r"get_cpu_capability|get_device_capability|get_device_properties|platform\.machine|uname|cpuinfo|cpuid|__builtin_cpu"
     r"|amx_tile_supported|getDeviceProp|cudaDevAttr|std::getenv|__AVX"
-    r"|\benviron\b[^:\n]*(?:ROLLTREE_(?:AMX|CPU_LEVEL|FEW_ROWS|GPU_CAPABILITY|WITHOUT)|TRITON_INTERPRET)"
+    r"|\benviron\b[^:\n]*(?:ROLLTREE_(?:AMX|BF16|CPU_LEVEL|FEW_ROWS|GPU_CAPABILITY|WITHOUT)|TRITON_INTERPRET)"
 )
 
 
@@ -142,7 +143,8 @@ def test_a_gpu_is_only_lowered_and_the_interpreter_is_any(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("variable", "known"), [("ROLLTREE_AMX", "off or emulate"), ("ROLLTREE_FEW_ROWS", "many or few")]
+    ("variable", "known"),
+    [("ROLLTREE_AMX", "off or emulate"), ("ROLLTREE_BF16", "widen"), ("ROLLTREE_FEW_ROWS", "many or few")],
 )
 def test_what_nobody_knows_is_refused_before_a_library_is_loaded(
     variable: str, known: str, monkeypatch: pytest.MonkeyPatch

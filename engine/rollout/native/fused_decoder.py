@@ -39,6 +39,8 @@ class Snapshot:
     """Hook tables of the modules whose forward is bypassed; they must stay empty."""
     weights: list[Tensor]
     """Parameters whose dtype or contiguity may have changed since the snapshot."""
+    dtype: torch.dtype | None
+    """Of all weights."""
     known: bool
     """True if this module computes the decoder."""
     layers: list[LayerWeights] | None
@@ -50,7 +52,7 @@ class Snapshot:
         return (
             all(map(is_, map(dict.get, places, names), parts))  # some hundred, every step
             and all(map(Tensor.is_contiguous, self.weights))
-            and set(map(attrgetter("dtype"), self.weights)) <= {torch.float32}
+            and set(map(attrgetter("dtype"), self.weights)) <= {self.dtype}
             and not any(self.hooks)
         )
 
@@ -150,11 +152,12 @@ def _window(layer: Any) -> int | None:
 
 
 def _snapshot(decoder: Any) -> Snapshot:
-    """Snapshot the decoder: its layers, and whether it is an unmodified fp32 Transformers model without hooks."""
+    """Snapshot the decoder: its layers, and whether it is an unmodified Transformers model without hooks, of one
+    dtype, fp32 or bf16."""
     named = f"{type(decoder).__module__}.{type(decoder).__qualname__}"
     family = next((f for f in FAMILIES if named == f"transformers.models.{f}Model"), None)
     if family is None:
-        return Snapshot(((), (), ()), [], [], False, None)
+        return Snapshot(((), (), ()), [], [], None, False, None)
     passed_over = [decoder, decoder.embed_tokens, decoder.norm, *_passed_over(decoder.layers)]
     products = [product for layer in decoder.layers for product in _products(layer)]
     parts = [(p._modules, name, part) for p in (*passed_over, decoder.layers) for name, part in p._modules.items()]
@@ -170,7 +173,8 @@ def _snapshot(decoder: Any) -> Snapshot:
     if layers is not None:  # otherwise linear layers run as modules and may have hooks
         hooks += [hooks for p in products for hooks in (p._forward_hooks, p._forward_pre_hooks)]
     places, names, found = zip(*parts, strict=True)
-    return Snapshot((places, names, found), hooks, list(decoder.parameters()) if known else [], known, layers)
+    weights = list(decoder.parameters()) if known else []
+    return Snapshot((places, names, found), hooks, weights, weights[0].dtype if known else None, known, layers)
 
 
 def _passed_over(layers: Any) -> Iterator[Any]:
@@ -207,7 +211,7 @@ def _is_plain(decoder: Any, family: str) -> bool:
             for la in decoder.layers
         )
         and all(la.self_attn.scaling == first.self_attn.scaling for la in decoder.layers)
-        and all(p.dtype == torch.float32 for p in decoder.parameters())
+        and {p.dtype for p in decoder.parameters()} in ({torch.float32}, {torch.bfloat16})
         and all(p.is_contiguous() for p in decoder.parameters())
     )
 

@@ -217,8 +217,8 @@ class Runner:
         product = self._product
         if product is None or product.weight is not weight or lora is not None:
             product = Head(weight, None, lora, torch.float32)
-            # not cached with an adapter, or if it may hold an fp32 copy of the weights
-            self._product = product if lora is None and weight.dtype == torch.float32 else None
+            # not cached with an adapter, whose tensors may be others in the next step
+            self._product = product if lora is None else None
         logits = hidden.new_empty((len(hidden), len(weight)), dtype=torch.float32)
         product.logits(hidden, logits)
         if bias is not None:

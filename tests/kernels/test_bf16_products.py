@@ -1,7 +1,12 @@
-"""Logits of a bf16 head on the CPU's tiles: as exact as widening the operands, each row on its own."""
+"""Products of bf16 on a CPU: as exact as widening the operands, each row on its own, in a fixed order of sums."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
+import numpy as np
 import pytest
 import torch
 
@@ -10,13 +15,13 @@ from rolltree.kernels.linear_logprob.head import Head, has_bf16_gemm
 
 pytestmark = pytest.mark.skipif(
     not has_bf16_gemm(torch.empty(0)),
-    reason="there are no AMX tiles for bf16 (ROLLTREE_AMX=emulate emulates them), or the C++ kernels are not built",
+    reason="the C++ kernels are not built",
 )
 
 
 def logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     head = Head(weight, None, None, torch.float32)
-    assert head.tiles
+    assert head.bf16
     return head.logits(hidden, torch.full((len(hidden), len(weight)), torch.nan))
 
 
@@ -35,7 +40,8 @@ def test_no_further_from_fp64_than_widened_operands(shape: tuple[int, int, int],
     exact = hidden.double() @ weight.double().T
     magnitude = hidden.double().abs() @ weight.double().abs().T
     error = (logits(hidden, weight) - exact).abs()
-    # fp32 sums of K products in any order: K units in the last place of the sum of magnitudes; AMX flushes subnormals
+    # fp32 sums of K products in any order: K units in the last place of the sum of magnitudes; the
+    # processor's instructions flush subnormals
     assert (error <= shape[1] * 2**-24 * magnitude + shape[1] * 2**-126).all()
 
 
@@ -89,3 +95,65 @@ def test_the_log_probability_is_that_of_the_reference() -> None:
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
     for got, want in zip(results[0][1:], results[1][1:], strict=True):
         torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-4)
+
+
+def one_more(sums: np.ndarray, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Return ``sums + x w`` rounded once: products of bf16 are exact, and a sum of two fp32 numbers in fp64 rounds to
+    fp32 as the exact sum does."""
+    return (sums.astype(np.float64) + np.multiply.outer(x, w).astype(np.float64)).astype(np.float32)
+
+
+def in_order(hidden: torch.Tensor, weight: torch.Tensor) -> np.ndarray:
+    """Return the sums of csrc/cpu/few_rows.cpp, or of few_rows_tiles.cpp where there are tiles, product by product."""
+    x, w = (np.pad(t.float().numpy(), ((0, 0), (0, -t.shape[1] % 32))) for t in (hidden, weight))
+    K, zeros = hidden.shape[1] + hidden.shape[1] % 2, np.zeros((len(x), len(w)), np.float32)
+    total = zeros
+    if torch.ops.rolltree_cpu.tiles():
+        for k in range(0, x.shape[1], 32):
+            halves = [zeros, zeros]
+            for j in range(k, k + 32):
+                halves[j % 2] = one_more(halves[j % 2], x[:, j], w[:, j])
+            total = total + (halves[0] + halves[1])
+        return total
+    block = 1024 if K > 1024 else 512
+    for first in range(0, K, block):
+        part = zeros
+        for k in range(first, min(first + block, K), 2):
+            part = one_more(one_more(part, x[:, k + 1], w[:, k + 1]), x[:, k], w[:, k])
+        total = part if first == 0 else total + part
+    return total
+
+
+@pytest.mark.skipif(
+    has_bf16_gemm(torch.empty(0)) and torch.ops.rolltree_cpu.vector_bytes() == 16,
+    reason="without AVX2 a product and its sum are rounded one after the other",
+)
+@pytest.mark.parametrize("depth", [1, 2, 31, 64, 511, 576, 1024, 1025, 1536, 2050])
+@pytest.mark.parametrize("rows", [1, 5, 16, 70])
+def test_the_order_of_sums_is_fixed(rows: int, depth: int) -> None:
+    hidden, weight = operands(rows, depth, 53)
+    assert np.array_equal(logits(hidden, weight).numpy(), in_order(hidden, weight))
+
+
+@pytest.mark.skipif(
+    has_bf16_gemm(torch.empty(0)) and not torch.ops.rolltree_cpu.pairs(), reason="this processor has no AVX-512 BF16"
+)
+def test_widened_pairs_have_the_sums_of_dot_products() -> None:
+    """The processor's own instructions and their twin, which other processors run."""
+    program = (
+        "import sys, torch; from rolltree.kernels.linear_logprob.head import Head\n"
+        "random = torch.Generator().manual_seed(0)\n"
+        "for M, N, K in ((1, 40, 576), (9, 64, 1537), (70, 33, 100), (400, 50, 64)):\n"
+        "    x, w = (torch.randn(n, K, generator=random).bfloat16() for n in (M, N))\n"
+        "    out = Head(w, None, None, torch.float32).logits(x, torch.empty(M, N))\n"
+        "    sys.stdout.buffer.write(out.numpy().tobytes())\n"
+        "print(int(torch.ops.rolltree_cpu.pairs()))"
+    )
+
+    def sums(asked: str) -> bytes:
+        environment = {**os.environ, "ROLLTREE_AMX": "off", "ROLLTREE_BF16": asked}
+        return subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True).stdout
+
+    dots, widened = sums(""), sums("widen")
+    assert dots[:-2] == widened[:-2]
+    assert (dots[-2:], widened[-2:]) == (b"1\n", b"0\n")
