@@ -17,7 +17,6 @@ from ..errors import UserError
 from ..methods.credit import COLUMN, give_credit
 from ..methods.schedules import at_step
 from ..methods.shaping import shape_rewards
-from ..model.lora import Merged
 from ..model.roles import Role
 from ..record.metrics import Stopwatch, Sums
 from ..rollout import SamplingParams
@@ -298,7 +297,7 @@ class Learner(Learned):
 
     def weights(self) -> WeightSource:
         """Return the source of the policy's weights, for a sampler."""
-        return Merged(self.model) if self.parts.merges else self.trainer
+        return self.trainer if self.parts.weights is None else self.parts.weights(self.model)
 
     def spans(self) -> list[Span]:
         """Return the phases of the updates since the last call, in order; waits until the device has finished them."""

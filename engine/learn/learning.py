@@ -127,7 +127,7 @@ class LearningParts:
         replay_routes: train with the experts that the rollouts recorded.
         group: the ranks that train together; ``model`` and those of roles and critic are sharded over them.
         context: the run's values that its functions ask for; the learner keeps step and metrics of it up to date.
-        merges: the sampler gets the weights of the model's adapter merged into those below it.
+        weights: makes the source of the sampler's weights, where it does not get all that the trainer has.
         trajectory: keeps the model's adapter during the run, to extend the exported weights.
         stateful: those of the functions whose state is in checkpoints, by the key of the configuration that names each;
             they have ``state_dict`` and ``load_state_dict``.
@@ -156,6 +156,6 @@ class LearningParts:
     inert: Sequence[str] = ()
     group: Group = ALONE
     context: Context = field(default_factory=Context)
-    merges: bool = False
+    weights: Callable[[PreTrainedModel], WeightSource] | None = None
     trajectory: Trajectory | None = None
     stateful: Mapping[str, Any] = field(default_factory=dict)

@@ -1,8 +1,9 @@
 """LoRA adapters of a policy (Hu et al. 2021), injected by peft into the loaded model, which keeps its class.
 
 The base weights are frozen and serve all uses: the policy is the model with its adapter, a reference the same model
-without it (`without_adapter`), and a sampler with weights of its own gets the sum of both under the names of a model
-without adapters (`merged`).
+without it (`without_adapter`). A native sampler with weights of its own has the adapter too and gets A and B alone
+(`Alone`): in bf16 an update that is small against a weight would be lost in their sum. Others get that sum under the
+names of a model without adapters (`Merged`).
 """
 
 from __future__ import annotations
@@ -177,6 +178,16 @@ class Merged:
 
     def tensors(self) -> Mapping[str, Tensor]:
         return merged(self.model)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The source of the adapter's weights for a sampler whose model has the same adapter."""
+
+    model: PreTrainedModel
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {name: p for name, p in named_shards(self.model).items() if ".lora_" in name}
 
 
 def gathered_sum(model: PreTrainedModel, kept: bool) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from ...methods.schedules import Schedule, find_schedule, scheduled
 from ...methods.selections import PAIRINGS, SELECTIONS
 from ...methods.shaping import SHAPINGS, Shaping
 from ...model.loading import choose_device, load_model
-from ...model.lora import has_lora
+from ...model.lora import Alone, Merged, has_lora
 from ...model.roles import Role
 from ...model.sharding import shard
 from ...parts.calling import ask
@@ -54,18 +54,19 @@ def learning_parts(
     group: Group = ALONE,
     context: Context | None = None,
     *,
-    merges: bool = False,
+    own_weights: bool = False,
 ) -> LearningParts:
     """Make the parts that `Learner` uses, with every model sharded over ``group``.
 
     Args:
         context: the run's values that the functions ask for. Default: new ones without a tokenizer.
-        merges: the sampler has a model of its own, which gets the weights of an adapter merged into those below.
+        own_weights: the sampler has a model of its own.
 
     Raises:
         UserError: a part is unknown, cannot be loaded, or needs something that the run does not have.
     """
     loop, trainer = config.loop, config.trainer
+    adapter = Alone if config.rollout.backend == "native" else Merged
     context = context or Context()
     spread = spreading(config, group, model.device.type)
     spread(model)
@@ -101,7 +102,7 @@ def learning_parts(
         inert=inert(config),
         group=group,
         context=context,
-        merges=merges and has_lora(model),
+        weights=adapter if own_weights and has_lora(model) else None,
         trajectory=trajectory(config),
         stateful=stateful(functions),
     )

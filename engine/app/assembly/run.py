@@ -230,7 +230,7 @@ def _learner(config: TrainConfig, policy: _Policy) -> tuple[Trained, MakeLearner
         return ranks, lambda watch, note: ranks
     assert policy.model is not None
     context = Context(policy.tokenizer)
-    parts = learning_parts(config, policy.model, context=context, merges=not policy.sampled_itself)
+    parts = learning_parts(config, policy.model, context=context, own_weights=not policy.sampled_itself)
     others = {name: further.learning(policy.tokenizer) for name, further in policy.others.items()}
     make = partial(make_policies, parts, others) if others else partial(Learner, parts)
     return TrainedModel(policy.model), make

@@ -24,7 +24,7 @@ from ...methods.groups import GROUP_CALLBACKS, GroupCallback, HintLadder
 from ...methods.schedules import Schedule, at_step, find_schedule, scheduled
 from ...model import routes
 from ...model.loading import choose_device, load_model, load_tokenizer
-from ...model.lora import add_lora, has_lora, plain_copy
+from ...model.lora import add_lora
 from ...parts.calling import call
 from ...parts.context import OF_TREES, SAMPLING, Context
 from ...parts.resolve import import_object, resolve
@@ -186,8 +186,7 @@ def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedMode
     """Return the model that samples: the trained one, or a copy if sampling and training overlap."""
     if config.rollout.backend != "native" or not config.loop.overlaps(on_cpu=model.device.type == "cpu"):
         return model
-    copied = plain_copy(model) if has_lora(model) else copy.deepcopy(model)
-    return copied.requires_grad_(False)
+    return copy.deepcopy(model).requires_grad_(False)
 
 
 def callback_rule(config: TrainConfig, context: Context) -> CallbackRule | None:

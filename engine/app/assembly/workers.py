@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import torch
 from transformers import set_seed
 
 from ...errors import UserError
@@ -22,7 +21,7 @@ from ...fleet.ranks import Ranks
 from ...fleet.workers import Role, Workers
 from ...learn.learning import LearningParts
 from ...loop.judging import decode
-from ...model.loading import choose_device, load_model, load_tokenizer
+from ...model.loading import choose_device, load_tokenizer
 from ...parts.context import Context
 from ...rewards import ProgramVerifier, make_rewards
 from ...settings import TrainConfig
@@ -189,7 +188,7 @@ def training_rank(config: TrainConfig, index: int, count: int, max_tokens: int) 
 def _rank_parts(config: TrainConfig, group: Group) -> LearningParts:
     set_seed(config.seed)
     context = Context(load_tokenizer(config.model.path))
-    parts = learning_parts(config, load_policy(config), group, context, merges=True)
+    parts = learning_parts(config, load_policy(config), group, context, own_weights=True)
     if of_share := [key for key in parts.stateful if key.startswith(TERMS)]:
         raise UserError(
             f"'{of_share[0]}' has a state, and with trainer.ranks = {config.trainer.ranks} each rank computes the loss "
@@ -205,10 +204,8 @@ def engine_host(config: TrainConfig) -> Host:
     tokenizer = load_tokenizer(config.model.path)
     model = None
     if config.rollout.backend == "native":
-        model = load_model(
-            config.model.path, dtype=getattr(torch, config.model.dtype), device=choose_device(config.model.device)
-        )
-        model.requires_grad_(False).eval()
+        set_seed(config.seed)  # for the adapter, which is the trained one before the first update
+        model = load_policy(config).requires_grad_(False).eval()
     engine = make_engine(config, model, tokenizer)
     program = rollout_program(config.rollout)
     if config.reward.hosts:

@@ -19,6 +19,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from rolltree.engine import UserError, load_config
+from rolltree.engine.app.assembly.sampling import sampled_model
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.errors import RunError
 from rolltree.engine.model import lora
@@ -217,15 +218,17 @@ LAGS = ("--loop.staleness=1", "--loop.overlap=true", "--trainer.steps=3")
 
 class TestASamplerOfItsOwn:
     @pytest.mark.check
-    def test_it_holds_the_sum_under_the_names_of_a_plain_model(self, toml, tmp_path):
+    def test_it_holds_the_adapter_itself(self, toml, tmp_path):
+        """A and B bit for bit, also where a step is far below the spacing of bf16 weights, in which their sum would be
+        rounded."""
         steps = take_steps(toml, tmp_path, ADAPTER, *FAST, *LAGS, unset=NO_STEPS)
         run = steps.orchestrator
-        held = dict(run.sampler.engine.model.named_parameters())
+        held, trained = (dict(model.named_parameters()) for model in (run.sampler.engine.model, run.learner.model))
         model = base_model(toml)
-        assert held.keys() == dict(model.named_parameters()).keys()
-        wanted = dict(model.named_parameters()) | of_policy(model, dict(run.learner.model.named_parameters()))
-        for name, p in held.items():
-            torch.testing.assert_close(p, wanted[name], atol=1e-6, rtol=1e-5)
+        assert held.keys() == trained.keys() != dict(model.named_parameters()).keys()
+        assert all(held[name] is not trained[name] and torch.equal(held[name], trained[name]) for name in trained)
+        assert any(".lora_B." in name and p.abs().max() > 0 for name, p in held.items())
+        assert not any(p.requires_grad for p in held.values())
         assert run.controller.publication.difference is not None
         assert run.controller.publication.difference < 1e-4
         versions = {int(v) for tree in steps.trees for v in tree.policy_version[tree.loss_mask]}
@@ -237,9 +240,28 @@ class TestASamplerOfItsOwn:
                     policy = logprobs(model, of_policy(model, steps.updates[int(v[0])].weights), tree, leaf)
                 torch.testing.assert_close(along(tree, leaf, "behaviour_logprob"), policy, atol=2e-5, rtol=1e-5)
 
+    @pytest.mark.check
+    def test_an_update_below_the_spacing_of_bf16_is_sampled_from(self, toml, tmp_path):
+        flags = ("--model.dtype=bfloat16", "--trainer.lr=1e-7")
+        run = take_steps(toml, tmp_path, ADAPTER, *FAST, *LAGS, *flags, unset=NO_STEPS).orchestrator
+        held, learned = run.sampler.engine.model, run.learner.model
+        sums, base = lora.merged(learned), dict(base_model(toml).bfloat16().named_parameters())
+        adapted = [f"{name}.weight" for name, _ in lora.adapted_layers(learned)]
+        kept = [(sums[name] != base[name]).float().mean() for name in adapted]
+        assert max(kept) < 0.02  # their sum would have lost all but some updates of the smallest weights
+        sides = [name for name, _ in held.named_parameters() if ".lora_B." in name]
+        assert any(held.get_parameter(name).abs().max() > 0 for name in sides)
+        assert all(torch.equal(held.get_parameter(name), learned.get_parameter(name)) for name in sides)
+
     def test_the_canary_finds_a_sampler_without_the_adapter(self, toml, tmp_path, monkeypatch):
-        """The digests agree, as the weights are those that were sent; what they say is not the policy."""
-        monkeypatch.setattr(lora, "_sum", lambda weight, layer: weight)
+        """The digests agree, as the weights are those that were sent; the policy is another one."""
+
+        def without(*given):
+            model = sampled_model(*given)
+            lora.use_adapter(model, None)
+            return model
+
+        monkeypatch.setattr("rolltree.engine.app.assembly.run.sampled_model", without)
         with pytest.raises(RunError, match="log-probs of a canary prompt differ"):
             take_steps(toml, tmp_path, ADAPTER, *FAST, *LAGS, unset=NO_STEPS)
 
