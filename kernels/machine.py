@@ -53,6 +53,8 @@ def platform_refused() -> str:
 def platform_state() -> str:
     """Return the name of this platform and what is known of it; docs/versions.md says more."""
     name = f"{platform.system()} on {platform.machine()}"
+    if platform_refused():
+        return f"{name}: refused"
     if sys.platform == "linux" and is_x86():
         return f"{name}: tested"
     if sys.platform == "linux" and platform.machine() == "aarch64":
