@@ -32,7 +32,7 @@ def kernels(*names: str) -> tuple[str, ...]:
 
 
 HEAD = kernels(
-    "machine", "bf16_gemm", "linear_head", "linear_kept", "linear_logprob", "linear_logprob_options",
+    "machine", "bf16_products", "linear_head", "linear_kept", "linear_logprob", "linear_logprob_options",
     "linear_logprob_parallel", "linear_policy_loss", "linear_shared_rows", "linear_terms_loss", "logprob_from_logits",
 )  # fmt: skip
 LAYERS = kernels("decoder_layer", "layer_ops")
@@ -99,7 +99,9 @@ CASES = (
          usual=lambda: has_level("default")),
     Case("torch without AVX", kernels("machine", "linear_logprob", "linear_policy_loss"),
          {"ATEN_CPU_CAPABILITY": "default", "ROLLTREE_AMX": "off"}),
-    Case("AMX, emulated", HEAD, {"ROLLTREE_AMX": "emulate"}),
+    Case("AMX, emulated", (*HEAD, *LAYERS[:1]), {"ROLLTREE_AMX": "emulate"}),
+    Case("widened bf16", (*HEAD[:2], *LAYERS[:1]), {"ROLLTREE_BF16": "widen", "ROLLTREE_AMX": "off"},
+         usual=lambda: load_library("cpu") and torch.ops.rolltree_cpu.pairs() == 0),
     Case("two threads", COMPILED[1:], {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}),
     Case("few rows", FEW, {"ROLLTREE_FEW_ROWS": "few"}, usual=lambda: has_few_rows(64)),
     Case("many rows", FEW, {"ROLLTREE_FEW_ROWS": "many"}, usual=lambda: has_few_rows(384)),
