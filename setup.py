@@ -48,6 +48,8 @@ def machine_module() -> ModuleType:
 
 
 machine = machine_module()
+if refused := machine.platform_refused():
+    sys.exit(refused)
 
 
 def say(message: str) -> None:

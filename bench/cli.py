@@ -11,6 +11,8 @@ import importlib
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -64,14 +66,21 @@ OWN = {"job": ".runs.job", "curves": ".runs.curves", "plot": ".plot", "simulate"
 """Subcommands with their own command lines, and their modules."""
 
 
-def load(op: str, recorded: Path | None = None) -> Bench:
-    """Return the benchmark of an op; with ``recorded``, that of drafts over the rollouts of this run.
+def load(op: str, recorded: Path | None = None, model: Path | None = None) -> Bench:
+    """Return the benchmark of an op; with ``recorded``, that of drafts over the rollouts of this run, and with
+    ``model``, its cases of the pretrained model in this directory.
 
     Raises:
-        UserError: there is no such run, or it cannot be read.
+        UserError: there is no such run or model, or it cannot be read, or the op has no cases of such models.
     """
     room = next(room for room, ops in ROOMS.items() if op in ops)
     bench: Bench = importlib.import_module(f".{room}.{op}" if room else f".{op}", __package__).BENCH
+    if model is not None:
+        if bench.model_cases is None:
+            raise UserError(f"--model works with rollout and tree_step, not with {op}; name these.")
+        if not (model / "config.json").is_file():
+            raise UserError(f"--model: '{model}' is no directory of a model; it has no config.json.")
+        return replace(bench, cases=partial(bench.model_cases, model.resolve()))
     return importlib.import_module(".runs.recorded", __package__).bench(recorded, bench) if recorded else bench
 
 
@@ -105,6 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="S",
         help="seconds that one provider may take for a case; default %(default)s",
     )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="run rollout or tree_step on this pretrained model, in bf16 and fp32"
+    )
     parser.add_argument("--recorded", type=Path, metavar="RUN", help="run speculation over the rollouts of this run")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep rows here; cases found there do not run again")
     args = parser.parse_args(argv)
@@ -129,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     ops = FIRST if glance else args.ops if args.ops not in ([], ["all"]) else OPS
     try:
-        benches = [load(op, args.recorded) for op in ops]
+        benches = [load(op, args.recorded, args.model) for op in ops]
     except UserError as error:
         print(f"rolltree bench: {error}", file=sys.stderr)
         return 2

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +61,8 @@ class Bench:
     op: str
     cases: Callable[[torch.device, bool], Iterator[Case]]  # (device, quick)
     providers: Mapping[str, Callable[[Any], Calls]]
+    model_cases: Callable[[Path, torch.device, bool], Iterator[Case]] | None = None
+    """The cases of a pretrained model in a directory; None: the op has none."""
     directions: Sequence[str] = ("forward",)
     """The directions that its providers time, for the pytest-benchmark suite."""
     ceiling: Callable[[Any], Calls] | None = None

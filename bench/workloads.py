@@ -1,11 +1,14 @@
-"""Trees of rollouts in shapes that occur in training, with random tokens."""
+"""Trees of rollouts in shapes that occur in training, with random tokens, and pretrained models to run on them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rolltree.engine import TokenTree
 from rolltree.engine.data.segment import LeafStatus, Segment
@@ -15,6 +18,16 @@ VOCABULARY = 1024  # of the token ids; every model has a larger one
 
 def _ids(rng: np.random.Generator, n: int) -> np.ndarray:
     return rng.integers(0, VOCABULARY, n).astype(np.int32)
+
+
+def pretrained(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a model of a directory as Transformers loads it."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+
+
+def vocabulary_of(path: Path) -> int:
+    """Return the size of a pretrained model's vocabulary."""
+    return int(AutoConfig.from_pretrained(path).get_text_config().vocab_size)
 
 
 def group(prompt: int, response: int, n: int) -> TokenTree:

@@ -16,6 +16,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,33 @@ EMULATED_CAPABILITY = (9, 0)
 
 class MachineError(ValueError):
     """An environment variable asks for what this machine lacks, or for what nobody knows."""
+
+
+def platform_refused() -> str:
+    """Return why rolltree is not installed on this platform, one sentence with the remedy, or nothing.
+
+    setup.py ends with the sentence, and `rolltree doctor` prints it.
+    """
+    if sys.platform == "win32":
+        return "rolltree does not run on Windows itself; install it in WSL 2, which is Linux."
+    if sys.maxsize < 2**32:
+        return "This Python is 32-bit, which neither torch nor rolltree's compiled parts are; use a 64-bit Python."
+    if sys.byteorder == "big":
+        found = platform.machine()
+        return f"{found} is big-endian, and rolltree's compiled parts are little-endian; use x86-64 or aarch64."
+    return ""
+
+
+def platform_state() -> str:
+    """Return the name of this platform and what is known of it; docs/versions.md says more."""
+    name = f"{platform.system()} on {platform.machine()}"
+    if platform_refused():
+        return f"{name}: refused"
+    if sys.platform == "linux" and is_x86():
+        return f"{name}: tested"
+    if sys.platform == "linux" and platform.machine() == "aarch64":
+        return f"{name}: compiles; a part of its tests was run, in an emulator"
+    return f"{name}: not tested"
 
 
 def cpu_level() -> str:

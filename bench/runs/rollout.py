@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Qwe
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
 
+from .. import workloads
 from ..runner import Bench, Calls, Case, UnsupportedError
 
 PLAIN = "transformers generate"
@@ -67,6 +69,23 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     yield Case(f"{name} natural lengths", lambda: Inputs(model(), prompts, group, new_tokens, stops))
 
 
+def model_cases(path: Path, device: torch.device, quick: bool) -> Iterator[Case]:
+    """Yield cases of a pretrained model in bf16 and fp32, with random prompts and forced lengths."""
+    vocabulary = workloads.vocabulary_of(path)
+    for dtype in (torch.bfloat16, torch.float32):
+        model = cache(partial(workloads.pretrained, path, dtype, device))
+        shapes = [(1, 16, 4, 8)] if quick else [(2, 128, 8, 128), (2, 512, 16, 64), (2, 512, 64, 64)]
+        for count, prompt, group, new_tokens in shapes:
+            prompts = torch.randint(vocabulary, (count, prompt)).tolist()
+            name = f"{path.name} {count} x ({prompt} + {group}x{new_tokens}) {str(dtype).removeprefix('torch.')}"
+            yield Case(
+                name,
+                lambda model=model, prompts=prompts, group=group, new_tokens=new_tokens: Inputs(  # type: ignore[misc]
+                    model().eval(), prompts, group, new_tokens, ()
+                ),
+            )
+
+
 def kv_tokens(model: PreTrainedModel, wanted: int) -> int:
     """Return the capacity of a KV cache: ``wanted`` tokens, or fewer if four fifths of the device's free memory hold
     fewer."""
@@ -104,8 +123,8 @@ def vllm(x: Inputs) -> Calls:
     longest = len(x.prompts[0]) + x.new_tokens
     options: dict[str, Any] = {"gpu_memory_utilization": 0.5} if x.model.device.type == "cuda" else {}
     if not options:
-        options = {"kv_cache_memory_bytes": 1 << 30, "dtype": "float32", "enable_chunked_prefill": True}
-    llm = VllmEngine(directory, max_model_len=longest, **options).llm
+        options = {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": True}
+    llm = VllmEngine(directory, dtype=str(x.model.dtype).removeprefix("torch."), max_model_len=longest, **options).llm
     params = vllm.SamplingParams(
         n=x.group,
         max_tokens=x.new_tokens,
@@ -210,5 +229,6 @@ BENCH = Bench(
         PLAIN: transformers_generate,
     },
     speedup_over=PLAIN,
+    model_cases=model_cases,
     alone=True,
 )

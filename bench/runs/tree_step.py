@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +67,20 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         for name in names:
             make = partial(lambda model, tree: Inputs(model(), tree), model, wide[name])
             yield Case(f"{name} Qwen3 {size} bfloat16", make)
+
+
+def model_cases(path: Path, device: torch.device, quick: bool) -> Iterator[Case]:
+    """Yield cases of a pretrained model in bf16 and fp32."""
+    trees = {"32+4x16": workloads.group(32, 16, 4)}
+    if not quick:
+        trees = {"512+16x64": workloads.group(512, 64, 16), "128+8x128": workloads.group(128, 128, 8)}
+    for dtype in (torch.bfloat16, torch.float32):
+        model = cache(partial(workloads.pretrained, path, dtype, device))
+        for name, tree in trees.items():
+            yield Case(
+                f"{path.name} {name} {str(dtype).removeprefix('torch.')}",
+                lambda model=model, tree=tree: Inputs(model().train(), tree),  # type: ignore[misc]
+            )
 
 
 def _qwen3(
@@ -298,6 +313,7 @@ BENCH = Bench(
         "flex_attention, transformers": flex,
     },
     speedup_over=FLAT,
+    model_cases=model_cases,
     alone=True,
     speedup_ceiling=flop_ratio,
     ceiling_is="the FLOP of the flat step over the FLOP of the tree step",

@@ -122,7 +122,10 @@ def run(console: Console | None = None) -> int:
 
 
 def examine() -> Iterable[Finding]:
-    """Yield all findings, in the order of the table."""
+    """Yield all findings, in the order of the table; only one where rolltree does not run at all."""
+    yield (found := platform_found())
+    if found.level == "bad":
+        return
     yield python_version(sys.version_info[:3])
     for package, low, high in REQUIRED:
         if package != "triton" or sys.platform == "linux":
@@ -134,6 +137,11 @@ def examine() -> Iterable[Finding]:
     yield from forced_paths()
     for module, purpose, command in OPTIONAL:
         yield optional_package(module, purpose, command)
+
+
+def platform_found() -> Finding:
+    refused = machine.platform_refused()
+    return Finding("versions", "platform", "bad" if refused else "ok", machine.platform_state(), refused)
 
 
 def python_version(version: Version) -> Finding:

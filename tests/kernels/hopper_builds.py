@@ -13,8 +13,6 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rolltree.kernels.tree_attention.flash_lists import TILES as FLASH_TILES
-
 PROGRAM = """
 import gc, json, os, pathlib, sys
 gc.disable()  # a kernel's program is made of millions of objects, which go with the process
@@ -70,6 +68,9 @@ SOFTCAP = ("attention, flash, forward, window", "attention, flash, backward, win
 def all_jobs(code: Path) -> list[Job]:
     """Attention in all head dimensions, without and with softcap and window, for both GPUs; with one of them Triton's
     kernels too. Machine code goes below ``code``."""
+    # imports Triton, which not every machine has
+    from rolltree.kernels.tree_attention.flash_lists import TILES as FLASH_TILES
+
     jobs = []
     for arch, dims in (("90a", FLASH_TILES[9]), ("100a", FLASH_TILES[10])):
         jobs += [Job(f"{arch}-{dim}", arch, dim, everything=(arch, dim) == ("90a", 128)) for dim in dims]

@@ -11,10 +11,12 @@ from _pytest.mark.structures import ParameterSet
 
 from rolltree.kernels import machine
 
+_interpreted = machine.has("triton") and machine.interpreting()
 needs_triton = pytest.mark.skipif(
-    not (machine.interpreting() or torch.cuda.is_available()), reason="neither a GPU nor Triton's interpreter"
+    not (_interpreted or (machine.has("triton") and torch.cuda.is_available())),
+    reason="neither Triton on a GPU nor its interpreter",
 )
-needs_interpreter = pytest.mark.skipif(not machine.interpreting(), reason="Triton runs on the CPU in its interpreter")
+needs_interpreter = pytest.mark.skipif(not _interpreted, reason="needs Triton's interpreter, which runs it on a CPU")
 
 
 def device_of(backend: str) -> torch.device:

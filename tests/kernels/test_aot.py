@@ -6,14 +6,16 @@ by 16 bytes, and are no worse than the figures that ``make aot-write`` wrote (be
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-
-import pytest
 
 from .aot.harness import (
     OPS,

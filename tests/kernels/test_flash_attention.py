@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
 import itertools
 import tomllib
 from collections.abc import Callable
@@ -11,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import hypothesis.strategies as st
-import pytest
 import torch
 from hypothesis import Phase, given, settings
 from packaging.requirements import Requirement

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("flash_attn.cute", reason="flash-attn 4 is not installed: `make hopper`")
+
 import itertools
 import json
 import os
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 
 from rolltree.kernels.tree_attention.flash_lists import TILES, mask_tensors
@@ -19,7 +22,6 @@ from .aot import harness
 from .flash_figures import table_file
 from .hopper_builds import SOFTCAP, Hopper, Job, build
 
-pytest.importorskip("flash_attn.cute", reason="flash-attn 4 is not installed: `make hopper`")
 pytestmark = pytest.mark.hopper
 
 CASES = [f"90a-{dim}" for dim in TILES[9]] + [f"100a-{dim}" for dim in TILES[10]]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 READERS = {
     "kernels/machine.py": None,
     "csrc/cpu/machine.cpp": None,
-    "engine/sandbox/filters.py": {"platform.machine"},  # numbers of system calls
+    "engine/sandbox/filters.py": {"platform.machine", "byteorder"},  # numbers of system calls
     "engine/sandbox/jail.py": {"uname"},
     "engine/app/doctor.py": {"platform.machine", "get_device_properties"},  # what it prints
     "engine/learn/utilization.py": {"get_device_properties"},  # which GPU the driver is asked about
@@ -34,7 +35,7 @@ READERS = {
 }
 """Files that ask the machine what it is, and what they may ask; None: everything."""
 QUESTIONS = re.compile(
-    r"get_cpu_capability|get_device_capability|get_device_properties|platform\.machine|uname|cpuinfo|cpuid|__builtin_cpu"
+    r"get_cpu_capability|get_device_capability|get_device_properties|platform\.machine|byteorder|uname|cpuinfo|cpuid|__builtin_cpu"
     r"|amx_tile_supported|getDeviceProp|cudaDevAttr|std::getenv|__AVX"
     r"|\benviron\b[^:\n]*(?:ROLLTREE_(?:AMX|BF16|CPU_LEVEL|FEW_ROWS|GPU_CAPABILITY|WITHOUT)|TRITON_INTERPRET)"
 )
@@ -59,6 +60,34 @@ def test_only_named_files_ask_the_machine() -> None:
     for name, may in READERS.items():
         assert asked[name]
         assert may is None or asked[name] <= may, name
+
+
+HERE = {"platform": "linux", "maxsize": 2**63 - 1, "byteorder": "little"}
+
+
+@pytest.mark.parametrize(
+    ("other", "processor", "refused", "state"),
+    [
+        ({}, "x86_64", "", "tested"),
+        ({}, "aarch64", "", "compiles; a part of its tests was run, in an emulator"),
+        ({}, "riscv64", "", "not tested"),
+        ({"platform": "darwin"}, "x86_64", "", "not tested"),
+        ({"platform": "win32"}, "AMD64", "does not run on Windows itself; install it in WSL 2", "refused"),
+        ({"maxsize": 2**31 - 1}, "armv7l", "This Python is 32-bit", "refused"),
+        ({"byteorder": "big"}, "s390x", "s390x is big-endian", "refused"),
+    ],
+)
+def test_a_platform_runs_or_is_refused_in_one_sentence(
+    other: dict[str, object], processor: str, refused: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "sys", SimpleNamespace(**HERE | other))
+    monkeypatch.setattr(machine.platform, "machine", lambda: processor)
+    said = machine.platform_refused()
+    assert said.count(". ") == 0
+    assert said.endswith("." if refused else "")
+    assert refused in said
+    assert bool(said) == bool(refused)
+    assert machine.platform_state() == f"{machine.platform.system()} on {processor}: {state}"
 
 
 def test_a_level_is_only_lowered(monkeypatch: pytest.MonkeyPatch) -> None:

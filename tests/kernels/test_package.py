@@ -1,5 +1,6 @@
 """The package's name: transformers imports whatever `kernels` it finds, also this folder when started in a checkout."""
 
+import os
 import platform
 import runpy
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import setuptools
 import torch
+from packaging.requirements import Requirement
 
 from rolltree.kernels import libraries
 
@@ -130,6 +132,47 @@ def test_an_instruction_set_that_is_none(monkeypatch):
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     with pytest.raises(SystemExit, match="ROLLTREE_CPU_ISA is 'avx2'; it must be native"):
         runpy.run_path(str(ROOT / "setup.py"))["cpu_levels"]()
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        (
+            "import sys; sys.byteorder = 'big'",
+            " is big-endian, and rolltree's compiled parts are little-endian; ",
+        ),
+        ("import sys; sys.maxsize = 2**31 - 1", "This Python is 32-bit, which neither torch nor rolltree's compiled "),
+    ],
+)
+def test_setup_refuses_a_platform_in_one_sentence(there, said, tmp_path):
+    """Under Python itself: what a machine is stands before anything is imported."""
+    (tmp_path / "sitecustomize.py").write_text(there)
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "built")]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "built").exists()
+
+
+@pytest.mark.parametrize(
+    ("system", "processor", "needed"),
+    [
+        ("Linux", "x86_64", True),
+        ("Linux", "aarch64", True),
+        ("Linux", "ppc64le", True),
+        ("Darwin", "arm64", True),
+        ("Windows", "AMD64", False),
+        ("Linux", "i686", False),
+        ("Linux", "s390x", False),
+    ],
+)
+def test_a_build_that_setup_refuses_needs_no_torch(system, processor, needed):
+    """Else pip says that there is no torch for this machine, or downloads it, before setup.py is asked."""
+    lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    torch_line = next(found for line in lines if (found := Requirement(line)).name == "torch")
+    assert torch_line.marker.evaluate({"platform_system": system, "platform_machine": processor}) == needed
 
 
 def test_kernels_for_another_machine_are_not_loaded_and_that_is_said(tmp_path, monkeypatch, caplog):

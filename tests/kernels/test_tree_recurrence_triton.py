@@ -5,12 +5,15 @@ Chunks have 32 rows here, two blocks of the inverse, as the interpreter takes it
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
 import threading
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor

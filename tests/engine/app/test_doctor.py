@@ -41,6 +41,15 @@ def test_this_machine_is_examined_in_full() -> None:
     assert not [f for f in findings.values() if f.level in ("bad", "slow") and not f.remedy]
 
 
+def test_a_platform_that_is_refused_is_the_only_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert next(iter(doctor.examine())).level == "ok"
+    monkeypatch.setattr(doctor.machine, "platform_refused", lambda: "No rolltree here; use another machine.")
+    code, text = show(monkeypatch, list(doctor.examine()))
+    assert code == 1
+    assert "Needed\n  platform: No rolltree here; use another machine." in text
+    assert "torch" not in text
+
+
 def test_ranges_are_those_of_the_package() -> None:
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
