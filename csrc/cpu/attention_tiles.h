@@ -1,8 +1,10 @@
 // Building blocks of attention on the CPU: a register-blocked GEMM, the online softmax, row loads.
 //
 // Everything is fp32. Scores are kept in the log2 domain (queries are loaded times scale * log2(e)), so a probability is
-// one exp2. A tile's result does not depend on how many rows are processed together: every output element is
-// accumulated over its inner dimension one after the other, whatever the blocking. Decode attention relies on that.
+// one exp2. A row's result does not depend on how many rows are processed together, or on where tiles begin and end: every
+// output element is summed over its inner dimension one after the other, key after key in the order of the path, and the
+// running maximum is a whole number, so that a later one scales what was summed by a power of two, which rounds nothing.
+// Training and decoding thus answer the same bits, for trees and for their paths, whatever the tiles, nodes and pages.
 //
 // Rows are padded to whole vectors (`padded`).
 #pragma once
@@ -13,6 +15,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -313,7 +316,8 @@ inline void soft_cap(float* scores, int64_t rows, int64_t first, int64_t last, f
     }
 }
 
-// Running softmax of some rows: max [rows], lane sums [rows, kLanes], accumulated output [rows, width].
+// Running softmax of some rows: max [rows], sums [rows, kLanes] (the same in every lane), accumulated output [rows, width].
+// `max` is the whole number nearest to the largest score.
 struct Running {
   float* max;
   float* sum;
@@ -338,6 +342,7 @@ struct Running {
     else
       for (int64_t r = 0; r < rows; ++r) fold<false>(scores + r * kTileKeys, r, first, end);
     gemm(rows, width, last - first, AcrossTile{scores + first}, values.from(first), out, width, true);
+    gemm(rows, kLanes, last - first, AcrossTile{scores + first}, Ones{}, sum, kLanes, true);
   }
 
   // Scores [first, end) of a row become probabilities. The vectors of a whole tile are independent.
@@ -347,30 +352,37 @@ struct Running {
     Vec top = load(s + first);
 #pragma GCC unroll 16
     for (int64_t j = first + kLanes; j < end; j += kLanes) top = rolltree::max(top, load(s + j));
-    const float before = max[r], now = std::max(before, horizontal_max(top));
+    const float before = max[r], now = std::max(before, std::nearbyint(horizontal_max(top)));
     const float base = now == -kInfinity ? 0.f : now;  // nothing visible yet: -inf - 0 gives probability 0
-    Vec total = load(sum + r * kLanes);
     if (now > before) {
       const float keep = exp2(splat(before - now))[0];
-      total *= keep;
+      store(sum + r * kLanes, load(sum + r * kLanes) * keep);
       for (int64_t d = 0; d < width; d += kLanes) store(out + r * width + d, load(out + r * width + d) * keep);
       max[r] = now;
     }
 #pragma GCC unroll 16
-    for (int64_t j = first; j < end; j += kLanes) {
-      const Vec p = exp2(load(s + j) - base);
-      total += p;
-      store(s + j, p);
-    }
-    store(sum + r * kLanes, total);
+    for (int64_t j = first; j < end; j += kLanes) store(s + j, exp2_below(load(s + j), base));
   }
 
   // Returns the log-sum-exp of a row (natural), and the factor of its accumulated output; -inf and 0 if it sees no key.
   std::pair<float, float> finish(int64_t row) const {
-    const float total = horizontal_sum(load(sum + row * kLanes));
+    const float total = sum[row * kLanes];
     if (total == 0.f) return {-kInfinity, 0.f};
     return {(max[row] + std::log2(total)) * kLn2, 1.f / total};
   }
+
+ private:
+  // A matrix of ones, whose product with probabilities is their sum.
+  struct Ones {
+    const float* operator()(int64_t) const {
+      alignas(64) static constexpr auto ones = [] {
+        std::array<float, kLanes> all{};
+        all.fill(1.f);
+        return all;
+      }();
+      return ones.data();
+    }
+  };
 };
 
 // ---- threads ---------------------------------------------------------------------------------------------------------

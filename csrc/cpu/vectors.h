@@ -52,21 +52,38 @@ inline void store_some(float* p, Vec v, int64_t count) { std::memcpy(p, &v, coun
 inline Vec splat(float x) { return x - Vec{}; }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
-// 2^x for x <= 127, flushed to 0 below 2^-126; NaN stays NaN. Relative error 2e-9 before rounding.
-inline Vec exp2(Vec x) {
-  const Vec low = splat(-126.f), round = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec clamped = x < low ? low : x;
-  const Vec shifted = clamped + round;
-  const Vec f = clamped - (shifted - round);  // in [-0.5, 0.5]
+// 2^f for f in [-0.5, 0.5], exactly 1 at 0. Relative error 2e-9 before rounding.
+inline Vec exp2_of_fraction(Vec f) {
   Vec p = splat(0.00015353361959569156f);
   p = p * f + 0.0013398875016719103f;
   p = p * f + 0.00961843691766262f;
   p = p * f + 0.055503323674201965f;
   p = p * f + 0.24022647738456726f;
   p = p * f + 0.6931471824645996f;
-  p = p * f + 1.f;
+  return p * f + 1.f;
+}
+
+// 2^x for x <= 127, flushed to 0 below 2^-126; NaN stays NaN. Relative error 2e-9 before rounding.
+inline Vec exp2(Vec x) {
+  const Vec low = splat(-126.f), round = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec clamped = x < low ? low : x;
+  const Vec shifted = clamped + round;
+  const Vec p = exp2_of_fraction(clamped - (shifted - round));
   const Vec power = (Vec)((UVec)p + ((UVec)shifted << 23));
   return x < low ? Vec{} : power;
+}
+
+// 2^(x - whole) for a whole number not below x rounded to one, flushed to 0 below 2^-126; NaN stays NaN. The fraction of x
+// alone decides the bits: another whole number scales the result by a power of two.
+inline Vec exp2_below(Vec x, float whole) {
+  const UVec sign = (UVec)x & 0x80000000u;
+  const Vec size = (Vec)((UVec)x ^ sign), one_apart = splat(8388608.f);  // 2^23, from which on floats are whole numbers
+  const Vec rounded = (size + one_apart) - one_apart;
+  const Vec n = (Vec)((UVec)(size < one_apart ? rounded : size) | sign);
+  const Vec power = n - whole, low = splat(-126.f);
+  const IVec steps = __builtin_convertvector(power < low ? low : power, IVec);
+  const Vec p = (Vec)((UVec)exp2_of_fraction(x - n) + ((UVec)steps << 23));
+  return power < low ? Vec{} : p;
 }
 
 // tanh with a small relative error near 0 too: an odd polynomial below 0.625, 1 - 2 / (e^2|x| + 1) above.
