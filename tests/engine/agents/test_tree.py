@@ -169,6 +169,13 @@ def test_the_first_of_two_calls_that_continue_one_continues_its_chain() -> None:
     assert tree.call[tree.response_rows(1)].tolist() == [3]
 
 
+def test_a_call_continues_the_longest_chain_that_it_begins_with() -> None:
+    """The same answer was sampled twice; what followed the first one is not read again after the second."""
+    tree = episode_tree([1], [record(([1], [3]), ([1], [3]), ([1, 3, 7], [4]), ([1, 3, 7, 4, 8], [5]))])
+    assert [leaf(tree, i) for i in range(2)] == [([1], [3, 7, 4, 8, 5]), ([1], [3])]
+    assert tree.num_tokens == 7
+
+
 def test_an_edited_answer_is_a_branch_inside_of_what_was_sampled() -> None:
     tree = episode_tree([1], [record(([1], [3, 4, 5]), ([1, 3, 4, 9], [6]))])
     assert [leaf(tree, i) for i in range(2)] == [([1], [3, 4, 5]), ([1, 3, 4, 9], [6])]
