@@ -18,6 +18,9 @@ from rolltree.engine.agents.records import EpisodeRecord
 from rolltree.engine.agents.tree import episode_tree
 from rolltree.engine.app.assembly.agents import FORKS, UNTRAINED, check_agents
 from rolltree.engine.app.assembly.learning import learning_parts, loss_terms
+from rolltree.engine.app.assembly.run import build
+from rolltree.engine.app.console import Console
+from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.data.paths import path_credit
 from rolltree.engine.data.segment import Origin, Segment
 from rolltree.engine.data.statistics import of_ids
@@ -205,6 +208,14 @@ def test_every_advantage_is_that_of_single_responses_or_refused(toml: Path, name
             same(one, other, lambda tree: tree.value_target)
     every = np.concatenate([path_credit(tree) for tree in mine])
     assert np.ptp(every) > 0
+
+
+def test_a_run_and_its_plan_are_refused_before_anything_is_made(toml: Path) -> None:
+    config = job(toml, "--rollout.program=agent", "--algorithm.advantage=treerl")
+    for start in (lambda: build(config, console=Console()), lambda: list(plan_lines(config))):
+        with pytest.raises(UserError, match="'treerl' follows from where a program lets responses fork"):
+            start()
+    assert not config.run_dir.exists()
 
 
 def as_agent(config: TrainConfig) -> TrainConfig:
