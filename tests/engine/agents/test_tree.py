@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.engine import LeafStatus, SamplingParams, TokenTree, batch_loss, pack
+from rolltree.engine import LeafStatus, SamplingParams, TokenTree, batch_logprob, batch_loss, pack
 from rolltree.engine.agents.records import EpisodeRecord, SampledCall
 from rolltree.engine.agents.tree import OTHER_START, episode_tree
 from rolltree.engine.batches.rows import distinct_rows
@@ -241,6 +241,33 @@ def losses(model: torch.nn.Module, trees: list[TokenTree], objective: Objective)
         out.loss.backward()
         total += out.loss.item()
     return total, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_what_an_engine_sampled_has_the_log_probs_of_the_trainer() -> None:
+    """Each call of random agents is a job of the native engine; the trainer computes the tree with the same weights."""
+    model = serving.model()
+    engine = NativeEngine(model, serving.tokenizer(), EngineConfig(kv_tokens=8192))
+    rng, records = np.random.default_rng(4), []
+    for number in range(3):
+        calls: list[SampledCall] = []
+        for k in range(5):
+            ids = [[256, 5, 6], *(call.tree.token_id.tolist() for call in calls)]
+            before = ids[int(rng.integers(len(ids)))] if k % 2 else ids[-1]
+            before = before[: int(rng.integers(1, len(before) + 1))] if k == 3 else before
+            prompt = [*before, *rng.integers(1, 200, 3).tolist()]
+            params = SamplingParams(n=1, max_new_tokens=7, temperature=0.8, seed=10 * number + k)
+            calls.append(SampledCall(engine.generate([prompt], params)[0], number=k))
+        records.append(EpisodeRecord(tuple(calls), STOP))
+    tree = episode_tree([256], records)
+    assert 3 < tree.num_leaves < 15
+    assert sorted(trained(tree)) == sorted(sampled_tokens(records))
+    (batch,) = pack([tree], max_tokens=10_000)
+    with torch.no_grad():
+        found = batch_logprob(model, batch, temperature=0.8).logprob
+    assert batch.behaviour_logprob is not None
+    off = (found - batch.behaviour_logprob)[batch.loss_mask].abs()
+    assert len(off) == sum(call.tree.loss_tokens for one in records for call in one.calls)
+    assert float(off.max()) < 1e-4
 
 
 @pytest.mark.parametrize("per_call", [False, True])
