@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rolltree.engine import LeafStatus, SamplingParams, TokenTree, batch_logprob, batch_loss, pack
 from rolltree.engine.agents.records import EpisodeRecord, SampledCall
 from rolltree.engine.agents.tree import OTHER_START, episode_tree
+from rolltree.engine.batches.equal_prefixes import share_equal_prefixes
 from rolltree.engine.batches.rows import distinct_rows
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.programs import EnvironmentTurns, Observation
@@ -270,10 +271,12 @@ def test_what_an_engine_sampled_has_the_log_probs_of_the_trainer() -> None:
     assert float(off.max()) < 1e-4
 
 
+@pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("per_call", [False, True])
-def test_loss_and_gradient_are_those_of_the_calls_one_by_one(per_call: bool) -> None:
+def test_loss_and_gradient_are_those_of_the_calls_one_by_one(per_call: bool, alike: bool) -> None:
+    """Where equal beginnings have equal records too, and the learner merges them."""
     model, _ = make_models("qwen3")
-    agent = RandomAgent(np.random.default_rng(5), words=20, longest=6)
+    agent = RandomAgent(np.random.default_rng(5), words=2 if alike else 20, longest=6, alike=alike)
     records = [agent.episode(6) for _ in range(4)]
     tree = episode_tree([1, 2], records, per_call=per_call)
     advantage = np.array([1.0, -0.5, 2.0, -1.0])
@@ -290,3 +293,8 @@ def test_loss_and_gradient_are_those_of_the_calls_one_by_one(per_call: bool) -> 
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert float((gradient - wanted).norm() / wanted.norm()) < 1e-5
     assert tree.num_tokens < 0.5 * sum(one.num_tokens for one in flat)
+    shared = share_equal_prefixes(tree)
+    assert (shared is not tree) == alike
+    (ours, gradient) = losses(model, [shared], objective)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert float((gradient - wanted).norm() / wanted.norm()) < 1e-5
