@@ -25,6 +25,7 @@ FLOORS = (
     {"prompts", "record"},
     {"learn"},
     {"fleet"},
+    {"agents"},
     {"loop"},
     {"plan"},
     {"app"},

@@ -1,4 +1,4 @@
-"""Attention on a CPU: a row has the same bits in training and decoding, in a tree and on its path, however it is cut."""
+"""Attention on a CPU: a row has the same bits in training and decoding, in a tree and on its path."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def in_a_tree(q: Tensor, k: Tensor, v: Tensor, random: np.random.Generator, **op
 
 
 def decoded(q: Tensor, k: Tensor, v: Tensor, random: np.random.Generator, **options: object) -> tuple[Tensor, int]:
-    """Return the last rows of the path, decoded over nodes that begin anywhere in their pages, and the first of them."""
+    """Return the last rows of the path, decoded over nodes that begin anywhere in pages, and the first of them."""
     page = int(random.choice([8, 16, 32]))
     bounds = [0, *np.sort(random.choice(np.arange(1, T), 5, replace=False)).tolist(), T]
     offsets = random.integers(0, page, len(bounds) - 1).tolist()
