@@ -10,7 +10,7 @@ that sequence, and its record stays that of the other one (a prompt too, or an e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -65,6 +65,27 @@ def merge(
     status = checks.codes("statuses", [LeafStatus.STOP] * count if statuses is None else statuses, LeafStatus)
     ids = [checks.token_ids(f"responses[{i}]", response) for i, response in enumerate(responses)]
     lengths = np.array([len(r) for r in ids])
+    given = _records(lengths, behaviour_logprobs, loss_masks, policy_version)
+    others = {"status": status}
+    for name, values in columns.items():
+        (given if find_column(name).per == "token" else others)[name] = _given_column(name, values, lengths, given)
+    if advantages is not None:
+        numbers = checks.numbers("advantages", advantages)
+        others["advantage"] = COLUMNS["advantage"].array(numbers, count, "from_sequences")
+    root, prompts = _prompts(prompt, count)
+    return Merged(
+        _merged_nodes(root, prompts, ids, given, others),
+        {name: values for name, values in given.items() if COLUMNS[name].merge == "sum"},
+    )
+
+
+def _records(
+    lengths: Array,
+    behaviour_logprobs: Seq[npt.ArrayLike] | None,
+    loss_masks: Seq[npt.ArrayLike] | None,
+    policy_version: int | Seq[npt.ArrayLike],
+) -> dict[str, Array]:
+    """Return the columns that every response token has, [P] each, in the order of the responses."""
     as_logprobs = partial(checks.numbers, nan=True)
     logprob = _per_token("behaviour_logprobs", behaviour_logprobs, lengths, np.float32(np.nan), as_logprobs)
     mask = _per_token("loss_masks", loss_masks, lengths, np.True_, checks.flags)
@@ -73,11 +94,31 @@ def merge(
     one = np.isscalar(policy_version) or getattr(policy_version, "ndim", 1) == 0
     per_response = None if one else cast("Seq[npt.ArrayLike]", policy_version)
     fallback = checks.integers("policy_version", policy_version if one else 0)
-    version = _per_token("policy_version", per_response, lengths, fallback, checks.integers)
-    response = np.concatenate([*ids, np.zeros(0, np.int32)])
+    return {
+        "loss_mask": mask,
+        "origin": np.where(mask, Origin.SAMPLED, Origin.OBSERVATION).astype(np.int8),
+        "behaviour_logprob": logprob,
+        "policy_version": _per_token("policy_version", per_response, lengths, fallback, checks.integers),
+    }
 
-    root, prompts = _prompts(prompt, count)
-    context = np.array([len(p) for p in prompts]) - len(root)
+
+def _given_column(name: str, values: Seq[npt.ArrayLike], lengths: Array, given: Collection[str]) -> Array:
+    """Return a column of the caller's: a value a leaf, or one a response token."""
+    declared = find_column(name)
+    if name in given or name in ("status", "advantage") or declared.per == "node" or declared.axes:
+        raise ValueError(f"from_sequences: the column '{name}' cannot be given in `columns`.")
+    check_count(name, values, len(lengths))
+    if declared.per == "leaf":
+        return declared.array(cast("npt.ArrayLike", values), len(lengths), "from_sequences")
+    entries = zip(values, lengths, strict=True)
+    return np.concatenate([declared.array(v, n, f"from_sequences, response {i}") for i, (v, n) in enumerate(entries)])
+
+
+def _merged_nodes(
+    root: Array, prompts: Seq[Array], ids: Seq[Array], given: Mapping[str, Array], others: Mapping[str, Array]
+) -> Nodes:
+    """Return the nodes of sequences that begin with ``root``; ``given`` has columns of their response tokens."""
+    lengths, context = np.array([len(r) for r in ids]), np.array([len(p) for p in prompts]) - len(root)
     # each sequence after the common prompt: the rest of its own prompt, then its response
     total = lengths + context
     ends = np.cumsum(total)
@@ -90,27 +131,7 @@ def merge(
         return values
 
     rest = np.concatenate([p[len(root) :] for p in prompts] + [np.zeros(0, np.int32)])
-    given = {
-        "loss_mask": mask,
-        "origin": np.where(mask, Origin.SAMPLED, Origin.OBSERVATION).astype(np.int8),
-        "behaviour_logprob": logprob,
-        "policy_version": version,
-    }
-    others: dict[str, Array] = {}
-    for name, values in columns.items():
-        declared = find_column(name)
-        if name in given or name in ("status", "advantage") or declared.per == "node" or declared.axes:
-            raise ValueError(f"from_sequences: the column '{name}' cannot be given in `columns`.")
-        check_count(name, values, count)
-        if declared.per == "leaf":
-            others[name] = declared.array(cast("npt.ArrayLike", values), count, "from_sequences")
-            continue
-        entries = [
-            declared.array(v, n, f"from_sequences, response {i}")
-            for i, (v, n) in enumerate(zip(values, lengths, strict=True))
-        ]
-        (others if declared.per == "path" else given)[name] = np.concatenate(entries)
-    ids_in_order = column(response, rest)
+    ids_in_order = column(np.concatenate([*ids, np.zeros(0, np.int32)]), rest)
     full = {name: column(values, COLUMNS[name].fill) for name, values in given.items()}
     equal = [full[name] for name in given if COLUMNS[name].merge == "equal" and name != "origin"]
     nodes = prefix_tree(ids_in_order, equal, total, context)
@@ -118,22 +139,8 @@ def merge(
     source = np.repeat(nodes.begin - (np.cumsum(length) - length), length) + np.arange(length.sum())
     length[0] = len(root)
     made = {name: np.concatenate([COLUMNS[name].filled(len(root)), values[source]]) for name, values in full.items()}
-    nodes_columns = made | others | {"status": status}
-    if advantages is not None:
-        nodes_columns["advantage"] = COLUMNS["advantage"].array(
-            checks.numbers("advantages", advantages), count, "from_sequences"
-        )
-    return Merged(
-        Nodes(
-            nodes.parent,
-            length,
-            np.concatenate([root, ids_in_order[source]]),
-            nodes.leaf_node,
-            len(root) + context,
-            nodes_columns,
-        ),
-        {name: values for name, values in given.items() if COLUMNS[name].merge == "sum"},
-    )
+    token_ids = np.concatenate([root, ids_in_order[source]])
+    return Nodes(nodes.parent, length, token_ids, nodes.leaf_node, len(root) + context, made | others)
 
 
 def _prompts(prompt: Seq[int] | Seq[Seq[int]], count: int) -> tuple[Array, list[Array]]:
