@@ -115,7 +115,7 @@ def _given_column(name: str, values: Seq[npt.ArrayLike], lengths: Array, given: 
 
 
 def _merged_nodes(
-    root: Array, prompts: Seq[Array], ids: Seq[Array], given: Mapping[str, Array], others: Mapping[str, Array]
+    root: Array, prompts: Seq[Array], ids: Seq[Array], given: dict[str, Array], others: dict[str, Array]
 ) -> Nodes:
     """Return the nodes of sequences that begin with ``root``; ``given`` has columns of their response tokens."""
     lengths, context = np.array([len(r) for r in ids]), np.array([len(p) for p in prompts]) - len(root)
