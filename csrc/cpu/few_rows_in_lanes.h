@@ -90,30 +90,33 @@ inline void transpose_four(const float* column, int64_t stride, Vec (&at)[4]) {
   at[2] = halves<false>(third, fourth, Lanes{}), at[3] = halves<true>(third, fourth, Lanes{});
 }
 
-// out[r] = x[r] . each of kLanes columns over `words`, added to out[r] where `add`.
+// out[r] = x[r] . each of kLanes columns over `words`, block by block, added to out[r] where `add`.
 template <class Terms, int kRows>
-inline void dot_columns(const float* x, int64_t x_stride, const float* column, int64_t stride, int64_t words, const char* next,
-                        int64_t ahead, Vec* out, bool add) {
-  Vec sum[kRows] = {};
-  const auto take = [&](Vec at, int64_t k) __attribute__((always_inline)) {
+__attribute__((noinline)) void dot_columns(const float* x, int64_t x_stride, const float* column, int64_t stride, int64_t words,
+                                           int64_t block, const char* next, int64_t ahead, Vec* out, bool add) {
+  for (; words > 0; words -= block, x += block, column += block, add = true) {
+    const int64_t some = std::min(block, words);
+    Vec sum[kRows] = {};
+    const auto take = [&](Vec at, int64_t k) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) sum[r] = Terms::add(sum[r], x[r * x_stride + k], at);
-  };
-  int64_t k = 0;
-  for (; k + 4 <= words; k += 4) {
-    for (const char* stop = next + ahead; next < stop; next += 64) __builtin_prefetch(next, 0, 2);
-    Vec at[4];
-    transpose_four(column + k, stride, at);
+      for (int r = 0; r < kRows; ++r) sum[r] = Terms::add(sum[r], x[r * x_stride + k], at);
+    };
+    int64_t k = 0;
+    for (; k + 4 <= some; k += 4) {
+      for (const char* stop = next + ahead; next < stop; next += 64) __builtin_prefetch(next, 0, 2);
+      Vec at[4];
+      transpose_four(column + k, stride, at);
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) take(at[i], k + i);
-  }
-  for (; k < words; ++k) {
-    Vec at{};
-    for (int l = 0; l < kLanes; ++l) std::memcpy(reinterpret_cast<char*>(&at) + 4 * l, column + l * stride + k, 4);
-    take(at, k);
-  }
+      for (int i = 0; i < 4; ++i) take(at[i], k + i);
+    }
+    for (; k < some; ++k) {
+      Vec at{};
+      for (int l = 0; l < kLanes; ++l) std::memcpy(reinterpret_cast<char*>(&at) + 4 * l, column + l * stride + k, 4);
+      take(at, k);
+    }
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) out[r] = add ? out[r] + sum[r] : sum[r];
+    for (int r = 0; r < kRows; ++r) out[r] = add ? out[r] + sum[r] : sum[r];
+  }
 }
 
 template <class Terms, int kRows, class... Arguments>
@@ -261,9 +264,7 @@ class RowsInLanes final : public FewRows<T> {
         const T* bias = product.bias + n + c;
         std::fill_n(sums, alone_, wanted < kLanes ? load_some(bias, wanted) : load(bias));
       }
-      for (int64_t k = 0; k < words_; k += block_)
-        dot_some_columns<Terms, kAlone>(alone_, x + k, words_, some.first + k, some.stride, std::min(block_, words_ - k),
-                                        next + ahead * (k / 4), ahead, +sums, k > 0 || begun);
+      dot_some_columns<Terms, kAlone>(alone_, x, words_, some.first, some.stride, words_, block_, next, ahead, +sums, begun);
       for (int64_t r = 0; r < alone_; ++r) put<T, Terms::kBiasFirst>(sums[r], product, this->rows_ - alone_ + r, n + c, wanted);
     }
   }
