@@ -32,14 +32,14 @@ def kernels(*names: str) -> tuple[str, ...]:
 
 
 HEAD = kernels(
-    "machine", "bf16_products", "linear_head", "linear_kept", "linear_logprob", "linear_logprob_options",
+    "machine", "bf16_products", "equal_bits", "linear_head", "linear_kept", "linear_logprob", "linear_logprob_options",
     "linear_logprob_parallel", "linear_policy_loss", "linear_shared_rows", "linear_terms_loss", "logprob_from_logits",
 )  # fmt: skip
 LAYERS = kernels("decoder_layer", "layer_ops")
 ROWS = kernels("sampling", "sampling_noise", "tree_attention", "tree_decode")
 COMPILED = (*HEAD, *LAYERS, *ROWS)
 """The files whose ops csrc/cpu has."""
-FEW = kernels("decoder_layer", "linear_head")
+FEW = kernels("decoder_layer", "equal_bits", "linear_head")
 """The files of the products that csrc/cpu makes itself up to some number of rows."""
 GPU = kernels("tree_attention", "tree_recurrence_triton")
 """The files of the kernels whose tiles depend on the GPU."""

@@ -47,6 +47,7 @@ NAMES = {
     "accelerator::DeviceGuard",
     "detail::from",
     "detail::to",
+    "empty",
     "empty_like",
     "get_num_threads",
     "new_empty",

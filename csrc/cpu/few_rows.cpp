@@ -5,9 +5,11 @@
 // most lanes empty, columns of the weight are in the lanes instead and are transposed while they are read. Both ways sum
 // over the depth in the same order, whatever the number of rows, so a row's result does not depend on the others.
 //
-// fp32 is summed one number after the other. bf16 has the order of oneDNN's products on AVX-512: pairs of numbers, the odd
-// one first, in blocks of 512 along the depth (1,024 where it is above 1,024) whose sums are added in order. Products of
-// bf16 are exact in fp32. AVX-512 BF16 does it with one instruction a pair, other processors with two after widening.
+// fp32 has the order of torch's library, if it is one that `library_block` knows: blocks of the depth are summed one number
+// after the other, and the sums of blocks are added in order, to the bias if there is one. bf16 has the order of oneDNN's
+// products on AVX-512: pairs of numbers, the odd one first, in blocks of 512 along the depth (1,024 where it is above 1,024)
+// whose sums are added in order. Products of bf16 are exact in fp32. AVX-512 BF16 does it with one instruction a pair, other
+// processors with two after widening.
 #include "few_rows.h"
 
 #include <torch/csrc/stable/library.h>
@@ -20,13 +22,18 @@ namespace {
 
 struct Single {
   static constexpr int64_t kNumbers = 1;
+  static constexpr bool kBiasFirst = true;
   static Vec add(Vec sum, float x, Vec w) { return sum + x * w; }
-  static int64_t block(int64_t words) { return words; }
+  static int64_t block(int64_t words) {
+    const int64_t block = library_block(words);
+    return block ? block : words;
+  }
 };
 
 // The twin of `Dots` (few_rows_dots.cpp).
 struct Widened {
   static constexpr int64_t kNumbers = 2;
+  static constexpr bool kBiasFirst = false;
   static Vec add(Vec sum, float x, Vec w) {
     uint32_t pair;
     std::memcpy(&pair, &x, 4);

@@ -10,6 +10,7 @@ namespace {
 
 struct Dots {
   static constexpr int64_t kNumbers = 2;
+  static constexpr bool kBiasFirst = false;
   static Vec add(Vec sum, float x, Vec w) {
     uint32_t pair;
     std::memcpy(&pair, &x, 4);

@@ -5,6 +5,7 @@
 //   kNumbers               numbers of a word
 //   add(sum, word, words)  sum + word * words, lane by lane
 //   block(words)           words of the depth that are summed before their sum is added to that of the words before
+//   kBiasFirst             whether the bias is the first of these sums, or is added to the last
 #pragma once
 
 #include <algorithm>
@@ -15,12 +16,12 @@
 
 namespace rolltree {
 
-// Writes the sums of `count` columns from the n-th on to the output.
-template <class T>
+// Writes the sums of `count` columns from the n-th on to the output; they have the bias already where kBiasFirst.
+template <class T, bool kBiasFirst = false>
 inline void put(Vec sum, const Product<T>& product, int64_t row, int64_t n, int64_t count) {
   float* to = product.out + row * product.stride + n;
   const bool whole = count >= kLanes;
-  if (product.bias) sum += whole ? load(product.bias + n) : load_some(product.bias + n, count);
+  if (!kBiasFirst && product.bias) sum += whole ? load(product.bias + n) : load_some(product.bias + n, count);
   if (product.rounded) sum = rounded<T>(sum);
   if (product.add) {
     sum += whole ? load(to) : load_some(to, count);
@@ -89,30 +90,33 @@ inline void transpose_four(const float* column, int64_t stride, Vec (&at)[4]) {
   at[2] = halves<false>(third, fourth, Lanes{}), at[3] = halves<true>(third, fourth, Lanes{});
 }
 
-// out[r] = x[r] . each of kLanes columns over `words`, added to out[r] where `add`.
+// out[r] = x[r] . each of kLanes columns over `words`, block by block, added to out[r] where `add`.
 template <class Terms, int kRows>
-inline void dot_columns(const float* x, int64_t x_stride, const float* column, int64_t stride, int64_t words, const char* next,
-                        int64_t ahead, Vec* out, bool add) {
-  Vec sum[kRows] = {};
-  const auto take = [&](Vec at, int64_t k) __attribute__((always_inline)) {
+__attribute__((noinline)) void dot_columns(const float* x, int64_t x_stride, const float* column, int64_t stride, int64_t words,
+                                           int64_t block, const char* next, int64_t ahead, Vec* out, bool add) {
+  for (; words > 0; words -= block, x += block, column += block, add = true) {
+    const int64_t some = std::min(block, words);
+    Vec sum[kRows] = {};
+    const auto take = [&](Vec at, int64_t k) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) sum[r] = Terms::add(sum[r], x[r * x_stride + k], at);
-  };
-  int64_t k = 0;
-  for (; k + 4 <= words; k += 4) {
-    for (const char* stop = next + ahead; next < stop; next += 64) __builtin_prefetch(next, 0, 2);
-    Vec at[4];
-    transpose_four(column + k, stride, at);
+      for (int r = 0; r < kRows; ++r) sum[r] = Terms::add(sum[r], x[r * x_stride + k], at);
+    };
+    int64_t k = 0;
+    for (; k + 4 <= some; k += 4) {
+      for (const char* stop = next + ahead; next < stop; next += 64) __builtin_prefetch(next, 0, 2);
+      Vec at[4];
+      transpose_four(column + k, stride, at);
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) take(at[i], k + i);
-  }
-  for (; k < words; ++k) {
-    Vec at{};
-    for (int l = 0; l < kLanes; ++l) std::memcpy(reinterpret_cast<char*>(&at) + 4 * l, column + l * stride + k, 4);
-    take(at, k);
-  }
+      for (int i = 0; i < 4; ++i) take(at[i], k + i);
+    }
+    for (; k < some; ++k) {
+      Vec at{};
+      for (int l = 0; l < kLanes; ++l) std::memcpy(reinterpret_cast<char*>(&at) + 4 * l, column + l * stride + k, 4);
+      take(at, k);
+    }
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) out[r] = add ? out[r] + sum[r] : sum[r];
+    for (int r = 0; r < kRows; ++r) out[r] = add ? out[r] + sum[r] : sum[r];
+  }
 }
 
 template <class Terms, int kRows, class... Arguments>
@@ -137,6 +141,7 @@ class RowsInLanes final : public FewRows<T> {
   RowsInLanes(const float* x, int64_t rows, int64_t depth)
       : FewRows<T>(rows, depth),
         words_((depth + Terms::kNumbers - 1) / Terms::kNumbers),
+        block_(Terms::block(words_)),
         alone_(alone_of(rows)),
         lanes_(padded(rows - alone_)),
         passes_(alone_ > 0),
@@ -209,17 +214,20 @@ class RowsInLanes final : public FewRows<T> {
   void multiply_lanes(const Product<T>& product, const Columns& columns, int64_t n, int64_t count, float* room) const {
     float* by_column = room;                    // [kTogether, lanes_]
     float* by_row = room + kTogether * lanes_;  // [lanes_, kTogether]
+    const bool begun = Terms::kBiasFirst && product.bias;
     int64_t pass = 0;
     const auto panel = [&](auto vectors, int64_t first) {
       constexpr int kVectors = decltype(vectors)::value, kTile = std::min(kAccumulators / kVectors, 12);
       constexpr int64_t kWord = sizeof(float), kWide = kVectors * kLanes;
       const Weights weights{columns.first, columns.stride, asked(columns, pass++), kWord * columns.stride / passes_,
                             kWord * kTile / passes_};
-      const int64_t block = Terms::block(words_);
-      for (int64_t k = 0; k < words_; k += block)
-        gemm_panel<kVectors, Terms>(count, std::min(block, words_ - k), weights.at(k),
+      if (begun)
+        for (int64_t c = 0; c < count; ++c)
+          std::fill_n(by_column + c * lanes_ + first, kWide, static_cast<float>(product.bias[n + c]));
+      for (int64_t k = 0; k < words_; k += block_)
+        gemm_panel<kVectors, Terms>(count, std::min(block_, words_ - k), weights.at(k),
                                     Packed{panels_.at(first * words_ + k * kWide), kWide}, 0, by_column + first, lanes_,
-                                    k ? Into::added : Into::set);
+                                    k || begun ? Into::added : Into::set);
       return first + kWide;
     };
     for (int64_t first = 0; first < lanes_;) {
@@ -230,7 +238,8 @@ class RowsInLanes final : public FewRows<T> {
     }
     transpose(Packed{by_column, lanes_}, padded(count), lanes_, by_row, kTogether);
     for (int64_t r = 0; r < this->rows_ - alone_; ++r)
-      for (int64_t c = 0; c < count; c += kLanes) put(load(by_row + r * kTogether + c), product, r, n + c, count - c);
+      for (int64_t c = 0; c < count; c += kLanes)
+        put<T, Terms::kBiasFirst>(load(by_row + r * kTogether + c), product, r, n + c, count - c);
   }
 
   void multiply_alone(const Product<T>& product, const Columns& columns, int64_t n, int64_t count) const {
@@ -250,15 +259,17 @@ class RowsInLanes final : public FewRows<T> {
         }
         some = {end->at(0), words_};
       }
-      const int64_t block = Terms::block(words_);
-      for (int64_t k = 0; k < words_; k += block)
-        dot_some_columns<Terms, kAlone>(alone_, x + k, words_, some.first + k, some.stride, std::min(block, words_ - k),
-                                        next + ahead * (k / 4), ahead, +sums, k > 0);
-      for (int64_t r = 0; r < alone_; ++r) put(sums[r], product, this->rows_ - alone_ + r, n + c, wanted);
+      const bool begun = Terms::kBiasFirst && product.bias;
+      if (begun) {
+        const T* bias = product.bias + n + c;
+        std::fill_n(sums, alone_, wanted < kLanes ? load_some(bias, wanted) : load(bias));
+      }
+      dot_some_columns<Terms, kAlone>(alone_, x, words_, some.first, some.stride, words_, block_, next, ahead, +sums, begun);
+      for (int64_t r = 0; r < alone_; ++r) put<T, Terms::kBiasFirst>(sums[r], product, this->rows_ - alone_ + r, n + c, wanted);
     }
   }
 
-  const int64_t words_;          // of the depth
+  const int64_t words_, block_;  // of the depth; see Terms
   const int64_t alone_, lanes_;  // rows at the end that are multiplied with columns in lanes; lanes of the other rows
   int64_t passes_;               // over a weight
   const Buffer pairs_;

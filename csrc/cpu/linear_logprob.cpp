@@ -1,10 +1,8 @@
 // Row kernels of linear_logprob on a tile of logits [C, V] (kernels/linear_logprob/reference.py has the formulas).
 //
-// A row is scaled, scanned for its maximum and summed, all while it is in the cache, so a tile is read from memory once.
-// Half-precision logits are widened into a row of scratch; their gradient is rounded once, when it is written. Sums have
-// the lanes of 64 bytes, in as many vectors of this machine as that takes, so their order is the same on all machines.
-// (Vectors wider than the machine's would do that too, but GCC compares and selects those one number at a time.) One
-// thread per run of rows; a row's result depends on that row alone.
+// A row is scanned for its maximum and summed (softmax.h) while it is in the cache, so a tile is read from memory once.
+// Half-precision logits are widened into a row of scratch; their gradient is rounded once, when it is written. One thread
+// per run of rows; a row's result depends on that row alone.
 //
 // NaN and +inf make their own row NaN; -inf is a logit of probability zero.
 #include <torch/csrc/stable/library.h>
@@ -17,80 +15,22 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <limits>
 #include <type_traits>
 #include <vector>
 
-#include "vectors.h"
+#include "softmax.h"
 
 namespace {
 
 using torch::stable::Tensor;
 
-template <class T>
-struct Vector;
-template <>
-struct Vector<float> {
-  typedef float type __attribute__((vector_size(rolltree::kVectorBytes)));
-  static constexpr float lowest = -87.0f;  // exp of less counts as zero
-};
-template <>
-struct Vector<double> {
-  typedef double type __attribute__((vector_size(rolltree::kVectorBytes)));
-  static constexpr double lowest = -708.0;
-};
-
-template <class T>
-using Vec = typename Vector<T>::type;
-template <class T>
-constexpr int64_t kLanes = sizeof(Vec<T>) / sizeof(T);
-constexpr int kParts = 64 / rolltree::kVectorBytes;  // vectors of a sum
-template <class T>
-constexpr T kInfinity = std::numeric_limits<T>::infinity();
-
-inline Vec<float> exponential(Vec<float> x) { return rolltree::exp(x); }
-
-inline Vec<double> exponential(Vec<double> x) {
-  for (int64_t i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
-  return x;
-}
+using namespace rolltree::softmax;
 
 inline Vec<float> hyperbolic_tangent(Vec<float> x) { return rolltree::tanh(x); }
 
 inline Vec<double> hyperbolic_tangent(Vec<double> x) {
   for (int64_t i = 0; i < kLanes<double>; ++i) x[i] = std::tanh(x[i]);
   return x;
-}
-
-template <class T>
-inline Vec<T> load(const T* p) {
-  return rolltree::load_as<Vec<T>>(p);
-}
-
-// Loads the first n numbers of a vector, padded with `fill`, or all of it.
-template <class T>
-inline Vec<T> load_some(const T* p, int64_t n, T fill) {
-  if (n >= kLanes<T>) return load(p);
-  Vec<T> v = fill - Vec<T>{};
-  std::memcpy(&v, p, n * sizeof(T));
-  return v;
-}
-
-template <class T>
-inline void store_some(T* p, Vec<T> v, int64_t n) {
-  if (n >= kLanes<T>)
-    std::memcpy(p, &v, sizeof v);  // of constant size: one store
-  else
-    std::memcpy(p, &v, n * sizeof(T));
-}
-
-template <class T>
-inline T total(const Vec<T> (&v)[kParts]) {
-  T sum = 0;
-  for (const Vec<T>& part : v)
-    for (int64_t i = 0; i < kLanes<T>; ++i) sum += part[i];
-  return sum;
 }
 
 // Logits of type In; arithmetic is in T.
@@ -108,12 +48,11 @@ struct Tile {
   T inverse_temperature(int64_t i) const {
     return T(1) / temperature[i * temperature_stride];
   }
-  // Returns z = softcap(u + bias) / T of row i: the row itself where they are the same, otherwise in `scratch`.
-  const T* scaled(int64_t i, T* scratch) const {
-    const T inverse = inverse_temperature(i);
+  // Returns x = softcap(u + bias) of row i: the row itself where they are the same, otherwise in `scratch`.
+  const T* capped(int64_t i, T* scratch) const {
     const In* row = logits + i * width;
     if constexpr (std::is_same_v<In, T>)
-      if (!bias && softcap == 0 && inverse == 1) return row;
+      if (!bias && softcap == 0) return row;
     for (int64_t j = 0; j < width; ++j) scratch[j] = static_cast<T>(row[j]);
     if (bias)
       for (int64_t j = 0; j < width; ++j) scratch[j] += bias[j];
@@ -122,7 +61,14 @@ struct Tile {
         const Vec<T> z = load_some(scratch + j, width - j, T(0));
         store_some<T>(scratch + j, softcap * hyperbolic_tangent(z / softcap), width - j);
       }
-    for (int64_t j = 0; j < width; ++j) scratch[j] *= inverse;
+    return scratch;
+  }
+  // Returns z = x / T of row i, likewise.
+  const T* scaled(int64_t i, T* scratch) const {
+    const T inverse = inverse_temperature(i);
+    const T* x = capped(i, scratch);
+    if (inverse == 1) return x;
+    for (int64_t j = 0; j < width; ++j) scratch[j] = x[j] * inverse;
     return scratch;
   }
   // Returns dz/du at z, without the factor 1/T.
@@ -145,57 +91,23 @@ T maximum(const T* z, int64_t width) {
   return *std::max_element(reinterpret_cast<T*>(&most), reinterpret_cast<T*>(&most) + kLanes<T>);
 }
 
-template <class T>
-struct Sums {
-  T e = 0, ed = 0, e2 = 0;  // sums of exp(d), d exp(d), exp(d)^2 with d = z - shift
-};
-
-template <class T, bool Entropy, bool SumP2>
-Sums<T> sum_exponentials(const T* z, int64_t width, T shift) {
-  Sums<T> sums;
-  constexpr int64_t lanes = kParts * kLanes<T>, block = 64 * lanes;  // sums of blocks are added separately, so long rows round little
-  for (int64_t begin = 0; begin < width; begin += block) {
-    const int64_t end = std::min(begin + block, width);
-    Vec<T> e_sum[kParts]{}, ed_sum[kParts]{}, e2_sum[kParts]{};
-    const auto add = [&](int part, Vec<T> v) {
-      Vec<T> d = v - shift;
-      const auto none = d < Vector<T>::lowest;
-      d = none ? Vec<T>{} : d;
-      const Vec<T> e = none ? Vec<T>{} : exponential(d);
-      e_sum[part] += e;
-      if constexpr (Entropy) ed_sum[part] += e * d;
-      if constexpr (SumP2) e2_sum[part] += e * e;
-    };
-    int64_t j = begin;
-    for (; j + lanes <= end; j += lanes)
-#pragma GCC unroll 4
-      for (int part = 0; part < kParts; ++part) add(part, load(z + j + part * kLanes<T>));
-#pragma GCC unroll 4
-    for (int part = 0; part < kParts; ++part, j += kLanes<T>)
-      if (j < end) add(part, load_some(z + j, end - j, -kInfinity<T>));
-    sums.e += total<T>(e_sum);
-    if constexpr (Entropy) sums.ed += total<T>(ed_sum);
-    if constexpr (SumP2) sums.e2 += total<T>(e2_sum);
-  }
-  return sums;
-}
-
 template <class T, bool Entropy, bool SumP2, class In>
 void statistics(const Tile<T, In>& tile, T* logprob, T* logsumexp, T* correction, T* entropy, T* sum_p2) {
   torch::stable::parallel_for(0, tile.rows, tile.grain(), [&](int64_t from, int64_t to) {
     std::vector<T> scratch(tile.width);
     for (int64_t i = from; i < to; ++i) {
-      const T* z = tile.scaled(i, scratch.data());
-      const T most = maximum(z, tile.width);
-      const T shift = most == -kInfinity<T> ? T(0) : most;
-      const Sums<T> sums = sum_exponentials<T, Entropy, SumP2>(z, tile.width, shift);
-      const T log_sum = std::log(sums.e);
-      logsumexp[i] = shift + log_sum;
-      correction[i] = (shift - logsumexp[i]) + log_sum;
-      if constexpr (Entropy) entropy[i] = log_sum - sums.ed / sums.e;
-      if constexpr (SumP2) sum_p2[i] = sums.e2 / (sums.e * sums.e);
+      const T* x = tile.capped(i, scratch.data());
+      const T most = maximum(x, tile.width), top = most == -kInfinity<T> ? T(0) : most;
+      const T inverse = tile.inverse_temperature(i);
+      const Sums sums = sum_weights<T, Entropy, SumP2, false>(x, tile.width, top, inverse, nullptr);
+      const double log_sum = sums.log();
+      const T shift = top * inverse;  // z of the greatest logit
+      logsumexp[i] = static_cast<T>(shift + log_sum);
+      correction[i] = static_cast<T>((static_cast<double>(shift) - logsumexp[i]) + log_sum);
+      if constexpr (Entropy) entropy[i] = static_cast<T>(sums.entropy());
+      if constexpr (SumP2) sum_p2[i] = static_cast<T>(sums.squares / (sums.weights * sums.weights));
       for (int64_t m = tile.start[i]; m < tile.start[i + 1]; ++m)
-        logprob[m] = (z[tile.target[m]] - shift) - log_sum;
+        logprob[m] = log_prob(x[tile.target[m]], top, tile.temperature[i * tile.temperature_stride], log_sum);
     }
   });
 }

@@ -2,6 +2,8 @@
 // kernels/machine.py is the same place for Python and names the environment variables that force a path.
 #pragma once
 
+#include <cstdint>
+
 namespace rolltree {
 
 enum class Tiles { none, emulated, amx };
@@ -19,5 +21,10 @@ Pairs pairs();
 // Returns whether the kernels' own products are faster than a library's for few rows only: on Intel's processors with
 // AVX-512, whose library is faster, and with 16-byte vectors. ROLLTREE_FEW_ROWS=few or many decides instead.
 bool library_is_fast();
+
+// Returns how many numbers of the depth torch's library sums, one after the other, in its fp32 products of many rows before it
+// adds their sum to that of the numbers before; 0 if its products have another order. Found by the bits of a product, once for
+// each depth. The kernels' own products have the same order, so the number of rows does not show in the result.
+int64_t library_block(int64_t depth);
 
 }  // namespace rolltree

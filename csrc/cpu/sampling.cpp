@@ -2,8 +2,9 @@
 //
 // Definition: kernels/sampling/reference.py. A row of V logits costs one pass for the maximum, one for the softmax sums and
 // one for the draw; top-k and top-p add a bisection on the value of the last kept logit (at most 32 cheap passes) instead of a
-// sort. Sums run in float lanes for kFlush elements and are then added up in double, always in the same order, so a row's
-// result depends on that row alone.
+// sort. Sums run in float lanes for kFlush elements (those of softmax.h for its blocks) and are then added up in double, always
+// in the same order, so a row's result depends on that row alone. Without a filter the log-prob is that of linear_logprob on
+// the same logits, to the bit.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -19,13 +20,13 @@
 #include <optional>
 #include <vector>
 
-#include "vectors.h"
+#include "softmax.h"
 
 namespace {
 
 using torch::stable::Tensor;
 using rolltree::IVec, rolltree::kInfinity, rolltree::kLanes, rolltree::UVec, rolltree::Vec;
-using rolltree::load, rolltree::log_positive, rolltree::store;
+using rolltree::load, rolltree::log_positive, rolltree::store, rolltree::softmax::log_prob;
 
 constexpr int64_t kBlock = 64;  // tokens whose noise is drawn together; rows are padded to a multiple of it
 constexpr int64_t kFlush = 2048;
@@ -107,25 +108,23 @@ class Row {
     if (s.temperature < kTiny) {
       const Sums sums = softmax(1.0f);
       out.token = out.last_kept = std::find(x_, x_ + vocab_, best_) - x_;
-      out.logprob = 0, out.entropy = 0, out.raw_logprob = static_cast<float>(-std::log(sums.mass));
+      out.logprob = 0, out.entropy = 0, out.raw_logprob = log_prob(best_, best_, 1.0f, sums.log());
       return out;
     }
     scale_ = 1.0f / s.temperature;
     const Sums raw = s.temperature == 1.0f ? Sums{} : softmax(1.0f);
     const Sums sums = softmax(scale_);
-    const Prefix kept = filter(s, sums.mass);
-    const double mass = race(kept, s, &out);
-    const double below = static_cast<double>(x_[out.token]) - best_;
-    out.logprob = static_cast<float>(below / s.temperature - std::log(mass));
-    out.raw_logprob = static_cast<float>(below - std::log(s.temperature == 1.0f ? sums.mass : raw.mass));
-    out.entropy = static_cast<float>(std::log(sums.mass) - sums.moment / sums.mass);
+    const Prefix kept = filter(s, sums.weights);
+    const double mass = race(kept, s, &out), log_sum = sums.log();
+    const float x = x_[out.token];
+    out.logprob = log_prob(x, best_, s.temperature, is_filtered(s) ? std::log(mass) : log_sum);
+    out.raw_logprob = log_prob(x, best_, 1.0f, s.temperature == 1.0f ? log_sum : raw.log());
+    out.entropy = static_cast<float>(sums.entropy());
     return out;
   }
 
  private:
-  struct Sums {
-    double mass = 0, moment = 0;  // sum w, sum w log w
-  };
+  using Sums = rolltree::softmax::Sums;
 
   bool find_best() {
     Vec best = Vec{} - kInfinity;
@@ -144,21 +143,8 @@ class Row {
   }
 
   // Computes w = exp((x - best) * scale) and its sums.
-  Sums softmax(float scale) {
-    Sums sums;
-    for (int64_t begin = 0; begin < padded_; begin += kFlush) {
-      Vec mass{}, moment{};
-      for (int64_t i = begin; i < std::min(begin + kFlush, padded_); i += kLanes) {
-        const Vec z = (load(x_ + i) - best_) * scale;
-        const Vec w = exp_nonpositive(z);
-        store(w_ + i, w);
-        mass += w;
-        moment += w > 0.0f ? w * z : Vec{};
-      }
-      sums.mass += sum(mass);
-      sums.moment += sum(moment);
-    }
-    return sums;
+  Sums softmax(float scale) const {
+    return rolltree::softmax::sum_weights<float, true, false, true>(x_, padded_, best_, scale, w_);
   }
 
   // Returns number and mass of the tokens whose logit exceeds `value`.
@@ -192,6 +178,8 @@ class Row {
   }
 
   double weight_at(float x) const { return exp_nonpositive(Vec{} + (x - best_) * scale_)[0]; }
+
+  bool is_filtered(const Settings& s) const { return (s.top_k >= 1 && s.top_k < vocab_) || s.top_p < 1 || s.min_p > 0; }
 
   Prefix filter(const Settings& s, double total) const {
     Prefix kept{.mass = total};

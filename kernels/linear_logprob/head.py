@@ -57,11 +57,11 @@ class Head:
         elif self.mixed:
             torch.mm(hidden, self.weight.T, out_dtype=self.accumulator, out=out)
         elif self.weight.dtype == torch.float32 and own_product(hidden, self.weight, out):
-            torch.ops.rolltree_cpu.linear(hidden.float().contiguous(), self.weight, out)
+            for rows, part in zip(hidden.split(few_rows()), out.split(few_rows()), strict=True):
+                torch.ops.rolltree_cpu.linear(rows.float().contiguous(), self.weight, part)
         else:
-            at_once = VOCABULARY_AT_ONCE if out.device.type == "cpu" else max(len(self.weight), 1)
-            rows = self._operand(hidden)
-            for weight, part in zip(self.weight.split(at_once), out.split(at_once, 1), strict=True):
+            rows, sizes = self._operand(hidden), column_parts(len(self.weight), out.device)
+            for weight, part in zip(self.weight.split(sizes), out.split(sizes, 1), strict=True):
                 torch.mm(rows, self._operand(weight).T, out=part)
         if self.lora is not None:
             self._add(out, self._project(self._operand(hidden), self.lora), self.lora.b.T)
@@ -113,6 +113,9 @@ class Head:
 VOCABULARY_AT_ONCE = 1024
 """Columns of a product of logits on a CPU: MKL is 5 to 18 % faster in parts of 512 to 2048, with the same bits."""
 
+LEAST_COLUMNS = 48
+"""Columns from which MKL's products have the sums of csrc/cpu/few_rows.cpp, for more rows than `few_rows`."""
+
 WIDENED_AT_ONCE = 4096
 """Rows of a weight that are widened at a time for a product."""
 
@@ -129,8 +132,31 @@ def own_product(hidden: Tensor, weight: Tensor, out: Tensor) -> bool:
         weight.is_contiguous()
         and out.stride(1) == 1
         and dispatch.usable("cpu", weight.device)
-        and len(hidden) <= few_rows()
+        and few_rows() > 0
+        and (len(hidden) <= few_rows() or len(weight) < LEAST_COLUMNS)
     )
+
+
+def column_parts(V: int, device: torch.device) -> list[int]:
+    """Return the numbers of columns of the products that make up one of V columns."""
+    if device.type != "cpu" or V < VOCABULARY_AT_ONCE + LEAST_COLUMNS:
+        return [V]
+    parts = [VOCABULARY_AT_ONCE] * (V // VOCABULARY_AT_ONCE)
+    rest = V % VOCABULARY_AT_ONCE
+    if rest >= LEAST_COLUMNS:
+        return [*parts, rest]
+    return [*parts[:-1], parts[-1] + rest]
+
+
+def has_equal_bits(weight: Tensor) -> bool:
+    """Return whether a row's logits on a CPU have the same bits whatever the number of rows: those of ``weight [V, H]``
+    in bf16, and in fp32 where the order of a library's sums is known (csrc/cpu/library_order.cpp)."""
+    if weight.device.type != "cpu" or not load_library("cpu"):
+        return False
+    if weight.dtype == torch.bfloat16:
+        return True
+    few = len(weight) < LEAST_COLUMNS
+    return weight.dtype == torch.float32 and (few or int(torch.ops.rolltree_cpu.library_block(weight.shape[1])) > 0)
 
 
 def _rows(t: Tensor) -> Tensor:  # [N, K]
