@@ -113,7 +113,7 @@ assert {"/health", "/v1/completions"} <= {route.path for route in make_app(Nativ
 """,
     ("serve", "grammar"): TINY
     + """
-from rolltree.engine.app.server.grammar import Grammars
+from rolltree.engine.protocols.grammar import Grammars
 allowed = Grammars(tokenizer, len(tokenizer)).of_schema('{"type": "integer"}', 1)(__import__("numpy").zeros(0, "int32"))
 assert 0 < len(allowed) < len(tokenizer)
 """,
