@@ -151,6 +151,7 @@ for _column in (
     Column("entropy", np.float32, "token", "of the distribution it was sampled from", fill=np.nan, merge="first"),
     Column("model", np.int8, "token", "number of the policy that sampled it; 0: that of [model]"),
     Column("role", np.int8, "token", "place of the role that it was sampled in among `meta['roles']`"),
+    Column("call", np.int32, "token", "number from 1 of the agent's call that sampled or read it", merge="first"),
     Column("demonstration_weight", np.float32, "token", "weight that a demonstration's file gives it", fill=1),
     Column("temperature", np.float32, "token", "temperature it was sampled at", fill=np.nan, to_device=True),
     Column(
@@ -169,6 +170,8 @@ for _column in (
         "leaf",
         "the group's attempt whose prompt sampled it, where it is trained under another one; 0: it is not",
     ),
+    Column("episode", np.int32, "leaf", "number in its group of the agent's episode that it is part of", fill=-1),
+    Column("answer", np.bool_, "leaf", "it ends with the last answer of its episode", fill=1),
     Column("trained", np.bool_, "leaf", "an update counts it; credit reads it in any case", fill=1),
     Column("advantage", np.float32, "leaf", "credit of a whole response", to_device=True),
     Column("node_advantage", np.float32, "node", "credit of a node's tokens, instead of their leaves'", to_device=True),

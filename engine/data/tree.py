@@ -420,11 +420,12 @@ def of_runs(
     tokens: Segment,
     leaf_nodes: Seq[int],
     status: Array,  # [L] int8
+    leaf_prompt: Array | None = None,  # [L]; None: node 0's length
 ) -> TokenTree:
     """Make a tree like :meth:`TokenTree.from_nodes`, unchecked, from the joined tokens of nodes of ``lengths``."""
     parent, length, leaf_node = without_empty(parents, lengths, leaf_nodes)
-    columns = {**tokens.columns, "status": status}
-    return in_order(parent, length, tokens.token_ids, leaf_node, np.full(len(leaf_node), length[0]), columns)
+    prompts = np.full(len(leaf_node), length[0]) if leaf_prompt is None else leaf_prompt
+    return in_order(parent, length, tokens.token_ids, leaf_node, prompts, {**tokens.columns, "status": status})
 
 
 def in_order(

@@ -25,6 +25,7 @@ FLOORS = (
     {"prompts", "protocols", "record"},
     {"learn"},
     {"fleet"},
+    {"agents"},
     {"loop"},
     {"plan"},
     {"app"},

@@ -1,0 +1,279 @@
+"""The tree of a group of episodes: equal beginnings of their calls are stored once, each sampled token has one leaf.
+
+A *chain* is a sequence of calls of an episode in which each prompt begins with all tokens, prompt and sampled, of the
+call before. A chain is a leaf: its response begins with the first token that it sampled itself, and the tokens between
+its calls are observations. When two calls continue the same one, the first that arrived continues its chain, and the
+others begin chains: their prompts are context, in no loss of theirs. So each sampled token is in one response.
+
+Prompts of chains are stored once where their ids are equal, whatever recorded them. What an episode samples or observes
+itself is stored for it alone, as other programs' branches are; `pack` computes equal prefixes once in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..data.columns import COLUMNS, Array
+from ..data.media import Picture, distinct
+from ..data.segment import LeafStatus, Origin, Segment
+from ..data.tree import TokenTree, of_runs
+from .records import EpisodeRecord, SampledCall
+
+AGENT = "agent"
+"""Name of the role of calls that name none, in groups with calls that do."""
+OTHER_START = (
+    "a call's prompt begins with another token than the first call of its group, so they are no one tree; use a chat "
+    "template that begins every conversation with the same token"
+)
+"""Failure of an episode whose calls have no place in the tree of its group."""
+
+
+@dataclass(eq=False)
+class _Run:
+    """Tokens without a branch, and the runs that follow them."""
+
+    parent: _Run | None
+    tokens: Segment
+    episode: int
+    following: list[_Run] = field(default_factory=list)
+
+    def then(self, tokens: Segment, episode: int) -> _Run:
+        """Return a new run after this one."""
+        made = _Run(self, tokens, episode)
+        self.following.append(made)
+        return made
+
+    def cut(self, count: int) -> _Run:
+        """Move the first ``count`` tokens to a run of their own, in this one's place, and return that."""
+        if count == len(self.tokens):
+            return self
+        assert self.parent is not None
+        upper = _Run(self.parent, _part(self.tokens, 0, count), self.episode, [self])
+        self.parent.following[self.parent.following.index(self)] = upper
+        self.parent, self.tokens = upper, _part(self.tokens, count, len(self.tokens))
+        return upper
+
+
+@dataclass(eq=False)
+class _Leaf:
+    """A chain, or a call by itself."""
+
+    tip: _Run
+    prompt: int
+    """Tokens before the first that it sampled."""
+    ids: Array
+    """[n] int32, all tokens to its end."""
+    last: SampledCall
+    status: LeafStatus
+
+
+def episode_tree(
+    prompt: Sequence[int],
+    episodes: Sequence[EpisodeRecord],
+    *,
+    per_call: bool = False,
+    pictures: Sequence[Picture] = (),
+) -> TokenTree:
+    """Return the tree of a group: a leaf for each chain of each episode, or for each call.
+
+    The leaves follow episode after episode, in the order in which their chains began. Columns: ``episode``; ``answer``,
+    true for the leaf that ends with the last answer of the agent itself; ``call``, the number from 1 of the call that
+    sampled or first read a token; ``role`` where calls have roles, which ``meta["roles"]`` names, the agent's own
+    (`AGENT`) first. ``meta["given_rewards"]`` and ``meta["given_named"]`` have the agents' rewards by leaf,
+    ``meta["errors"]`` the reasons of failures, ``meta["agent"]`` the numbers of calls and of their tokens. An episode
+    without a call is a leaf at the prompt. Where an episode failed, all its leaves have.
+
+    Args:
+        prompt: token ids of the group's prompt, the tree of a group without any call.
+        episodes: in the order of their numbers.
+        per_call: each call is a leaf.
+        pictures: whose rows are among ``prompt``.
+
+    Raises:
+        ValueError: there is no episode, or a call's tree has several leaves.
+    """
+    if not episodes:
+        raise ValueError("A tree needs at least one episode; none was given.")
+    first = next((call.tree.token_id[0] for record in episodes for call in _arrived(record)), None)
+    top = _Run(None, Segment.make([]), -1)
+    roles = {AGENT: 0}
+    leaves: list[list[_Leaf]] = []
+    failures: list[str | None] = []
+    for number, record in enumerate(episodes):
+        calls = _arrived(record)
+        fits = all(call.tree.token_id[0] == first for call in calls)
+        leaves.append(_leaves(top, calls, number, per_call, roles) if fits else [])
+        failures.append(record.failure if fits else OTHER_START)
+    if not top.following:
+        top.then(Segment.prompt(prompt), -1)
+        pictures = distinct(pictures)
+    else:
+        pictures = distinct(
+            [*pictures, *(p for record in episodes for call in record.calls for p in call.tree.pictures)]
+        )
+    (root,) = top.following
+    root.parent = None
+    runs = list(_depth_first(root))
+    place = {id(run): i for i, run in enumerate(runs)}
+    ends, prompts, statuses, of, answers = list[int](), list[int](), list[LeafStatus](), list[int](), list[bool]()
+    for number, (record, mine) in enumerate(zip(episodes, leaves, strict=True)):
+        failed = failures[number] is not None or record.status == LeafStatus.FAILED
+        main = _main(mine)
+        for leaf in mine:
+            ends.append(place[id(leaf.tip)])
+            prompts.append(leaf.prompt)
+            statuses.append(LeafStatus.FAILED if failed else record.status if leaf is main else leaf.status)
+            answers.append(leaf is main)
+        if not mine:
+            ends.append(0)
+            prompts.append(len(root.tokens))
+            statuses.append(LeafStatus.FAILED if failed else record.status)
+            answers.append(True)
+        of += [number] * max(len(mine), 1)
+    tree = of_runs(
+        [-1 if run.parent is None else place[id(run.parent)] for run in runs],
+        [len(run.tokens) for run in runs],
+        _joined([run.tokens for run in runs]),
+        ends,
+        np.array(statuses, np.int8),
+        np.array(prompts, np.int32),
+    )
+    tree.pictures = tuple(pictures)
+    tree.set("episode", of)
+    tree.set("answer", answers)
+    _describe(tree, episodes, failures)
+    if len(roles) > 1:
+        tree.meta["roles"] = list(roles)
+    return tree
+
+
+def _arrived(record: EpisodeRecord) -> list[SampledCall]:
+    """Return the calls in the order in which they arrived."""
+    return sorted(record.calls, key=lambda call: call.number)
+
+
+def _main(leaves: Sequence[_Leaf]) -> _Leaf | None:
+    """Return the leaf that ends with the agent's last answer; with the last of all where it has none of its own."""
+    own = [leaf for leaf in leaves if leaf.last.role in ("", AGENT)] or leaves
+    return max(own, key=lambda leaf: leaf.last.number, default=None)
+
+
+def _leaves(
+    top: _Run, calls: Sequence[SampledCall], episode: int, per_call: bool, roles: dict[str, int]
+) -> list[_Leaf]:
+    """Add the calls of an episode below ``top`` and return their leaves."""
+    chains: list[_Leaf] = []
+    found: list[_Leaf] = []
+    for order, call in enumerate(calls, start=1):
+        if call.tree.num_leaves != 1:
+            raise ValueError(f"A call's tree has one leaf, got {call.tree.num_leaves}; submit calls with n = 1.")
+        ids, length = call.tree.token_id, int(call.tree.leaf_prompt[0])
+        status = LeafStatus(int(call.tree.status[0]))
+        read, sampled = _segments(call.tree, order, roles.setdefault(call.role or AGENT, len(roles)))
+        chain = _continued(chains, ids[:length])
+        if chain is None:
+            tip = _place(top, read, episode)
+            chain = _Leaf(tip, length, ids, call, status)
+            chains.append(chain)
+        elif chain.prompt == len(chain.ids):  # it has sampled nothing yet
+            tip = _place(top, read, episode)
+            chain.prompt = length
+        else:
+            tip = chain.tip.then(_observation(_part(read, len(chain.ids), length), order), episode)
+        chain.tip = tip.then(sampled, episode) if len(sampled) else tip
+        chain.ids, chain.last, chain.status = ids, call, status
+        if per_call:
+            found.append(_Leaf(chain.tip, length, ids, call, status))
+    return found if per_call else chains
+
+
+def _continued(chains: Sequence[_Leaf], prompt: Array) -> _Leaf | None:
+    """Return the longest chain that ``prompt`` begins with, the first of several."""
+    fitting = [
+        chain
+        for chain in chains
+        if len(chain.ids) <= len(prompt) and np.array_equal(chain.ids, prompt[: len(chain.ids)])
+    ]
+    return max(fitting, key=lambda chain: len(chain.ids), default=None)
+
+
+def _place(top: _Run, read: Segment, episode: int) -> _Run:
+    """Return the run at whose end the prompt ``read`` ends: what is there already is shared, the rest a new run."""
+    tip, shared = _shared(top, read.token_ids, episode)
+    return tip if shared == len(read) else tip.then(_part(read, shared, len(read)), episode)
+
+
+def _shared(top: _Run, ids: Array, episode: int) -> tuple[_Run, int]:
+    """Return the run at whose end the longest known beginning of ``ids`` ends, and its length; the episode's own first
+    of several."""
+    best, longest, partly = top, 0, 0
+    waiting = [(top, 0)]
+    while waiting:
+        run, begin = waiting.pop()
+        for child in sorted(run.following, key=lambda child: child.episode == episode):
+            there = child.tokens.token_ids
+            count = min(len(there), len(ids) - begin)
+            differ = np.flatnonzero(there[:count] != ids[begin : begin + count])
+            equal = int(differ[0]) if len(differ) else count
+            if equal and (begin + equal > longest or (begin + equal == longest and child.episode == episode)):
+                best, longest, partly = child, begin + equal, equal
+            if equal == len(there):
+                waiting.append((child, begin + equal))
+    return (best if best is top else best.cut(partly)), longest
+
+
+def _segments(tree: TokenTree, call: int, role: int) -> tuple[Segment, Segment]:
+    """Return the tokens that a call read, and those that it sampled, with their columns."""
+    rows, prompt = tree.path_rows(0), int(tree.leaf_prompt[0])
+    columns = {name: values[rows] for name, values in tree.columns.items() if COLUMNS[name].per == "token"}
+    columns["call"] = np.full(len(rows), call, np.int32)
+    columns["call"][:prompt] = 0
+    if role:
+        columns["role"] = np.where(columns["origin"] == Origin.SAMPLED, np.int8(role), np.int8(0))
+    whole = Segment(tree.token_id[rows], columns)
+    return _part(whole, 0, prompt), _part(whole, prompt, len(rows))
+
+
+def _observation(tokens: Segment, call: int) -> Segment:
+    """Return what a call read that no earlier call of its chain had."""
+    count = len(tokens)
+    origin, number = np.full(count, Origin.OBSERVATION, np.int8), np.full(count, call, np.int32)
+    return Segment(tokens.token_ids, {**tokens.columns, "origin": origin, "call": number})
+
+
+def _part(tokens: Segment, begin: int, end: int) -> Segment:
+    """Return some of the tokens."""
+    return Segment(tokens.token_ids[begin:end], {name: values[begin:end] for name, values in tokens.columns.items()})
+
+
+def _joined(parts: Sequence[Segment]) -> Segment:
+    """Return the tokens of all ``parts``, one after the other."""
+    lengths = [len(part) for part in parts]
+    names = dict.fromkeys(name for part in parts if len(part) for name in part.columns)
+    columns = {name: COLUMNS[name].joined([part.columns.get(name) for part in parts], lengths) for name in names}
+    return Segment(np.concatenate([part.token_ids for part in parts]), columns)
+
+
+def _depth_first(root: _Run) -> Iterator[_Run]:
+    """Yield the runs, parents first and siblings in order."""
+    waiting = [root]
+    while waiting:
+        run = waiting.pop()
+        yield run
+        waiting += reversed(run.following)
+
+
+def _describe(tree: TokenTree, episodes: Sequence[EpisodeRecord], failures: Sequence[str | None]) -> None:
+    """Write the metadata of the episodes."""
+    of = tree.episode.tolist()
+    meta: dict[str, Mapping[int, object]] = {
+        "given_rewards": {i: r for i, n in enumerate(of) if (r := episodes[n].reward) is not None},
+        "given_named": {i: dict(episodes[n].extras) for i, n in enumerate(of) if episodes[n].extras},
+        "errors": {i: why for i, n in enumerate(of) if (why := failures[n]) is not None},
+    }
+    tree.meta |= {name: values for name, values in meta.items() if values}
+    calls = [call for record in episodes for call in record.calls]
+    tree.meta["agent"] = {"calls": len(calls), "call_tokens": sum(call.tree.num_tokens for call in calls)}
