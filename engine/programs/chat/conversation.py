@@ -76,6 +76,10 @@ class Conversation:
         disguise = self._literal.disguise(self._render(messages))
         return self._literal.ids(None, self._render(_disguised(messages, disguise)), disguise)
 
+    def plain_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a prompt's messages as the data's prompts have them: texts may spell control tokens."""
+        return list(self.tokenizer(self._render(messages), add_special_tokens=False)["input_ids"])
+
     def grow(
         self,
         messages: Sequence[Message],
