@@ -83,8 +83,8 @@ def episode_tree(
     true for the leaf that ends with the last answer of the agent itself; ``call``, the number from 1 of the call that
     sampled or first read a token; ``role`` where calls have roles, which ``meta["roles"]`` names, the agent's own
     (`AGENT`) first. ``meta["given_rewards"]`` and ``meta["given_named"]`` have the agents' rewards by leaf,
-    ``meta["errors"]`` the reasons of failures, ``meta["agent"]`` the numbers of calls and of their tokens. An episode
-    without a call is a leaf at the prompt. Where an episode failed, all its leaves have.
+    ``meta["errors"]`` the reasons of failures, ``meta["agent"]`` the numbers of calls in the tree and of their tokens.
+    An episode without a call is a leaf at the prompt. Where an episode failed, all its leaves have.
 
     Args:
         prompt: token ids of the group's prompt, the tree of a group without any call.
@@ -93,27 +93,25 @@ def episode_tree(
         pictures: whose rows are among ``prompt``.
 
     Raises:
-        ValueError: there is no episode, or a call's tree has several leaves.
+        ValueError: there is no episode, a call's tree has several leaves, or an extra reward is called "reward".
     """
     if not episodes:
         raise ValueError("A tree needs at least one episode; none was given.")
-    first = next((call.tree.token_id[0] for record in episodes for call in _arrived(record)), None)
+    if any("reward" in record.extras for record in episodes):
+        raise ValueError("An episode's reward is its `reward`; give further ones, of other names, in `extras`.")
+    calls = [sorted(record.calls, key=lambda call: call.number) for record in episodes]
+    first = next((call.tree.token_id[0] for mine in calls for call in mine), None)
+    fits = [all(call.tree.token_id[0] == first for call in mine) for mine in calls]
+    failures = [record.failure or (None if fit else OTHER_START) for record, fit in zip(episodes, fits, strict=True)]
+    calls = [mine if fit else [] for mine, fit in zip(calls, fits, strict=True)]
     top = _Run(None, Segment.make([]), -1)
     roles = {AGENT: 0}
-    leaves: list[list[_Leaf]] = []
-    failures: list[str | None] = []
-    for number, record in enumerate(episodes):
-        calls = _arrived(record)
-        fits = all(call.tree.token_id[0] == first for call in calls)
-        leaves.append(_leaves(top, calls, number, per_call, roles) if fits else [])
-        failures.append(record.failure if fits else OTHER_START)
+    leaves = [_leaves(top, mine, number, per_call, roles) for number, mine in enumerate(calls)]
     if not top.following:
         top.then(Segment.prompt(prompt), -1)
         pictures = distinct(pictures)
     else:
-        pictures = distinct(
-            [*pictures, *(p for record in episodes for call in record.calls for p in call.tree.pictures)]
-        )
+        pictures = distinct([*pictures, *(p for mine in calls for call in mine for p in call.tree.pictures)])
     (root,) = top.following
     root.parent = None
     runs = list(_depth_first(root))
@@ -145,14 +143,11 @@ def episode_tree(
     tree.set("episode", of)
     tree.set("answer", answers)
     _describe(tree, episodes, failures)
+    every = [call.tree.num_tokens for mine in calls for call in mine]
+    tree.meta["agent"] = {"calls": len(every), "call_tokens": sum(every)}
     if len(roles) > 1:
         tree.meta["roles"] = list(roles)
     return tree
-
-
-def _arrived(record: EpisodeRecord) -> list[SampledCall]:
-    """Return the calls in the order in which they arrived."""
-    return sorted(record.calls, key=lambda call: call.number)
 
 
 def _main(leaves: Sequence[_Leaf]) -> _Leaf | None:
@@ -267,7 +262,7 @@ def _depth_first(root: _Run) -> Iterator[_Run]:
 
 
 def _describe(tree: TokenTree, episodes: Sequence[EpisodeRecord], failures: Sequence[str | None]) -> None:
-    """Write the metadata of the episodes."""
+    """Write rewards and failures to the metadata, by leaf."""
     of = tree.episode.tolist()
     meta: dict[str, Mapping[int, object]] = {
         "given_rewards": {i: r for i, n in enumerate(of) if (r := episodes[n].reward) is not None},
@@ -275,5 +270,3 @@ def _describe(tree: TokenTree, episodes: Sequence[EpisodeRecord], failures: Sequ
         "errors": {i: why for i, n in enumerate(of) if (why := failures[n]) is not None},
     }
     tree.meta |= {name: values for name, values in meta.items() if values}
-    calls = [call for record in episodes for call in record.calls]
-    tree.meta["agent"] = {"calls": len(calls), "call_tokens": sum(call.tree.num_tokens for call in calls)}

@@ -30,6 +30,7 @@ from ..rollout.sampling_params import eos_token_ids
 from ..settings import RewardPartConfig, TrainConfig
 from ..tasks import GymProblems, read_problems
 from .assembly import preflight
+from .assembly.agents import check_agents
 from .assembly.checks import (
     check_early_scores,
     check_learning,
@@ -79,6 +80,7 @@ class _Tried:
 
     @classmethod
     def of(cls, config: TrainConfig) -> _Tried:
+        check_agents(config)
         check_learning(config)
         check_policies(config)
         algorithm = config.algorithm

@@ -33,6 +33,10 @@ from .rows import concat_rows, distinct_rows
 FIELDS = frozenset(f.name for f in fields(PolicyFields))
 """Columns of these names reach the kernels unchanged."""
 
+SEQUENCE_WEIGHT = "sequence_weight"
+"""Column of leaves: the weight of a sequence in means over sequences, 1 / chains of its episode; that of a term with a
+selection has the term's name after a slash."""
+
 OldLogprob = Tensor | Literal["behaviour", "proximal"] | None
 """The log-probs that ratios compare with: a tensor ``[M]``, a recorded column, or None for ratio 1."""
 
@@ -155,7 +159,8 @@ class TreeBatch:
     ) -> PolicyFields:
         """The inputs of :func:`rolltree.kernels.policy_loss` for every target, exact for shared tokens.
 
-        A leaf's weight is 1, or 1 / (its tokens in the loss) for ``seq_mean_token_mean``.
+        A leaf's weight is 1, or 1 / (its tokens in the loss) for ``seq_mean_token_mean``; in all means over sequences,
+        times the column `SEQUENCE_WEIGHT`.
 
         Args:
             normalizer: divides the weights; ``policy_loss`` is then called with normalizer 1.
@@ -178,6 +183,9 @@ class TreeBatch:
             share = torch.ones_like(self.loss_mask, dtype=torch.float32)  # its leaves carry the selection
         if share is not None:
             given["token_weight"] = share
+        if objective.aggregation.startswith("seq_mean"):
+            of_episodes = self.columns.get(SEQUENCE_WEIGHT if select is None else f"{SEQUENCE_WEIGHT}/{select}")
+            weight = weight if of_episodes is None else weight * of_episodes
         if objective.aggregation == "seq_mean_token_mean":
             weight = weight / length.clamp(min=1)
         if normalizer is not None:

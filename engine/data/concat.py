@@ -12,46 +12,82 @@ import numpy as np
 
 from .columns import COLUMNS, Array
 from .media import distinct
-from .segment import LeafStatus, Segment
-from .tree import TokenTree
+from .segment import Segment
+from .tree import TokenTree, of_runs
 
 
 def join(trees: Sequence[TokenTree]) -> TokenTree:
-    """One tree with the leaves of ``trees``, tree after tree; equal tokens of different trees are not merged.
+    """One tree with the leaves of ``trees``, tree after tree; equal tokens of different trees are not merged, but for
+    the beginning that their prompts share.
 
-    Columns of tokens, leaves and paths and rewards are kept; a reward that a tree lacks is NaN for its leaves.
+    Columns of tokens, leaves and paths and rewards are kept; a reward that a tree lacks is NaN for its leaves. Episodes
+    get new numbers, and responses that are in none become episodes where there are any.
 
     Raises:
-        ValueError: the trees' prompts differ, or the prompt of a leaf is longer than its tree's.
+        ValueError: the trees' prompts differ, and they are no trees of episodes that begin with the same token.
     """
     first = trees[0]
-    prompt = first.token_id[: first.prompt_length]
-    parents, segments, leaves, statuses = [-1], _segments(first)[:1], [], []
+    prompts = [tree.token_id[: tree.prompt_length] for tree in trees]
+    shared = min(map(len, prompts))
+    for ids in prompts:
+        differ = np.flatnonzero(ids[:shared] != prompts[0][:shared])
+        shared = int(differ[0]) if len(differ) else shared
+    of_episodes = any("episode" in tree.columns for tree in trees)
+    if shared == 0 or (not of_episodes and any(len(ids) != shared for ids in prompts)):
+        raise ValueError("Trees of different prompts cannot be joined.")
+    parents, segments, leaves = [-1], [_part(_segments(first)[0], 0, shared)], list[int]()
     for tree in trees:
-        if not np.array_equal(tree.token_id[: tree.prompt_length], prompt):
-            raise ValueError("Trees of different prompts cannot be joined.")
-        if (tree.leaf_prompt != tree.prompt_length).any():
-            raise ValueError("Trees whose leaves have prompts of their own cannot be joined.")
-        shift = len(segments) - 1
-        parents += [p + shift if p else 0 for p in tree.parent[1:].tolist()]
-        segments += _segments(tree)[1:]
-        leaves += [node + shift if node else 0 for node in tree.leaf_node.tolist()]
-        statuses += [LeafStatus(int(status)) for status in tree.status]
-    pictures = [picture for tree in trees for picture in tree.pictures]
-    joined = TokenTree.from_nodes(parents, segments, leaves, statuses, pictures=pictures)
+        own = _segments(tree)
+        rest, shift = _part(own[0], shared, len(own[0])), len(segments)
+        # node 0 of the tree is what its prompt has further, an empty node where that is nothing
+        parents += [0, *(tree.parent[1:] + shift).tolist()]
+        segments += [rest, *own[1:]]
+        leaves += (tree.leaf_node + shift).tolist()
+    names = dict.fromkeys(name for segment in segments if len(segment) for name in segment.columns)
+    lengths = [len(segment) for segment in segments]
+    columns = {name: COLUMNS[name].joined([s.columns.get(name) for s in segments], lengths) for name in names}
+    joined = of_runs(
+        parents,
+        lengths,
+        Segment(np.concatenate([segment.token_ids for segment in segments]), columns),
+        leaves,
+        np.concatenate([tree.status for tree in trees]),
+        np.concatenate([tree.leaf_prompt for tree in trees]),
+    )
+    joined.pictures = distinct([picture for tree in trees for picture in tree.pictures])
     of_paths = [name for tree in trees for name in tree.columns if COLUMNS[name].per in ("leaf", "path")]
     for name in dict.fromkeys(of_paths):
         joined.set(name, np.concatenate([getattr(tree, name) for tree in trees]))
+    if of_episodes:
+        joined.set("episode", _episodes(trees))
     for name in dict.fromkeys(name for tree in trees for name in tree.rewards):
         parts = [tree.rewards.get(name, np.full(tree.num_leaves, np.nan, np.float32)) for tree in trees]
         joined.rewards[name] = np.concatenate(parts)
-    counts = Counter[str]()
+    counts, calls = Counter[str](), Counter[str]()
     for tree in trees:  # the last tree's value counts; errors name leaves by number, and the numbers change
         joined.meta |= {name: value for name, value in tree.meta.items() if name != "errors"}
         counts.update(tree.meta.get("counts", {}))
+        calls.update(tree.meta.get("agent", {}))
     if counts:
         joined.meta["counts"] = dict(counts)
+    if calls:
+        joined.meta["agent"] = dict(calls)
     return joined
+
+
+def _episodes(trees: Sequence[TokenTree]) -> Array:  # [L] int64
+    """Return the numbers of the episodes of all trees, tree after tree."""
+    found, begin = [], 0
+    for tree in trees:
+        alone = np.where(tree.episode < 0, np.iinfo(np.int32).max + np.arange(tree.num_leaves), tree.episode)
+        _, number = np.unique(alone, return_inverse=True)
+        found.append(begin + number)
+        begin += int(number.max()) + 1
+    return np.concatenate(found)
+
+
+def _part(segment: Segment, begin: int, end: int) -> Segment:
+    return Segment(segment.token_ids[begin:end], {name: values[begin:end] for name, values in segment.columns.items()})
 
 
 def _segments(tree: TokenTree) -> list[Segment]:

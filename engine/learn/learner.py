@@ -11,6 +11,7 @@ import torch
 
 from ..batches.batch import TreeBatch
 from ..data.columns import Array
+from ..data.episodes import Episodes
 from ..data.segment import Origin
 from ..data.tree import TokenTree
 from ..errors import UserError
@@ -118,11 +119,13 @@ class Learner(Learned):
             kept = [tree for tree in judged if tree is not None]
         (score or self.score)(kept, self.temperature(step))
         with self.watch.part("pack"):
-            for tree in kept:
-                shape_rewards(parts.shapings, tree)
+            responses = [Episodes(tree) for tree in kept]
+            for some in responses:
+                shape_rewards(parts.shapings, some.tree)
             if kept:
-                give_credit(parts.credit, parts.credit_name, kept)
-            for tree in kept:
+                give_credit(parts.credit, parts.credit_name, [some.tree for some in responses])
+            for tree, some in zip(kept, responses, strict=True):
+                some.write_back()
                 _weigh_credit(tree, tree.meta.get("replay_weight", 1.0))
             for tree, part, drop in zip(trees, judged, failed, strict=True):
                 if part is not None and part is not tree:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..data.episodes import Episodes
 from ..errors import RunError, UserError
 from ..methods.groups import Accept, Add, Drop, GroupCallback, More, Retry
 from ..prompts.group import Group, Responses, State
@@ -78,8 +79,7 @@ class Callback:
             case None | Accept(None):
                 self.buffer.to(group, State.READY)
             case Accept(leaves) if leaves is not None:
-                with _mistakes_told(rule):
-                    self.buffer.keep(group, leaves, "replaced")
+                self._keep(rule, group, leaves)
                 self.buffer.to(group, State.READY)
             case Drop(reason):
                 self.buffer.drop(group, reason)
@@ -102,8 +102,7 @@ class Callback:
                 return answer
             case Add(responses, rewards, leaves) if len(responses) == len(rewards):
                 if leaves is not None:
-                    with _mistakes_told(rule):
-                        self.buffer.keep(group, leaves, "replaced")
+                    self._keep(rule, group, leaves)
                 group.parts.append(self._given(group, responses, rewards))
                 self.buffer.to(group, State.READY)
             case _:
@@ -118,9 +117,13 @@ class Callback:
         meta = group.tree.meta
         meta |= {"problem": group.prompt.problem, "entry": group.prompt.entry}
         try:
-            return rule.function(group.tree)
+            return rule.function(Episodes(group.tree).tree)
         finally:  # an open group is saved with its prompt, which holds them
             del meta["problem"], meta["entry"]
+
+    def _keep(self, rule: CallbackRule, group: Group, responses: Sequence[int]) -> None:
+        with _mistakes_told(rule):
+            self.buffer.keep(group, Episodes(group.tree).members(responses), "replaced")
 
     def _prompt(self, group: Group, text: str, entry: Mapping[str, Any] | None = None) -> Prompt:
         """Return another prompt for the group's problem."""

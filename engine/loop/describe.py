@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..data.episodes import Episodes, answers
 from ..data.tree import TokenTree
 from ..prompts.group import Group
 from ..record.failures import Failures
@@ -23,7 +24,7 @@ def describe_replay(trees: Sequence[TokenTree], updates: int, sums: Sums) -> Non
 def describe_lag(batch: Sequence[Group], steps: int, sums: Sums) -> None:
     """Record the age of a batch after ``steps`` steps, and the share of responses that several policies sampled."""
     for group in batch:
-        lag, tree = steps - group.started, group.tree
+        lag, tree = steps - group.started, Episodes(group.tree).tree
         sums.add("training/off_policy/trajectory_staleness/mean", lag)
         sums.maximum("training/off_policy/trajectory_staleness/max", lag)
         for leaf in range(tree.num_leaves):
@@ -37,17 +38,25 @@ def describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> Non
     rollouts."""
     if not trees:
         return
-    length = np.concatenate([tree.response_length for tree in trees])
+    responses = [Episodes(tree).tree for tree in trees]
+    length = np.concatenate([tree.response_length for tree in responses])
     sums.add_values("response_length/mean", length)
     sums.maximum("response_length/max", float(length.max()))
     sums.add_values("response_length/clip_ratio", length >= max_new_tokens)
-    sums.add_values("prompt_length/mean", np.array([tree.prompt_length for tree in trees]))
-    for tree in trees:
+    prompts = [tree.leaf_prompt[np.unique(answers(tree))].mean() for tree in trees]
+    sums.add_values("prompt_length/mean", np.array(prompts))
+    for tree in responses:
         rewards = tree.rewards["reward"]
         if not np.isnan(rewards).any():
             sums.add("reward/group_std", float(rewards.std()))
         for name, number in tree.meta.get("counts", {}).items():
             sums.count(f"rollout/{name}", number)
+    for tree, some in zip(trees, responses, strict=True):
+        if "agent" in tree.meta:
+            made = tree.meta["agent"]
+            sums.add("agent/calls", made["calls"], some.num_leaves)
+            sums.add("agent/branches", tree.num_leaves, some.num_leaves)
+            sums.add("agent/shared_ratio", made["call_tokens"], tree.num_tokens)
     sums.count("rollout/sampled_tokens", sum(tree.sampled_tokens for tree in trees))
     logical, unique = sum(t.logical_tokens for t in trees), sum(t.num_tokens for t in trees)
     sums.add("tree/token_ratio", float(logical), float(unique))
@@ -65,7 +74,7 @@ def describe_verdicts(batch: Sequence[Group], failures: Mapping[str, Failures], 
                     sums.count(f"reward/{what}_{why}")
             sums.add("reward/unparsed_ratio", verdict.unparsed is not None)
     reasons = [reason for group in batch for reason in group.unsampled]
-    failures["rollout"].record(reasons, sum(len(group.texts) for group in batch), sums, console)
+    failures["rollout"].record(reasons, sum(group.responses for group in batch), sums, console)
     verdicts = [verdict for group in batch for verdict in group.verdicts]
     reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
     skipped = sum(verdict.skipped is not None for verdict in verdicts)

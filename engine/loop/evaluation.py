@@ -63,14 +63,15 @@ class Evaluation:
         ]
         trees = self.sampler.generate(jobs)
         items = [
-            item(p, Responses(tree, texts, {}), 0)
+            item(p, response, leaf)
             for tree, texts, p in zip(trees, decode(self.tokenizer, trees), self.problems, strict=True)
-            if not unsampled(tree)
+            for response in [Responses(tree, texts, unsampled(tree))]
+            for leaf in response.judged
         ]
         results = rewards.score(items)
         solved = [r.value is not None and r.value >= SOLVED for r in results]
         accuracy = sum(solved) / len(self.problems)
-        failed = [reason for tree in trees for reason in unsampled(tree).values()]
+        failed = [reason for tree in trees for reason in list(unsampled(tree).values())[:1]]
         failed += [r.reason for r in results if r.reason is not None]
         if failed:
             self.console.note(f"{len(failed)} of {len(trees)} held-out problems could not be answered: {failed[0]}.")

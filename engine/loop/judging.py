@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.columns import Array
 from ..data.concat import side_by_side
+from ..data.episodes import Episodes
 from ..data.policies import role_texts
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
@@ -103,8 +104,7 @@ class Judging:
             items = [
                 replace(item(group.asked, part, leaf, self._text_of), group=group.ticket)
                 for part in self._asked_parts(group)
-                for leaf in range(len(part.texts))
-                if leaf not in part.unsampled
+                for leaf in part.judged
             ]
             self._waiting.append((group, items))
         self._send()
@@ -157,7 +157,7 @@ class Judging:
         left = iter(verdicts)
         for group, _ in asked:
             for part in self._asked_parts(group):
-                part.verdicts = list(islice(left, len(part.texts) - len(part.unsampled)))
+                part.verdicts = list(islice(left, len(part.judged)))
             self._judged.append(group)
 
     def given(self, group: Group, responses: Sequence[str], rewards: Sequence[float]) -> Responses:
@@ -181,15 +181,18 @@ class Judging:
         last, prompt, on_failure = group.parts[-1], group.prompt, self._on_failure
         parts = self._asked_parts(group)
         broken = [verdict.reason for part in parts for verdict in part.verdicts if verdict.reason is not None]
+        failed = group.unsampled if "episode" in last.tree.columns else []
+        if failed and on_failure == "raise":
+            raise RunError(
+                f"An agent failed on '{prompt.id}' ({failed[0]}); repair it, or set reward.on_failure to 'drop'."
+            )
         if broken and on_failure == "raise":
             raise RunError(
                 f"The verifier failed on a response to '{prompt.id}' ({broken[0]}); repair it, or set "
                 "reward.on_failure to 'drop' or 'zero'."
             )
         for part in parts:
-            verdicts = iter(part.verdicts)
-            of_leaves = [None if leaf in part.unsampled else next(verdicts) for leaf in range(part.tree.num_leaves)]
-            put_rewards(part.tree, of_leaves, self._text_of, failed=0.0 if on_failure == "zero" else np.nan)
+            put_rewards(part.tree, part.of_leaves, self._text_of, failed=0.0 if on_failure == "zero" else np.nan)
         tree = last.tree
         tree.meta |= {"prompt_id": prompt.id, "task": prompt.task, "prompt_text": prompt.text}
         tree.meta["attempt"] = group.attempt
@@ -216,5 +219,8 @@ def item(prompt: Prompt, responses: Responses, leaf: int, text_of: Callable[[Arr
     """
     tree = responses.tree
     given = tree.meta.get("given_rewards", {}).get(leaf)
-    roles = None if text_of is None or "roles" not in tree.meta else role_texts(tree, leaf, text_of)
+    roles = None
+    if text_of is not None and "roles" in tree.meta:
+        whole = Episodes(tree)
+        roles = role_texts(whole.tree, int(whole.place[leaf]), text_of)
     return RewardItem(responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, given, roles)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..data.episodes import Episodes
 from ..data.paths import path_credit
 from ..data.store import read_rollouts
 from ..data.tree import TokenTree
@@ -107,7 +108,7 @@ class ReplayStore:
             trees: the same with their credit.
         """
         for (prompt, parts), tree in zip(recorded, trees, strict=True):
-            if not np.isfinite(tree.rewards["reward"]).all() or not self._keep(tree):
+            if not np.isfinite(tree.rewards["reward"]).all() or not self._keep(Episodes(tree).tree):
                 continue
             name = f"{int(tree.group[0]):09d}.safetensors"
             path, temporary = self.directory / name, self.directory / f"{name}.tmp"

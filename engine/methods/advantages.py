@@ -195,8 +195,8 @@ def turn_credit(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
     """Turn-level credit (as in EPO and SCoRe; the normalisation is inferred): a turn's credit is its return to go over
     turns, ``G_k = r_k + gamma G_k+1``, normalised over the group's turns of the same index.
 
-    A turn is a run of sampled tokens; its reward is the sum of `token_reward` in it and before the next one, and the
-    response's reward belongs to its last turn.
+    A turn is a run of sampled tokens, of one call where an agent made them; its reward is the sum of `token_reward` in
+    it and before the next one, and the response's reward belongs to its last turn.
     """
 
     def of_paths(tree: TokenTree) -> Array:  # [P]
@@ -205,8 +205,10 @@ def turn_credit(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
         cuts = np.cumsum(tree.response_length)[:-1]
         turns: list[Array] = []
         gains: list[Array] = []
-        for live, reward, outcome in zip(np.split(sampled, cuts), np.split(own, cuts), rewards_of(tree), strict=True):
-            begins = live & ~np.concatenate([[False], live[:-1]])
+        calls = np.split(tree.call[tree.path_tokens], cuts)
+        of_leaves = zip(np.split(sampled, cuts), calls, np.split(own, cuts), rewards_of(tree), strict=True)
+        for live, call, reward, outcome in of_leaves:
+            begins = live & ~np.concatenate([[False], live[:-1] & (call[1:] == call[:-1])])
             turn = np.maximum(np.cumsum(begins) - 1, 0)
             gain = np.bincount(turn, reward, max(int(turn.max(initial=0)) + 1, 1))
             gain[-1] += outcome

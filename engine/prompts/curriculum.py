@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..data.episodes import Episodes
 from ..errors import UserError
 from ..methods.budgets import CURRICULA
 from ..methods.curricula import Candidate, Observed, Store
@@ -94,7 +95,7 @@ class Curriculum:
 
     def observe(self, group: Group, taken: Mapping[str, int]) -> None:
         """Enter the rewards of a group into the history, then show it to the class."""
-        tree = group.tree
+        tree = Episodes(group.tree).tree
         rewards = tree.rewards.get(GIVEN, tree.rewards["reward"])
         known = rewards[~np.isnan(rewards)].astype(np.float64)
         if self._keeps and len(known):

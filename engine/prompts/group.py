@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
 
 from ..data.concat import join
+from ..data.episodes import answers
 from ..data.tree import TokenTree
 from ..rewards import RewardResult
 from .prompts import Prompt
@@ -36,7 +37,23 @@ class Responses:
     unsampled: dict[int, str]
     """Leaves that could not be sampled, with the reasons."""
     verdicts: list[RewardResult] = field(default_factory=list)
-    """Verdicts on the other leaves."""
+    """Verdicts on the leaves `judged`."""
+
+    @property
+    def judged(self) -> list[int]:
+        """The leaves that verifiers are asked about: all that were sampled, of an agent's episode the last answer."""
+        alone = answers(self.tree)
+        return [leaf for leaf, main in enumerate(alone.tolist()) if leaf == main and leaf not in self.unsampled]
+
+    @property
+    def of_leaves(self) -> list[RewardResult | None]:
+        """The verdict on each leaf or its episode; None: it was not sampled. Parts of a text are of `judged` leaves."""
+        found = dict(zip(self.judged, self.verdicts, strict=True))
+        alone = answers(self.tree).tolist()
+        return [
+            found.get(leaf) if leaf == main or main not in found else replace(found[main], spans=[])
+            for leaf, main in enumerate(alone)
+        ]
 
 
 @dataclass(eq=False)
@@ -84,7 +101,7 @@ class Group:
         return self.prompt if self.other is None else self.other
 
     def keep(self, leaves: Sequence[int]) -> None:
-        """Leave out all judged responses but ``leaves``.
+        """Leave out all leaves of judged responses but ``leaves``.
 
         Raises:
             ValueError: there is no such leaf, or none is kept.
@@ -93,8 +110,7 @@ class Group:
         if not leaves or not set(leaves) <= set(range(count)):
             raise ValueError(f"a group of {count} responses cannot keep {list(leaves)[:8]}")
         whole, kept = self.parts[0], sorted(set(leaves))
-        judged = [leaf for leaf in range(count) if leaf not in whole.unsampled]
-        verdicts = dict(zip(judged, whole.verdicts, strict=True))
+        verdicts = dict(zip(whole.judged, whole.verdicts, strict=True))
         tree = whole.tree.without_leaves(~np.isin(np.arange(count), kept))
         assert tree is not None
         self.parts = [
@@ -114,7 +130,17 @@ class Group:
     @property
     def unsampled(self) -> list[str]:
         """The reason of each response that could not be sampled."""
-        return [why for part in self.parts for why in part.unsampled.values()]
+        return [
+            part.unsampled[leaf]
+            for part in self.parts
+            for leaf, main in enumerate(answers(part.tree).tolist())
+            if leaf == main and leaf in part.unsampled
+        ]
+
+    @property
+    def responses(self) -> int:
+        """Number of responses that were asked for: leaves, or episodes of an agent."""
+        return sum(len(set(answers(part.tree).tolist())) for part in self.parts)
 
     @property
     def verdicts(self) -> list[RewardResult]:

@@ -20,7 +20,8 @@ def put_rewards(
     *,
     failed: float = np.nan,
 ) -> None:
-    """Write the named rewards of each leaf to ``tree``, NaN if there is none: such a leaf gets no credit.
+    """Write the named rewards of each leaf to ``tree``, NaN if there is none: such a leaf gets no credit. Names that an
+    agent gave a value for, and no verifier, have the agent's.
 
     Args:
         verdicts: one per leaf; None: the leaf was not judged.
@@ -35,6 +36,11 @@ def put_rewards(
     for name in dict.fromkeys(name for v in verdicts if v is not None for name in v.named):
         named = [np.nan if v is None else v.named.get(name, np.nan) for v in verdicts]
         tree.rewards[name] = np.array(named, np.float32)
+    for leaf, named_by_agent in tree.meta.get("given_named", {}).items():
+        for name, value in named_by_agent.items():
+            known = tree.rewards.setdefault(name, np.full(tree.num_leaves, np.nan, np.float32))
+            if np.isnan(known[leaf]):
+                known[leaf] = value
     if any(v is not None and v.spans for v in verdicts):
         put_spans(tree, [[] if v is None else v.spans for v in verdicts], decode)
     tree.status[np.isnan(tree.rewards["reward"]) & ~left_out] = LeafStatus.FAILED

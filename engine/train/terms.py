@@ -16,8 +16,9 @@ import torch
 
 from rolltree.kernels import LogprobTerm, Objective, Term, pair_loss
 
-from ..batches.batch import TreeBatch
+from ..batches.batch import SEQUENCE_WEIGHT, TreeBatch
 from ..data.columns import COLUMNS, Array, Column, declare
+from ..data.episodes import Episodes, count, shares
 from ..data.paths import path_credit
 from ..data.segment import Origin
 from ..data.tree import TokenTree
@@ -92,14 +93,21 @@ class TokenTerm:
     def prepare(self, trees: Sequence[TokenTree]) -> None:
         if "pass_rate" in self.objective.needs_fields:
             for tree in (tree for tree in trees if "reward" in tree.rewards):
-                tree.set("pass_rate", float(tree.rewards["reward"].mean()))
-        if self.select is None:
-            return
-        if hasattr(self.select, "prepare"):
-            call(f"The selection of the loss term '{self.name}'", self.select.prepare, trees)
-        for tree in trees:
-            weights = np.asarray(self.select(tree), np.float32)
-            per = "token" if weights.shape == (tree.num_tokens,) else "leaf"
+                tree.set("pass_rate", float(Episodes(tree).tree.rewards["reward"].mean()))
+        if self.select is not None:
+            self._choose(self.select, trees)
+        for tree in (tree for tree in trees if "episode" in tree.columns):
+            tree.set(_weight_column(self.name, self.select).name, shares(tree, self.lengths(tree) > 0))
+
+    def _choose(self, select: Selection, trees: Sequence[TokenTree]) -> None:
+        """Write the weights of the selection to the trees."""
+        responses = [Episodes(tree) for tree in trees]
+        if hasattr(select, "prepare"):
+            call(f"The selection of the loss term '{self.name}'", select.prepare, [some.tree for some in responses])
+        for tree, some in zip(trees, responses, strict=True):
+            weights = np.asarray(select(some.tree), np.float32)
+            per = "token" if weights.shape == (some.tree.num_tokens,) else "leaf"
+            weights = some.tokens(weights) if per == "token" else some.leaves(weights)
             if per == "token":
                 weights = np.where(tree.response_leaves > 0, weights, 0)
             try:
@@ -144,7 +152,7 @@ class TokenTerm:
     def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
         seen = trees if self.select is None else [*trees, *given]
         lengths = [self.lengths(tree) for tree in seen]
-        leaves = sum(int((length >= 0).sum()) for length in lengths)
+        leaves = sum(count(tree, length >= 0) for tree, length in zip(seen, lengths, strict=True))
         aggregation = self.objective.aggregation
         if aggregation == "token_mean":
             return float(sum(int(length.clip(min=0).sum()) for length in lengths))
@@ -200,6 +208,11 @@ class PairTerm:
     def prepare(self, trees: Sequence[TokenTree]) -> None:
         for tree in trees:
             pairs = np.asarray(list(self.choose(tree)), np.int64).reshape(-1, 2)
+            if pairs.size and count(tree, np.ones(tree.num_leaves, bool)) < tree.num_leaves:
+                raise UserError(
+                    f"The loss term '{self.name}' compares two sequences, and an episode of an agent has several; use "
+                    "another term, or an agent that only appends to its calls."
+                )
             if pairs.size and not (pairs.min() >= 0 and pairs.max() < tree.num_leaves):
                 raise UserError(
                     f"The pairs of the loss term '{self.name}' name leaves outside 0..{tree.num_leaves - 1}."
@@ -246,4 +259,12 @@ def _selection_column(term: str, per: str) -> Column:
     if name not in COLUMNS:
         meaning = f"how much it counts in the loss term '{term}'"
         declare(Column(name, np.float32, "leaf" if per == "leaf" else "token", meaning, merge="first", to_device=True))
+    return COLUMNS[name]
+
+
+def _weight_column(term: str, select: Selection | None) -> Column:
+    """Return the column with the weights of leaves in means over the sequences of a term, 1 where it is not set."""
+    name = SEQUENCE_WEIGHT if select is None else f"{SEQUENCE_WEIGHT}/{term}"
+    if name not in COLUMNS:
+        declare(Column(name, np.float32, "leaf", "its weight in means over sequences", fill=1, to_device=True))
     return COLUMNS[name]

@@ -45,6 +45,7 @@ from ...train import checkpoint
 from ..config import resolved_toml, training_config
 from ..stages import EXPORT
 from . import preflight
+from .agents import check_agents
 from .checks import check_early_scores, check_learning, check_lengths, check_old_logprobs, check_ranks, kept_entries
 from .learning import learning_parts, rescores, stateful
 from .policies import Policy as FurtherPolicy
@@ -144,6 +145,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
 
 def _check(config: TrainConfig, replay: Path | None) -> None:
     """Check what needs no model."""
+    check_agents(config)
     check_learning(config)
     check_policies(config)
     check_old_logprobs(config)
