@@ -70,6 +70,7 @@ class Reader:
     ) -> None:
         self.tokenizer, self.tool = tokenizer, tool
         self._stop, self._tools, self._most_calls, self._new_id = stop, tools, most_calls, new_id
+        self._last: tuple[Completion, Answer] | None = None
 
     def decode(self, ids: Sequence[int]) -> str:
         return cast("str", self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -79,12 +80,16 @@ class Reader:
         return self._cut(self.decode(completion.token_ids.tolist()))[0]
 
     def read(self, completion: Completion) -> Answer:
-        """Return what an answer says and calls."""
+        """Return what an answer says and calls; calls keep their ids where the same answer is read again."""
+        if self._last is not None and self._last[0] is completion:
+            return self._last[1]
         text, stop = self._cut(self.decode(completion.token_ids.tolist()))
         content, calls = self._calls(text, completion.status)
         reason = REASONS.get(completion.status, "error")
         reason = "tool_calls" if calls and completion.status is LeafStatus.STOP else reason
-        return Answer(content, calls, reason, stop if completion.status is LeafStatus.STOP else None)
+        answer = Answer(content, calls, reason, stop if completion.status is LeafStatus.STOP else None)
+        self._last = completion, answer
+        return answer
 
     def streamed(self) -> Streamed:
         """Return the state of a stream of one choice, which has sent nothing."""
