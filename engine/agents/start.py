@@ -29,6 +29,8 @@ MARK = "ROLLTREE_EPISODE"
 STDERR = 500
 """Characters of the end of a command's stderr in the reason of its failure."""
 LOOK_S = 0.02
+END_S = 5.0
+"""Seconds in which what is asked to end must do so."""
 REAPER = """
 import os, shutil, signal, sys
 alive = {}
@@ -114,11 +116,13 @@ class Agents:
         for _, end in left:
             end("the run has ended")
         if self._loop is not None:
+            with suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(_unwound(), self._loop).result(END_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
         if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.close()
             with suppress(subprocess.TimeoutExpired):
-                self._reaper.wait(5)
+                self._reaper.wait(END_S)
 
     # -- functions --------------------------------------------------------------------------------------------------
 
@@ -250,6 +254,14 @@ class Agents:
                 with suppress(OSError):
                     self._reaper.stdin.write(f"{sign}{pid} {episode.id} {folder}\n")
                     self._reaper.stdin.flush()
+
+
+async def _unwound() -> None:
+    """Cancel all tasks of the loop but this one and wait for their ends."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
 
 
 class _AgentError(Exception):
