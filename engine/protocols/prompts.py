@@ -99,7 +99,7 @@ def plain_messages(body: ChatBody) -> list[dict[str, Any]]:
 def shown_tools(body: ChatBody) -> list[dict[str, Any]] | None:
     """Return the tools that the template is to describe."""
     offered = None if body.tool_choice == "none" else body.tools
-    return None if offered is None else [tool.model_dump(exclude_none=True) for tool in offered]
+    return None if offered is None else [tool.model_dump(exclude_none=True, by_alias=True) for tool in offered]
 
 
 def template_options(
@@ -196,7 +196,7 @@ def offered_tools(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> Offered
     if not body.tools or body.tool_choice not in (None, "auto"):
         return None
     try:
-        form = find_format(tokenizer, [tool.model_dump(exclude_none=True) for tool in body.tools])
+        form = find_format(tokenizer, shown_tools(body) or [])
     except ValueError:
         return None
     return Offered({tool.function.name: tool.function.parameters or {} for tool in body.tools}, form)

@@ -158,13 +158,18 @@ def test_random_agents(name: str) -> None:
         agent.ask([{"role": "system", "content": "[S]"}, agent.user()][data.draw(st.integers(0, 1)) :])
         for _ in range(data.draw(st.integers(1, 6))):
             agent.step()
-        check_tokens(agent, tokenizer)
+        check_tokens(agent, tokenizer, name == "qwen3_5_think")
         check_tree(agent)
 
     run()
 
 
-def check_tokens(agent: Agent, tokenizer: PreTrainedTokenizerFast) -> None:
+def check_tokens(agent: Agent, tokenizer: PreTrainedTokenizerFast, rewrites: bool) -> None:
+    """Check prompts against what the agent knows.
+
+    Args:
+        rewrites: the template writes a turn that the agent gave in another way once a user has spoken after it.
+    """
     for number, call in enumerate(agent.calls):
         prompt = call.turn.prompt
         known = [
@@ -172,12 +177,14 @@ def check_tokens(agent: Agent, tokenizer: PreTrainedTokenizerFast) -> None:
             for other in agent.calls[:number]
             if other.tools == call.tools and begins_with(call.sent, [*other.sent, other.answer])
         ]
-        if known:
+        answers = [other.answer for other in agent.calls[:number]]
+        put = any(m["role"] == "assistant" and m not in answers for m in call.sent)
+        if known and not (put and rewrites):
             best = max(known, key=lambda other: len(other.sent))
             same = [other for other in known if len(other.sent) == len(best.sent)]
             assert any(prompt[: len(o.turn.prompt) + len(o.sampled)] == [*o.turn.prompt, *o.sampled] for o in same)
         for other in agent.calls[:number]:
-            if other.tools != call.tools:
+            if other.tools != call.tools or (put and rewrites):
                 continue
             common = shared(call.sent, other.sent)  # messages
             upto = shared(prompt, other.turn.prompt)
