@@ -76,6 +76,8 @@ class Turn:
     sampled: list[int] = field(default_factory=list)
     end: int | None = None
     """The token that ended the answer; None if it was cut."""
+    also: bytes | None = None
+    """What the answer says with the stop text that ended it, which is sampled too and not told: agents put it back."""
     next: Turn | None = None
     """The call that continues the chain."""
 
@@ -159,6 +161,9 @@ class Session:
         ]
         message: Message = {"role": "assistant", "content": answer.text} | ({"tool_calls": calls} if calls else {})
         turn.sampled = list(sampled)
+        whole = self.tokenizer.decode(turn.sampled, skip_special_tokens=True)
+        if answer.stop is not None and whole == answer.text + answer.stop:
+            turn.also = _key({**message, "content": whole})[1]
         turn.end = turn.sampled[-1] if turn.sampled and turn.sampled[-1] in self.ends else None
         turn.turns = [*turn.turns, len(turn.messages)]
         turn.messages = [*turn.messages, self._as_shown(message)]
@@ -176,10 +181,10 @@ class Session:
         found = []
         for number, turn in enumerate(self._answered):
             last = len(turn.keys) - 1
-            if last >= len(keys) or turn.template != template or turn.keys[last][1] != keys[last][1]:
+            if last >= len(keys) or turn.template != template or keys[last][1] not in (turn.keys[last][1], turn.also):
                 continue
             sampled = set(turn.turns)
-            if all(a[i in sampled] == b[i in sampled] for i, (a, b) in enumerate(zip(turn.keys, keys, strict=False))):
+            if all(turn.keys[i][i in sampled] == keys[i][i in sampled] for i in range(last)):
                 found.append((last, turn.next is None, number))
         return [self._answered[number] for _, _, number in sorted(found, reverse=True)]
 

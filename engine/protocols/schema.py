@@ -174,7 +174,9 @@ class ToolFunction(Strict):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    return_: Annotated[dict[str, Any] | None, Field(alias="return")] = None  # in Transformers' descriptions of functions
+    return_: Annotated[dict[str, Any] | None, Field(alias="return")] = (
+        None  # in Transformers' descriptions of functions
+    )
     strict: bool | None = None
 
 

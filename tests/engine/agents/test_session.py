@@ -303,6 +303,22 @@ def test_arguments_are_the_same_as_json(arguments: dict[str, Any], same: bool) -
     assert session.begin(talk, TOOLS).base is None
 
 
+def test_a_stop_text_that_the_agent_puts_back_was_sampled() -> None:
+    session, tokenizer, _ = made()
+    sampled = tokenizer("words</code>", add_special_tokens=False)["input_ids"]
+    for content, stop, same in (("words", "</code>", True), ("words", "<", False), ("word", "s</code>", True)):
+        turn = session.begin(ASKED)
+        session.answered(turn, sampled, Answer(content, [], "stop", stop))
+        for told in (content, "words</code>"):
+            said = {"role": "assistant", "content": told}
+            base = session.begin([*ASKED, said, {"role": "user", "content": "on"}]).base
+            assert base is not None or (told != content and not same)
+            if told == content:
+                assert base is turn
+    edited = {"role": "assistant", "content": "words</code> "}
+    assert session.begin([*ASKED, edited, {"role": "user", "content": "on"}]).base is None
+
+
 def test_a_given_message_with_another_field_is_another_message() -> None:
     """A template may read any field of what was not sampled."""
     session, _, ends = made()
