@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import secrets
 import socket
 import threading
@@ -43,6 +44,7 @@ from ..rollout.records import child_seed, parent_seed
 from .episode import WRONG_KEY, Episode, PendingCall
 
 T = TypeVar("T")
+MOST_FILES = 65536
 START_S = 30.0
 """Seconds in which the server must listen."""
 
@@ -100,6 +102,7 @@ class Door:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _listen(self) -> None:
+        _allow_files()
         listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self._port = listening.getsockname()[1]
         config = uvicorn.Config(self.app(), log_level="critical", timeout_keep_alive=60, lifespan="off")
@@ -271,6 +274,14 @@ OWN = (
 """Parameters of sampling that a call may set instead of the run's."""
 MOST_GONE = 100_000
 """Ended episodes whose calls are told so."""
+
+
+def _allow_files() -> None:
+    """Allow this process as many open files as it may have: every call is two, where the agent is a function."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def _disconnected(http: Request) -> None:

@@ -192,6 +192,7 @@ class Episode:
             self.calls.append(SampledCall(tree, call.role, call.number))
             self._sampled += len(sampled)
             if not call.role:
+                self._out_of_budget = False  # it has gone on with less, such as a summary
                 self._cut = int(tree.status[0]) == LeafStatus.LENGTH
             self._answers[_digest(raw)] = call.turn, shown
             if len(self._answers) > REPLAYED:

@@ -26,6 +26,8 @@ from .episode import TIMEOUT, Episode
 
 MARK = "ROLLTREE_EPISODE"
 """Environment variable with an episode's id, by which processes that left its group are found."""
+OTHER_KEYS = ("ANTHROPIC_AUTH_TOKEN", "OPENAI_ADMIN_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
+"""Variables that clients send as well, or instead of the episode's key."""
 STDERR = 500
 """Characters of the end of a command's stderr in the reason of its failure."""
 LOOK_S = 0.02
@@ -143,7 +145,8 @@ class Agents:
         assert self._function is not None
         with self._lock:  # a client takes a tenth of a second to make, so those of episodes share one's connections
             if self._client is None:
-                self._client = openai.OpenAI(api_key="none", timeout=None)
+                direct = openai.DefaultHttpxClient(trust_env=False)  # by no proxy
+                self._client = openai.OpenAI(api_key="none", timeout=None, http_client=direct)
         return self._function(episode.task, self._client.copy(base_url=f"{address}/v1", api_key=episode.key))
 
     def _coroutine(self, episode: Episode, address: str) -> None:
@@ -156,7 +159,8 @@ class Agents:
 
             assert self._function is not None
             if self._client is None:
-                self._client = openai.AsyncOpenAI(api_key="none", timeout=None)
+                direct = openai.DefaultAsyncHttpxClient(trust_env=False)  # by no proxy
+                self._client = openai.AsyncOpenAI(api_key="none", timeout=None, http_client=direct)
             client = self._client.copy(base_url=f"{address}/v1", api_key=episode.key)
             return await self._function(episode.task, client)
 
@@ -205,8 +209,11 @@ class Agents:
         task, reward, stderr = folder / "task.json", folder / "reward.json", folder / "stderr.txt"
         task.write_text(json.dumps(episode.task, default=str), encoding="utf-8")
         (work := folder / "work").mkdir()
+        direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in OTHER_KEYS},
+            "NO_PROXY": direct,
+            "no_proxy": direct,
             **self.program.environment,
             "OPENAI_BASE_URL": f"{address}/v1",
             "OPENAI_API_BASE": f"{address}/v1",

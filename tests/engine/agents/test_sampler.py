@@ -170,6 +170,34 @@ def test_out_of_budget(engine: NativeEngine, tmp_path: Path, options: Any, statu
         assert tree.loss_mask.sum() <= 60
 
 
+COMPACTS = """
+import openai
+
+def solve(task, client):
+    messages, shortened = list(task["messages"]), False
+    for _ in range(50):
+        try:
+            answer = client.chat.completions.create(model="m", messages=messages, max_tokens=20)
+        except openai.BadRequestError as error:
+            assert error.code == "context_length_exceeded"
+            messages, shortened = [messages[0], {"role": "user", "content": "so far: abc"}], True
+            continue
+        if shortened and answer.choices[0].finish_reason == "stop":
+            return 1.0
+        said = answer.choices[0].message.content
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "on " * 6}]
+"""
+
+
+def test_an_agent_that_goes_on_with_less_is_not_cut(engine: NativeEngine, tmp_path: Path) -> None:
+    tree = run(engine, job(engine, max_new_tokens=200), agent=agent(tmp_path, COMPACTS))
+    assert "errors" not in tree.meta, tree.meta["errors"]
+    assert tree.meta["given_rewards"] == dict.fromkeys(range(tree.num_leaves), 1.0)
+    last = np.flatnonzero(tree.columns["answer"])
+    assert tree.status[last].tolist() == [LeafStatus.STOP] * 2
+    assert tree.num_leaves > 2
+
+
 FAILURES = [
     ("def solve(task, client):\n    raise KeyError('no tool')", "KeyError"),
     ("def solve(task, client):\n    import sys\n    sys.exit(3)", "SystemExit"),
