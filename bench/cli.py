@@ -43,6 +43,7 @@ ROOMS = {
         "treepo",
         "speculation",
         "loop",
+        "agents",
     ),
 }
 """The ops by the folder of their file."""
@@ -64,14 +65,16 @@ OWN = {"job": ".runs.job", "curves": ".runs.curves", "plot": ".plot", "simulate"
 """Subcommands with their own command lines, and their modules."""
 
 
-def load(op: str, recorded: Path | None = None) -> Bench:
-    """Return the benchmark of an op; with ``recorded``, that of drafts over the rollouts of this run.
+def load(op: str, recorded: Path | None = None, model: Path | None = None) -> Bench:
+    """Return the benchmark of an op; with ``recorded``, that of drafts over the rollouts of this run; with ``model``,
+    that of agents with this one.
 
     Raises:
         UserError: there is no such run, or it cannot be read.
     """
     room = next(room for room, ops in ROOMS.items() if op in ops)
-    bench: Bench = importlib.import_module(f".{room}.{op}" if room else f".{op}", __package__).BENCH
+    module = importlib.import_module(f".{room}.{op}" if room else f".{op}", __package__)
+    bench: Bench = module.BENCH if model is None else module.bench(model)
     return importlib.import_module(".runs.recorded", __package__).bench(recorded, bench) if recorded else bench
 
 
@@ -106,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="seconds that one provider may take for a case; default %(default)s",
     )
     parser.add_argument("--recorded", type=Path, metavar="RUN", help="run speculation over the rollouts of this run")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="run agents with this model, at full lengths")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep rows here; cases found there do not run again")
     args = parser.parse_args(argv)
     if unknown := [op for op in args.ops if op not in OPS and args.ops != ["all"]]:
@@ -113,6 +117,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if args.recorded is not None and args.ops != ["speculation"]:
         print("rolltree bench: --recorded works with speculation alone; name no other op.", file=sys.stderr)
+        return 2
+    if args.model is not None and args.ops != ["agents"]:
+        print("rolltree bench: --model works with agents alone; name no other op.", file=sys.stderr)
+        return 2
+    if args.model is not None and not args.model.is_dir():
+        print(f"rolltree bench: there is no directory '{args.model}' (--model); name a model's.", file=sys.stderr)
         return 2
     glance = not args.ops and not args.list
     args.quick |= glance
@@ -129,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     ops = FIRST if glance else args.ops if args.ops not in ([], ["all"]) else OPS
     try:
-        benches = [load(op, args.recorded) for op in ops]
+        benches = [load(op, args.recorded, args.model) for op in ops]
     except UserError as error:
         print(f"rolltree bench: {error}", file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..data.episodes import Episodes, answers
+from ..data.segment import LeafStatus
 from ..data.tree import TokenTree
 from ..prompts.group import Group
 from ..record.failures import Failures
@@ -42,7 +43,10 @@ def describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> Non
     length = np.concatenate([tree.response_length for tree in responses])
     sums.add_values("response_length/mean", length)
     sums.maximum("response_length/max", float(length.max()))
-    sums.add_values("response_length/clip_ratio", length >= max_new_tokens)
+    for tree in responses:  # an agent's limits are its own
+        by_status = tree.status == LeafStatus.LENGTH
+        cut = by_status if "agent" in tree.meta else tree.response_length >= max_new_tokens
+        sums.add_values("response_length/clip_ratio", cut)
     prompts = [tree.leaf_prompt[np.unique(answers(tree))].mean() for tree in trees]
     sums.add_values("prompt_length/mean", np.array(prompts))
     for tree in responses:

@@ -60,6 +60,14 @@ CURVES: tuple[Curve, ...] = (
           (("filter/zero_variance_groups", "groups", ORANGE),)),
 )  # fmt: skip
 
+OF_AGENTS: tuple[Curve, ...] = (
+    Curve("Calls of agents", "Mean calls an episode, and the sequences that they make: 1 where each call appends.",
+          (("agent/calls", "calls", BLUE), ("agent/branches", "sequences", GREEN))),
+    Curve("Shared by calls", "Tokens of all calls, each with its whole prompt, over tokens of the trees.",
+          (("agent/shared_ratio", "of calls / of trees", GREEN),)),
+)  # fmt: skip
+"""Plots of runs of agents alone."""
+
 
 def headline(run: RunData) -> list[dict[str, str]]:
     """Return the cards at the top, ``{label, value, note}`` each, without those that were not recorded."""

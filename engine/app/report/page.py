@@ -27,7 +27,8 @@ def write_report(run_dir: str | Path) -> Path:
 
 def _render(run: RunData) -> str:
     missing = list(run.missing)
-    curves = [(curve, figures.curve_figure(run, curve)) for curve in figures.CURVES]
+    of_agents = figures.OF_AGENTS if run.config.get("rollout", {}).get("program") == "agent" else ()
+    curves = [(curve, figures.curve_figure(run, curve)) for curve in (*figures.CURVES, *of_agents)]
     accuracy, stacked = figures.accuracy_figure(run), figures.account_figure(run)
     if run.rows:
         absent = [curve.title.lower() for curve, figure in curves if figure is None]

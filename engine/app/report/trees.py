@@ -84,7 +84,8 @@ def explorer_data(files: Sequence[Path], token_texts: TokenTexts | None, missing
 def build_tree(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str, Any]:
     """Build the tree of one prompt's leaves: segments depth-first, parents before children; node 0 is the prompt."""
     first = rows[0]
-    rewards = [r["reward"] for r in rows if _finite(r.get("reward")) is not None]
+    alone = {("episode", e) if (e := r.get("episode", -1)) >= 0 else i: r for i, r in enumerate(rows)}  # each once
+    rewards = [r["reward"] for r in alone.values() if _finite(r.get("reward")) is not None]
     nodes: list[dict[str, Any]] = [
         {"parent": -1, "tokens": [], "text": [first.get("prompt_text") or ""], "values": {}, "leaves": []}
     ]

@@ -52,6 +52,8 @@ class RandomAgent:
     first: list[int] = field(default_factory=lambda: [1, 2])
     count: int = 0
     """Tokens sampled so far."""
+    alike: bool = False
+    """A log-prob follows from the id instead, so that equal beginnings have equal records."""
 
     def ids(self, least: int, most: int) -> list[int]:
         return self.rng.integers(1, 1 + self.words, self.rng.integers(least, most + 1)).tolist()
@@ -62,6 +64,7 @@ class RandomAgent:
             prompt, role = self._prompt(made)
             sampled = self.ids(0 if self.rng.random() < 0.1 else 1, self.longest)
             logprobs = [-1 - 0.001 * (self.count + i) for i in range(len(sampled))]
+            logprobs = [-3 - 0.01 * word for word in sampled] if self.alike else logprobs
             self.count += len(sampled)
             tree = call_tree(prompt, sampled, logprobs)
             made.append((prompt, sampled, SampledCall(tree, role, number)))

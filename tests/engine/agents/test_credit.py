@@ -7,16 +7,20 @@ are written out here from the calls: the tokens of an episode in the order of it
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rolltree.engine import LeafStatus, TokenTree, UserError, load_config
+from rolltree.engine import LeafStatus, TokenTree, UserError, load_config, pack
 from rolltree.engine.agents.records import EpisodeRecord
 from rolltree.engine.agents.tree import episode_tree
 from rolltree.engine.app.assembly.agents import FORKS, UNTRAINED, check_agents
 from rolltree.engine.app.assembly.learning import learning_parts, loss_terms
+from rolltree.engine.app.assembly.run import build
+from rolltree.engine.app.console import Console
+from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.data.paths import path_credit
 from rolltree.engine.data.segment import Origin, Segment
 from rolltree.engine.data.statistics import of_ids
@@ -31,7 +35,8 @@ from rolltree.engine.settings import TrainConfig
 from ...support import serving
 from ...support.tiny import write_job
 from ..model.test_tree_equals_flat import make_models
-from .calls import RandomAgent
+from .calls import RandomAgent, calls_of
+from .test_tree import conversation_tree
 
 STOP = LeafStatus.STOP
 SCORED = (
@@ -205,6 +210,14 @@ def test_every_advantage_is_that_of_single_responses_or_refused(toml: Path, name
     assert np.ptp(every) > 0
 
 
+def test_a_run_and_its_plan_are_refused_before_anything_is_made(toml: Path) -> None:
+    config = job(toml, "--rollout.program=agent", "--algorithm.advantage=treerl")
+    for start in (lambda: build(config, console=Console()), lambda: list(plan_lines(config))):
+        with pytest.raises(UserError, match="'treerl' follows from where a program lets responses fork"):
+            start()
+    assert not config.run_dir.exists()
+
+
 def as_agent(config: TrainConfig) -> TrainConfig:
     rollout = config.rollout.model_copy(update={"program": "agent"})
     return config.model_copy(update={"rollout": rollout})
@@ -356,3 +369,49 @@ def test_pairs_of_episodes_are_refused(toml: Path, name: str) -> None:
         check_agents(as_agent(config))
     with pytest.raises(UserError, match="compares two sequences, and an episode of an agent has several"):
         term.prepare(chains)
+
+
+@pytest.fixture(scope="module")
+def dialogues() -> tuple[list[TokenTree], list[TokenTree]]:
+    """Two groups of the environment program, and the same as the calls of agents, judged and scored."""
+    theirs = [conversation_tree(seed) for seed in (0, 1)]
+    mine = []
+    for number, tree in enumerate(theirs):
+        records = [
+            EpisodeRecord(tuple(calls_of(tree, leaf)), LeafStatus(int(tree.status[leaf])))
+            for leaf in range(tree.num_leaves)
+        ]
+        mine.append(episode_tree(tree.token_id[: tree.prompt_length].tolist(), records))
+        for made in (tree, mine[-1]):
+            made.rewards["reward"] = np.array([[1.0, 0, 0, 0], [0, 1, 1, 0]], np.float32)[number]
+            made.rewards |= {name: np.array(values[:4], np.float32) for name, values in NAMED.items()}
+            made.meta |= {"prompt_id": f"p{number}", "task": "t", "prompt_text": "x", "roles": ["agent", "helper"]}
+            made.set("token_reward", np.sin(np.arange(len(made.path_tokens))))
+            key = np.nan_to_num(made.behaviour_logprob, nan=-0.5).astype(np.float64)
+            for k, name in enumerate((*SCORED, "policy_logprob/scored_id")):
+                of_ids("a test", "policy_logprob/scored_id")
+                made.set(name, -np.abs(np.sin((k + 1) * key)) if "logprob" in name else np.abs(np.sin((k + 1) * key)))
+    return mine, theirs
+
+
+@pytest.mark.check(but=4)
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - FORKS - UNTRAINED))
+def test_a_dialogue_has_the_credit_and_loss_of_the_environment(
+    toml: Path, name: str, dialogues: tuple[list[TokenTree], list[TokenTree]]
+) -> None:
+    """Bit for bit: a dialogue that only appends is the environment's."""
+    flags = [f"--algorithm.advantage={name}", f"--algorithm.advantage_options={OPTIONS.get(name, '{}')}"]
+    config = job(toml, *flags, *(["--roles.critic={}"] if name == "gae" else []), "--algorithm.objective=grpo")
+    found = []
+    for trees in dialogues:
+        copies = [replace(tree, columns=dict(tree.columns), rewards=dict(tree.rewards)) for tree in trees]
+        kept = credited(config, copies)
+        ((term, _),) = loss_terms(config, Context(WORDS))
+        term.prepare(kept)
+        (batch,) = pack(kept, max_tokens=100_000)
+        made = term.on(batch, term.normalizer(kept), False, 1.0)
+        fields = made.fields
+        found.append([*(path_credit(tree) for tree in kept), fields.adv_pos, fields.adv_neg, fields.weight])
+        found[-1].append(np.array(term.normalizer(kept)))
+    for mine, theirs in zip(*found, strict=True):
+        assert np.array_equal(np.asarray(mine), np.asarray(theirs))

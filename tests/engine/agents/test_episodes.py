@@ -14,6 +14,7 @@ import pytest
 from rolltree.engine import LeafStatus, TokenTree
 from rolltree.engine.agents.records import EpisodeRecord
 from rolltree.engine.agents.tree import episode_tree
+from rolltree.engine.app import show
 from rolltree.engine.data.concat import join
 from rolltree.engine.data.episodes import Episodes
 from rolltree.engine.errors import RunError, UserError
@@ -96,6 +97,7 @@ def test_the_verifier_is_asked_once_an_episode_with_the_text_of_its_last_answer(
     tree, rewards = episode_tree(ids("Q"), [replace_first(r) for r in GROUP]), Lengths(by_group)
     assert tree.episode.tolist() == [0, 0, 1, 1, 2, 3]
     group = judged(tree, rewards)
+    assert show.describe(group).startswith("reward 6.00, 4 episodes of 9 calls, 6 leaves, ")
     assert [item.response_text for item in rewards.asked] == ["ab?cde!f", "hijk", "n.x"]
     assert tree.rewards["reward"].tolist()[:4] == [8, 8, 4, 4]
     assert np.isnan(tree.rewards["reward"][4:]).all()
@@ -280,12 +282,15 @@ def test_choices_for_the_replay_store_are_those_of_single_responses(name: str) -
 
 def test_metrics_count_episodes_once() -> None:
     chains, flat, records = groups(5)
+    for tree in chains:
+        tree.status[(tree.episode == 1) & tree.answer] = LeafStatus.LENGTH
     mine, wanted = Sums(), Sums()
     describe(chains, 12, mine)
     describe(flat, 12, wanted)
     a, b = mine.means(), wanted.means()
-    for name in ("reward/group_std", "response_length/mean", "response_length/max", "response_length/clip_ratio"):
+    for name in ("reward/group_std", "response_length/mean", "response_length/max"):
         assert a[name] == pytest.approx(b[name])
+    assert a["response_length/clip_ratio"] == 0.2
     calls = [call for group in records for one in group for call in one.calls]
     assert a["agent/calls"] == len(calls) / 10
     assert a["agent/branches"] == sum(tree.num_leaves for tree in chains) / 10 > 1

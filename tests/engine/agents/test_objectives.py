@@ -117,7 +117,10 @@ def mean(b: dict[str, Tensor], token_loss: Tensor, weight: Tensor, kind: str, re
     }[kind]()
 
 
-def check(formula: Callable[[dict[str, Tensor], Tensor], Tensor], objective: Objective, trees: list[TokenTree]) -> None:
+Formula = Callable[[dict[str, Tensor], Tensor], Tensor]
+
+
+def check(formula: Formula, objective: Objective, trees: list[TokenTree], most: int = 100_000, **packing: bool) -> None:
     """The gradients of a trainer's update are those of a formula of single tokens."""
     ours, theirs = models()
     for tree in trees:
@@ -128,7 +131,8 @@ def check(formula: Callable[[dict[str, Tensor], Tensor], Tensor], objective: Obj
     term.prepare(trees)
     trainer = Trainer(ours, TrainerConfig(lr=1e-3))
     trainer.drop_gradients()
-    batches = pack(trees, max_tokens=100_000)
+    batches = pack(trees, max_tokens=most, **packing)
+    assert most == 100_000 or len(batches) > 2 or any(batch.pieces for batch in batches)
     for batch in batches:
         terms = [Weighted(term, term.normalizer(trees), 1.0)]
         tokens = sum(tree.logical_tokens for tree in trees)
@@ -157,6 +161,13 @@ def test_every_objective_is_its_formula_on_the_chains(name: str, per_call: bool)
     objective = Objective.preset(name)
     assert objective.aggregation == AGGREGATION[name]
     check(TOKEN_LOSS[name], objective, trees)
+
+
+@pytest.mark.parametrize("packing", [{}, {"in_pieces": True}, {"flat": True}])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "luspo"])
+def test_chains_that_are_packed_apart_weigh_the_same(name: str, packing: dict[str, bool]) -> None:
+    """Divided by leaves, into pieces, and each chain a sequence of a padded batch."""
+    check(TOKEN_LOSS[name], Objective.preset(name), episodes(False), 50, **packing)
 
 
 def test_clip_cov_leaves_out_tokens_of_high_covariance() -> None:

@@ -1,154 +1,145 @@
-"""Runs of agents from their TOML: trained, resumed, pulled out of other commands, and equal to the environment's."""
+"""A whole run whose sampler returns episodes: every part of the loop takes them, and a resumed run goes on alike.
+
+The sampler is the run's own. Two responses that it sampled become the calls of one episode: the first one two calls,
+the second one a call that asks again. So every log-prob is exact, and each episode has two chains.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
+import re
 from pathlib import Path
 from typing import Any
 
-import psutil
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
+from rolltree.engine import LeafStatus, Orchestrator, TokenTree, load_config
+from rolltree.engine.agents.records import EpisodeRecord, SampledCall
+from rolltree.engine.agents.tree import episode_tree
 from rolltree.engine.app.assembly.run import build
-from rolltree.engine.app.cli import main
-from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
+from rolltree.engine.rollout.sampler import Flight
 
-from ...support.conversations import write_conversations
-
-GAME = """
-from rolltree.engine.parts.resolve import import_object
-import os, sys
-
-sys.path.insert(0, {folder!r})
-from parts import Guess
+from ...support.tiny import write_run
+from ..loop.test_run import documented_metrics
 
 
-async def solve(task, client):
-    game = Guess()
-    game.reset(seed=int(task["seed"]))
-    messages, reward = list(task["messages"]), 0.0
-    for turn in range(2):
-        answer = await client.chat.completions.create(model="m", messages=messages)
-        said = answer.choices[0].message.content
-        if answer.choices[0].finish_reason == "length":
-            break
-        heard, value, *_ = game.step(said)
-        reward += value
-        messages += [{{"role": "assistant", "content": said}}, {{"role": "user", "content": heard}}]
-    return reward
-"""
-
-
-def write(folder: Path) -> tuple[Path, list[str]]:
-    """A run in which a game is played by an agent instead of the environment."""
-    toml = write_conversations(folder)
-    (folder / "agent.py").write_text(GAME.format(folder=str(folder)))
-    text = toml.read_text()
-    begin, end = text.index("[rollout.program_options]"), text.index("[reward]")
-    toml.write_text(
-        text[:begin].replace('"environment"', '"agent"')
-        + '[rollout.program_options]\nagent = "agent.py:solve"\ncall_tokens = 12\n'
-        + text[end:].replace("tree_path_mean", "group_norm")
+def part(tree: TokenTree, leaf: int, cut: int, begin: int, end: int, number: int) -> SampledCall:
+    """Some of a response as a call that read what was before."""
+    chain = tree.chain(leaf)
+    ids, first = chain.token_id.tolist(), int(chain.leaf_prompt[0])
+    rows = slice(first + begin, first + end)
+    columns = {name: [chain.columns[name][rows]] for name in ("entropy", "temperature")}
+    made = TokenTree.from_sequences(
+        ids[: first + begin],
+        [ids[rows]],
+        behaviour_logprobs=[chain.behaviour_logprob[rows]],
+        policy_version=[chain.policy_version[rows]],
+        columns=columns,
+        statuses=[LeafStatus(int(tree.status[leaf]))],
     )
-    return toml, [f"--output_dir={folder / 'runs'}"]
+    return SampledCall(made, number=number)
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    (file,) = (folder / "runs").rglob("metrics.jsonl")
-    return [json.loads(line) for line in file.read_text().splitlines()]
+class Episodic:
+    """The run's sampler, whose trees become those of episodes of two chains."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def step(self, seconds: float) -> list[Flight]:
+        flights: list[Flight] = self.inner.step(seconds)
+        for flight in flights:
+            if flight.tree is not None:
+                flight.tree, flight.texts = episodes_of(flight.tree), None
+        return flights
 
 
-def test_a_run_trains_on_episodes(tmp_path: Path) -> None:
-    toml, flags = write(tmp_path)
-    summary = build(load_config(toml, flags), console=Console()).run()
-    rows = metrics(tmp_path)
-    assert summary.steps == rows[-1]["step"] > 1
-    for row in rows[1:]:
-        assert row["agent/calls"] >= 1
-        assert row["rollout/failed"] == 0
-        assert row["rollout/aborted_calls"] == 0
-    names = [child.name() for child in psutil.Process().children(recursive=True)]
-    assert "python" not in " ".join(names) or all("rolltree-agent" not in name for name in names)
+def episodes_of(tree: TokenTree) -> TokenTree:
+    records = []
+    for number in range(tree.num_leaves // 2):
+        a, b = 2 * number, 2 * number + 1
+        lengths = tree.response_length
+        cut = int(lengths[a]) // 2
+        calls = [
+            part(tree, a, cut, 0, cut, 0),
+            part(tree, a, cut, cut, int(lengths[a]), 1),
+            part(tree, b, cut, 0, int(lengths[b]), 2),
+        ]
+        failure = "it crashed" if tree.token_id[tree.response_rows(b)[0]] % 7 == 0 else None
+        status = LeafStatus(int(tree.status[b])) if failure is None else LeafStatus.FAILED
+        records.append(EpisodeRecord(tuple(calls), status, failure=failure))
+    return episode_tree(tree.token_id[: tree.prompt_length].tolist(), records)
 
 
-def test_without_the_servers_packages_or_an_agent_the_run_does_not_begin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    toml, flags = write(tmp_path)
-    for option, said in (
-        ('agent="nowhere.py:solve"', "There is no file"),
-        ('agent="agent.py:nobody"', "defines no function or class 'nobody'"),
-        ("at_once=0", ">= 1"),
-        ("speed=1", "speed"),
-    ):
-        assert main(["train", str(toml), *flags, f"--rollout.program_options.{option}"]) == 2
-        assert said in capsys.readouterr().err, option
+def run(directory: Path, name: str, *flags: str, resume: bool = False) -> Orchestrator:
+    toml = directory / "tiny.toml"
+    fixed = ["--rollout.program=flat", "--rollout.program_options={}", "--algorithm.advantage=group_norm"]
+    fixed += ["--rollout.n=6", "--evaluation.problems=0", "--evaluation.every=0", f"--name={name}"]
+    config = load_config(toml, [*fixed, "--algorithm.objective=grpo", "--checkpoint.every=1", *flags])
+    made = build(config, console=Console(), resume=resume)
+    made.controller.sampler = Episodic(made.controller.sampler)  # type: ignore[assignment]
+    made.run()
+    return made
 
 
-def test_a_run_that_is_killed_leaves_no_agent_and_goes_on(tmp_path: Path) -> None:
-    """SIGKILL in the middle of episodes of commands; the resumed run begins these episodes anew."""
-    toml, flags = write(tmp_path)
-    (tmp_path / "command.py").write_text(
-        "import json, os, subprocess, sys, time, urllib.request\n"
-        "task = json.load(open(os.environ['ROLLTREE_TASK']))\n"
-        "body = json.dumps({'messages': task['messages']}).encode()\n"
-        "key = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
-        "asked = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, key)\n"
-        "json.load(urllib.request.urlopen(asked))\n"
-        "if not os.path.exists(sys.argv[1]):\n"
-        "    words = [sys.executable, '-c', 'import time; time.sleep(77.25)']\n"
-        "    subprocess.Popen(words, start_new_session=True)\n"
-        "    time.sleep(99)\n"
-        "json.dump(1.0, open(os.environ['ROLLTREE_REWARD'], 'w'))\n"
-    )
-    words = json.dumps([sys.executable, str(tmp_path / "command.py"), str(tmp_path / "go")])
-    text = toml.read_text().replace('agent = "agent.py:solve"', f"command = {words}")
-    toml.write_text(text)
-    command = [sys.executable, "-m", "rolltree.engine.app.cli", "train", str(toml), *flags]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        until(lambda: left(tmp_path), process, tmp_path / "log")
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        until(lambda: not left(tmp_path))
-    finally:
-        process.kill()
-    (tmp_path / "go").touch()
-    subprocess.run([*command, "--resume"], check=True, capture_output=True, timeout=200)
-    assert metrics(tmp_path)[-1]["agent/calls"] == 1
-    assert not left(tmp_path)
+def rows(directory: Path, name: str) -> list[dict[str, float]]:
+    lines = (directory / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
-def until(true: Any, process: Any = None, log: Path | None = None) -> None:
-    deadline = time.monotonic() + 90
-    while not true():
-        assert time.monotonic() < deadline, log and log.read_text()
-        assert process is None or process.poll() is None, log and log.read_text()
-        time.sleep(0.1)
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("episodes")).parent
 
 
-def left(folder: Path) -> list[psutil.Process]:
-    """Agents of the run and their children."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            words = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
-        if process.pid != os.getpid() and (f"{folder / 'command.py'}" in words or "sleep(77.25)" in words):
-            found.append(process)
-    return [p for p in found if "rolltree.engine.app.cli" not in " ".join(_words(p))]
+@pytest.mark.check
+def test_every_part_of_a_run_takes_episodes(directory: Path) -> None:
+    done = run(directory, "whole", "--trainer.steps=3")
+    page = re.compile("|".join(documented_metrics()))
+    written = rows(directory, "whole")[1:]
+    assert {name for row in written for name in row if name != "step" and not page.fullmatch(name)} == set()
+    for row in written:
+        assert row["training/rollout_probs_diff_mean"] < 1e-5
+        assert row["agent/calls"] == pytest.approx(3)
+        assert row["agent/branches"] == pytest.approx(2)
+        assert row["agent/shared_ratio"] > 1
+    assert sum(row["rollout/failed"] for row in written) > 0
+    assert any(row.get("actor/grad_norm", 0) > 0 for row in written)
+    table = pq.read_table(done.options.directory / "rollouts" / "step_000001.parquet").to_pylist()
+    assert len(table) == 6 * 6  # leaves
+    for group in {row["prompt_id"] for row in table}:
+        mine = [row for row in table if row["prompt_id"] == group]
+        assert sorted({row["episode"] for row in mine}) == [0, 1, 2]
+        rewards = {}
+        for row in mine:
+            rewards.setdefault(row["episode"], set()).add(row["reward"])
+            assert (row["status"] == "failed") == (row["reward"] is None)
+        assert all(len(some) == 1 for some in rewards.values())
+        known = [next(iter(some)) for some in rewards.values() if None not in some]
+        if len(known) > 1:
+            mean, sd = np.mean(known), np.std(known, ddof=1)
+            for row in (row for row in mine if row["reward"] is not None):
+                assert row["advantage"] == pytest.approx((row["reward"] - mean) / (sd + 1e-6), abs=1e-4)
+    failed = sum(row["status"] == "failed" and row["answer"] for row in table)
+    assert rows(directory, "whole")[1]["rollout/failed"] == failed
 
 
-def _words(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()  # type: ignore[no-any-return]
-    except psutil.Error:
-        return []
+@pytest.mark.check
+def test_a_resumed_run_of_episodes_goes_on_alike(directory: Path) -> None:
+    """Some groups are open at the checkpoint, sampled and judged."""
+    late = ["--loop.staleness=1", "--loop.overlap=false"]
+    run(directory, "straight", "--trainer.steps=4", *late)
+    run(directory, "parted", "--trainer.steps=2", *late)
+    run(directory, "parted", "--trainer.steps=4", *late, resume=True)
+
+    def comparable(name: str) -> list[dict[str, float]]:
+        found = rows(directory, name)
+        return [{k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in found]
+
+    assert comparable("parted") == comparable("straight")

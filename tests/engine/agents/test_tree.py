@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.engine import LeafStatus, SamplingParams, TokenTree, batch_loss, pack
+from rolltree.engine import LeafStatus, SamplingParams, TokenTree, batch_logprob, batch_loss, pack
 from rolltree.engine.agents.records import EpisodeRecord, SampledCall
 from rolltree.engine.agents.tree import OTHER_START, episode_tree
+from rolltree.engine.batches.equal_prefixes import share_equal_prefixes
 from rolltree.engine.batches.rows import distinct_rows
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.programs import EnvironmentTurns, Observation
@@ -169,6 +170,13 @@ def test_the_first_of_two_calls_that_continue_one_continues_its_chain() -> None:
     assert tree.call[tree.response_rows(1)].tolist() == [3]
 
 
+def test_a_call_continues_the_longest_chain_that_it_begins_with() -> None:
+    """The same answer was sampled twice; what followed the first one is not read again after the second."""
+    tree = episode_tree([1], [record(([1], [3]), ([1], [3]), ([1, 3, 7], [4]), ([1, 3, 7, 4, 8], [5]))])
+    assert [leaf(tree, i) for i in range(2)] == [([1], [3, 7, 4, 8, 5]), ([1], [3])]
+    assert tree.num_tokens == 7
+
+
 def test_an_edited_answer_is_a_branch_inside_of_what_was_sampled() -> None:
     tree = episode_tree([1], [record(([1], [3, 4, 5]), ([1, 3, 4, 9], [6]))])
     assert [leaf(tree, i) for i in range(2)] == [([1], [3, 4, 5]), ([1, 3, 4, 9], [6])]
@@ -236,10 +244,39 @@ def losses(model: torch.nn.Module, trees: list[TokenTree], objective: Objective)
     return total, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+def test_what_an_engine_sampled_has_the_log_probs_of_the_trainer() -> None:
+    """Each call of random agents is a job of the native engine; the trainer computes the tree with the same weights."""
+    model = serving.model()
+    engine = NativeEngine(model, serving.tokenizer(), EngineConfig(kv_tokens=8192))
+    rng, records = np.random.default_rng(4), []
+    for number in range(3):
+        calls: list[SampledCall] = []
+        for k in range(5):
+            ids = [[256, 5, 6], *(call.tree.token_id.tolist() for call in calls)]
+            before = ids[int(rng.integers(len(ids)))] if k % 2 else ids[-1]
+            before = before[: int(rng.integers(1, len(before) + 1))] if k == 3 else before
+            prompt = [*before, *rng.integers(1, 200, 3).tolist()]
+            params = SamplingParams(n=1, max_new_tokens=7, temperature=0.8, seed=10 * number + k)
+            calls.append(SampledCall(engine.generate([prompt], params)[0], number=k))
+        records.append(EpisodeRecord(tuple(calls), STOP))
+    tree = episode_tree([256], records)
+    assert 3 < tree.num_leaves < 15
+    assert sorted(trained(tree)) == sorted(sampled_tokens(records))
+    (batch,) = pack([tree], max_tokens=10_000)
+    with torch.no_grad():
+        found = batch_logprob(model, batch, temperature=0.8).logprob
+    assert batch.behaviour_logprob is not None
+    off = (found - batch.behaviour_logprob)[batch.loss_mask].abs()
+    assert len(off) == sum(call.tree.loss_tokens for one in records for call in one.calls)
+    assert float(off.max()) < 1e-4
+
+
+@pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("per_call", [False, True])
-def test_loss_and_gradient_are_those_of_the_calls_one_by_one(per_call: bool) -> None:
+def test_loss_and_gradient_are_those_of_the_calls_one_by_one(per_call: bool, alike: bool) -> None:
+    """Where equal beginnings have equal records too, and the learner merges them."""
     model, _ = make_models("qwen3")
-    agent = RandomAgent(np.random.default_rng(5), words=20, longest=6)
+    agent = RandomAgent(np.random.default_rng(5), words=2 if alike else 20, longest=6, alike=alike)
     records = [agent.episode(6) for _ in range(4)]
     tree = episode_tree([1, 2], records, per_call=per_call)
     advantage = np.array([1.0, -0.5, 2.0, -1.0])
@@ -256,3 +293,8 @@ def test_loss_and_gradient_are_those_of_the_calls_one_by_one(per_call: bool) -> 
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert float((gradient - wanted).norm() / wanted.norm()) < 1e-5
     assert tree.num_tokens < 0.5 * sum(one.num_tokens for one in flat)
+    shared = share_equal_prefixes(tree)
+    assert (shared is not tree) == alike
+    (ours, gradient) = losses(model, [shared], objective)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert float((gradient - wanted).norm() / wanted.norm()) < 1e-5

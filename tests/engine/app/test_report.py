@@ -59,6 +59,30 @@ def test_a_whole_run_makes_one_self_contained_page(run_dir: Path) -> None:
     assert write_report(run_dir).read_text().count("<h2>") == page.count("<h2>")
 
 
+def test_a_run_of_agents_has_its_curves_and_counts_episodes_once(run_dir: Path) -> None:
+    config = run_dir / "config.toml"
+    config.write_text(config.read_text().replace('program = "treepo"', 'program = "agent"'))
+    assert "Not recorded in metrics.jsonl: calls of agents, shared by calls." in missing(
+        write_report(run_dir).read_text()
+    )
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    given = {"agent/calls": 4.0, "agent/branches": 1.5, "agent/shared_ratio": 3.0}
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row | given) + "\n" for row in rows))
+    page = write_report(run_dir).read_text()
+    assert not missing(page)
+    assert page.count('class="plotly-graph-div"') == 2 + len(figures.CURVES) + len(figures.OF_AGENTS)
+    row = {"prompt_id": "p", "response_ids": [1], "node_ids": [1], "status": "stop", "prompt_ids": [2]}
+    leaves = [
+        row | {"leaf": 0, "node_ids": [1], "reward": 1.0, "episode": 0},
+        row | {"leaf": 1, "node_ids": [2], "reward": 1.0, "episode": 0},
+        row | {"leaf": 2, "node_ids": [3], "reward": 0.0, "episode": 1},
+    ]
+    tree = trees.build_tree(leaves, None)
+    assert (tree["reward"], tree["leaves"]) == (0.5, 3)
+    assert [node["values"]["episode"] for node in tree["nodes"][1:]] == [0, 0, 1]
+    assert trees.build_tree([one | {"episode": -1} for one in leaves], None)["reward"] == pytest.approx(2 / 3, abs=1e-4)
+
+
 def test_headline_is_computed_from_the_metrics(tmp_path: Path) -> None:
     rows = [
         {"step": 0.0, "eval/accuracy": 0.25, "timing_s/step": 10.0},
