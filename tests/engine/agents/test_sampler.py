@@ -17,8 +17,9 @@ import pytest
 from rolltree.engine import LeafStatus
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
-from rolltree.engine.programs import EnvironmentTurns, Observation
+from rolltree.engine.programs import AgentCalls, CallContext, EnvironmentTurns, Observation
 from rolltree.engine.rollout import NativeEngine
+from rolltree.engine.rollout.records import child_seed, parent_seed
 
 from ...support.agents import agent, job, make_engine, run, sampler
 
@@ -80,6 +81,21 @@ def test_a_dialogue_samples_what_the_environment_samples(engine: NativeEngine, s
         )  # fmt: skip
     assert by_agent.meta["given_rewards"] == wanted.meta["given_rewards"]
     assert by_agent.leaf_prompt.tolist() == wanted.leaf_prompt.tolist()
+
+
+def test_a_call_goes_on_with_the_random_numbers_of_its_chain(engine: NativeEngine) -> None:
+    """What is sampled in two calls is what one would have sampled, for any seed."""
+    for seed in (0, 5, -(2**63), 2**63 - 1):
+        assert int(child_seed(parent_seed(seed), 0)) == seed
+        whole = job(engine, n=1, max_new_tokens=24, ignore_eos=True)
+        program = AgentCalls(agent="a.py:f")
+        (tree,) = engine.generate([whole.prompt], whole.params, program, seeds=[parent_seed(seed)])
+        ids = tree.flatten()[0].response
+        rest = replace(whole.params, max_new_tokens=14)
+        (tree,) = engine.generate(
+            [[*whole.prompt, *ids[:10]]], rest, program, seeds=[parent_seed(seed)], contexts=[CallContext(10)]
+        )
+        assert tree.flatten()[0].response == ids[10:]
 
 
 PLAIN = """
