@@ -99,7 +99,7 @@ class Door:
             self._server.should_exit = self._server.force_exit = True
             self._thread.join(5)
             self._server = None
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)
 
     def _listen(self) -> None:
         _allow_files()

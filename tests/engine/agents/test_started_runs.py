@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ from typing import Any
 import psutil
 import pytest
 
+from rolltree.engine.app.assembly import run as build_run
+from rolltree.engine.app.assembly import sampling as build_sampling
+from rolltree.engine.app.assembly import workers as build_workers
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.cli import main
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
+from rolltree.engine.fleet.workers import InThreads
 
 from ...support.conversations import write_conversations
 
@@ -73,8 +78,46 @@ def test_a_run_trains_on_episodes(tmp_path: Path) -> None:
         assert row["agent/calls"] >= 1
         assert row["rollout/failed"] == 0
         assert row["rollout/aborted_calls"] == 0
-    names = [child.name() for child in psutil.Process().children(recursive=True)]
-    assert "python" not in " ".join(names) or all("rolltree-agent" not in name for name in names)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rolltree-door")]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("engines", [1, 2])
+def test_engines_elsewhere_sample_the_same_episodes(
+    engines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers in threads, as tests/engine/fleet has them."""
+    lock, load_model = threading.Lock(), build_sampling.load_model
+
+    def alone(*args: Any, **options: Any) -> Any:
+        with lock:  # Transformers changes torch's functions while it loads a model
+            return load_model(*args, **options)
+
+    for module in (build_sampling, build_workers):
+        monkeypatch.setattr(module, "load_model", alone)
+    toml, _ = write(tmp_path)
+    steps = "--trainer.steps=2"
+    build(load_config(toml, [f"--output_dir={tmp_path / 'alone' / 'runs'}", steps]), console=Console()).run()
+    monkeypatch.setattr(build_run, "make_workers", lambda config: InThreads())
+    given = [f"--output_dir={tmp_path / 'fleet' / 'runs'}", f"--rollout.engines={engines}", steps]
+    build(load_config(toml, given), console=Console()).run()
+    for mine, wanted in zip(metrics(tmp_path / "fleet")[1:], metrics(tmp_path / "alone")[1:], strict=True):
+        for name in ("reward/mean", "rollout/sampled_tokens", "agent/calls", "rollout/failed"):
+            assert mine[name] == pytest.approx(wanted[name], rel=1e-6), name
+
+
+@pytest.mark.check
+def test_episodes_span_updates(tmp_path: Path) -> None:
+    """At staleness 1, with sampling beside the updates, and a checkpoint in which episodes are open."""
+    toml, flags = write(tmp_path)
+    flags += ["--loop.staleness=1", "--checkpoint.every=1", "--trainer.steps=3"]
+    build(load_config(toml, flags), console=Console()).run()
+    made = build(load_config(toml, [*flags, "--trainer.steps=5"]), console=Console(), resume=True)
+    made.run()
+    rows = metrics(tmp_path)
+    assert rows[-1]["step"] == 5
+    assert all(row["rollout/failed"] == 0 for row in rows[1:])
+    assert rows[4].get("group/restarted_agent", 0) >= 1, "those that were open begin anew"
 
 
 def test_without_the_servers_packages_or_an_agent_the_run_does_not_begin(
@@ -83,7 +126,7 @@ def test_without_the_servers_packages_or_an_agent_the_run_does_not_begin(
     toml, flags = write(tmp_path)
     for option, said in (
         ('agent="nowhere.py:solve"', "There is no file"),
-        ('agent="agent.py:nobody"', "defines no function or class 'nobody'"),
+        (f'agent="{tmp_path}/agent.py:nobody"', "defines no function or class 'nobody'"),
         ("at_once=0", ">= 1"),
         ("speed=1", "speed"),
     ):
