@@ -184,8 +184,12 @@ class Door:
         asked = await self._aside(partial(self._asked, path, raw))
         if http.headers.get("x-stainless-retry-count", "0") != "0" and (told := episode.repeated(raw)) is not None:
             return _response(*told)
-        number = episode.admit()
-        call, form, ignored = await self._aside(partial(self._begin, episode, role, number, asked))
+        number = episode.admit(raw)
+        try:
+            call, form, ignored = await self._aside(partial(self._begin, episode, role, number, asked))
+        except BaseException:
+            episode.unmade(raw)
+            raise
         self._submit(call)
         gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(http))
         answer: asyncio.Future[Any] = asyncio.wrap_future(call.answer)
@@ -207,6 +211,7 @@ class Door:
             told = episode.answered(call, tree, partial(_told, form, tree, bool(asked.chat.stream), ignored), raw)
         except BaseException:
             episode.dropped(call)
+            episode.unmade(raw)
             self._abort(call)
             raise
         finally:

@@ -80,7 +80,7 @@ class Episode:
         self.aborted = 0
         self.seconds = 0.0
         self.place = job.near
-        self._numbers = self._sampled = 0
+        self._numbers = self._made = self._sampled = 0
         self._out_of_budget = self._cut = False
         self._answers: dict[bytes, tuple[Turn, Any]] = {}
 
@@ -101,8 +101,8 @@ class Episode:
             raise RefusedError(f"The key ends with the role '{name}'; rollout.program_options.roles has {known}.")
         return name
 
-    def admit(self) -> int:
-        """Count a call and return its number.
+    def admit(self, raw: bytes) -> int:
+        """Count a call, whose body is ``raw``, and return its number.
 
         Raises:
             RefusedError: the episode has ended or has no budget for it.
@@ -111,18 +111,26 @@ class Episode:
             if self.ended:
                 raise RefusedError("This episode has ended; its address answers no more calls.", 410, "episode_ended")
             if len(self.open) + 1 > self.program.at_once:
+                self._answers.pop(_digest(raw), None)  # when it is asked again, this call is meant
                 raise RefusedError(
                     f"{self.program.at_once} calls of this episode wait for answers (at_once); ask again in a second.",
                     429, "rate_limit_exceeded", retry_after="1",
                 )  # fmt: skip
-            if self.program.calls is not None and self._numbers >= self.program.calls:
+            if self.program.calls is not None and self._made >= self.program.calls:
                 self._out_of_budget = True
                 raise RefusedError(
                     f"This episode has made its {self.program.calls} calls (calls); it is to end.",
                     429, "insufficient_quota", x_should_retry="false",
                 )  # fmt: skip
             number, self._numbers = self._numbers, self._numbers + 1
+            self._made += 1
             return number
+
+    def unmade(self, raw: bytes) -> None:
+        """Take back a call that got no answer; if its client asks again, it means no earlier answer to ``raw``."""
+        with self.lock:
+            self._made -= 1
+            self._answers.pop(_digest(raw), None)
 
     def begin(
         self,

@@ -106,6 +106,7 @@ Judge(RewardConfig(verifier="judge"), base_url="http://127.0.0.1:9/v1", model="m
 """,
     ("serve",): TINY
     + """
+import rolltree.engine.agents.sampler
 import rolltree.engine.app.server.serve
 from rolltree.engine import NativeEngine
 from rolltree.engine.app.server.app import make_app

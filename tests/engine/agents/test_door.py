@@ -206,8 +206,24 @@ def test_a_clients_second_try_is_the_same_call(engine: NativeEngine, tmp_path: P
             assert again.json() == first.json()
             anew = client.post("/v1/chat/completions", json=CHAT, headers={"x-stainless-retry-count": "0"})
             assert anew.json()["id"] != first.json()["id"]
+            opened.paused = True
+            with pytest.raises(httpx.ReadTimeout):  # a third call of the same body: its second try is none of the first
+                client.post("/v1/chat/completions", json=CHAT, timeout=0.5)
+            until(lambda: not opened.episodes[0].open)
+            opened.paused = False
+            third = client.post("/v1/chat/completions", json=CHAT, headers={"x-stainless-retry-count": "1"})
+            assert third.json()["id"] not in (first.json()["id"], anew.json()["id"])
         tree = opened.end()
-    assert tree.meta["agent"]["calls"] == 2
+    assert tree.meta["agent"]["calls"] == 3
+
+
+def test_calls_without_an_answer_do_not_count(engine: NativeEngine, tmp_path: Path) -> None:
+    with group(engine, tmp_path, calls=2) as opened, opened.client() as client:
+        for _ in range(3):
+            assert client.post("/v1/chat/completions", json=CHAT | {"temperature": -1}).status_code == 400
+        for status in (200, 200, 429):
+            assert client.post("/v1/chat/completions", json=CHAT).status_code == status
+        opened.end()
 
 
 def test_calls_beyond_those_at_once_are_asked_to_come_back(engine: NativeEngine, tmp_path: Path) -> None:
