@@ -20,6 +20,7 @@ from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.programs import AgentCalls, CallContext, EnvironmentTurns, Observation
 from rolltree.engine.rollout import NativeEngine
 from rolltree.engine.rollout.records import child_seed, parent_seed
+from rolltree.engine.rollout.sampler import LostError
 
 from ...support.agents import agent, job, make_engine, run, sampler
 
@@ -150,6 +151,80 @@ def test_branches_sub_agents_and_repeated_calls(engine: NativeEngine, tmp_path: 
         assert tree.loss_mask[tree.path_rows(leaf)[int(tree.leaf_prompt[leaf]) :]].any()
     texts = [tuple(tree.flatten()[leaf].response) for leaf in range(5)]
     assert len(set(texts)) == 5, "calls that are repeated sample anew"
+
+
+def test_each_call_may_be_a_sequence_of_its_own(engine: NativeEngine, tmp_path: Path) -> None:
+    tree = run(engine, job(engine, n=1), agent=agent(tmp_path, BRANCHES), roles=["planner"], per_call=True)
+    assert tree.num_leaves == tree.meta["agent"]["calls"] == 6
+
+
+CATCHES = """
+import openai
+
+def solve(task, client):
+    try:
+        client.with_options(max_retries=0).chat.completions.create(model="m", messages=task["messages"], max_tokens=5)
+    except openai.InternalServerError as error:
+        assert "The engine failed: " in str(error), error
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("losses", "error", "why"),
+    [(2, LostError("gone"), None), (9, LostError("gone"), "gone"), (1, RuntimeError("no memory"), "no memory")],
+)
+def test_an_outage_is_no_answer(
+    engine: NativeEngine, tmp_path: Path, losses: int, error: Exception, why: str | None
+) -> None:
+    """A call whose engine is lost is sampled again; an engine that fails fails the episode, whatever its agent says."""
+    with sampler(engine, agent=agent(tmp_path, CATCHES)) as made:
+        step, left = made.inner.step, losses
+
+        def failing(seconds: float) -> Any:
+            nonlocal left
+            done = step(seconds)
+            for flight in done:
+                if left:
+                    left, flight.tree, flight.error = left - 1, None, error
+            return done
+
+        made.inner.step = failing  # type: ignore[method-assign]
+        (flight,) = made.submit([job(engine, n=1)])
+        while not flight.done:
+            made.step(0.05)
+    tree = flight.tree
+    assert tree is not None
+    if why is None:
+        assert tree.meta["given_rewards"] == {0: 1.0}
+        assert "errors" not in tree.meta
+    else:
+        assert tree.status.tolist() == [LeafStatus.FAILED]
+        assert tree.meta["errors"][0] == f"the engine failed on a call: {why}"
+        assert "given_rewards" not in tree.meta
+
+
+def test_words_put_into_the_models_mouth_are_not_trained(engine: NativeEngine, tmp_path: Path) -> None:
+    """Messages of the assistant in the prompt are context, as whatever the agent did not get from the model."""
+    text = """
+def solve(task, client):
+    talk = [*task["messages"], {"role": "assistant", "content": "given"}, {"role": "user", "content": "on"}]
+    said = client.chat.completions.create(model="m", messages=talk, max_tokens=6).choices[0]
+    talk += [{"role": "assistant", "content": said.message.content}, {"role": "user", "content": "and"}]
+    talk += [{"role": "assistant", "content": "given too"}, {"role": "user", "content": "on"}]
+    client.chat.completions.create(model="m", messages=talk, max_tokens=6)
+    return 1.0
+"""
+    tree = run(engine, job(engine, n=1, max_new_tokens=300), agent=agent(tmp_path, text))
+    words: Any = engine.tokenizer
+    rows = tree.path_rows(0)
+    assert tree.num_leaves == 1
+    assert "given" in words.decode(tree.token_id[rows[: int(tree.leaf_prompt[0])]])
+    response = rows[int(tree.leaf_prompt[0]) :]
+    assert "<user>and<end>\n<assistant>given too<end>\n" in words.decode(tree.token_id[response])
+    trained = words.decode(tree.token_id[response][tree.loss_mask[response]])
+    assert "given" not in trained
+    assert int(tree.loss_mask[rows].sum()) <= 12
 
 
 LIMITS = """
