@@ -96,8 +96,8 @@ class Episode:
         if not same_key(own, self.key.encode()):
             raise RefusedError(WRONG_KEY, 401, "invalid_api_key")
         name = role.decode(errors="replace")
-        if name and name not in self.program.role_names:
-            known = ", ".join(self.program.role_names) or "none"
+        if name and name not in self.program.roles[1:]:
+            known = ", ".join(self.program.roles[1:]) or "none"
             raise RefusedError(f"The key ends with the role '{name}'; rollout.program_options.roles has {known}.")
         return name
 

@@ -70,7 +70,7 @@ class AgentCalls(RolloutProgram):
         self.episodes, self.at_once, self.calls = episodes, at_once, calls
         self.call_tokens, self.episode_tokens = call_tokens, episode_tokens
         self.call_timeout_s, self.timeout_s, self.per_call = call_timeout_s, timeout_s, per_call
-        self.role_names = tuple(roles)
+        self.roles = ("agent", *roles) if roles else ()
 
     def start(self, group: GroupState) -> int:
         self.drawn = self.context.drawn if isinstance(self.context, CallContext) else 0

@@ -195,3 +195,11 @@ def _words(process: psutil.Process) -> list[str]:
         return process.cmdline()  # type: ignore[no-any-return]
     except psutil.Error:
         return []
+
+
+def test_further_policies_play_no_role_of_an_agent(tmp_path: Path, capsys: Any) -> None:
+    toml, flags = write(tmp_path)
+    toml.write_text(toml.read_text().replace("call_tokens = 12", 'call_tokens = 12\nroles = ["planner"]'))
+    toml.write_text(toml.read_text() + f'\n[models.planner]\npath = "{tmp_path / "model"}"\n')
+    assert main(["train", str(toml), *flags]) == 2
+    assert "`models.planner` plays a role of a program" in capsys.readouterr().err
