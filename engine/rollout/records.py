@@ -27,6 +27,20 @@ def child_seed(
         return _mix(z).astype(np.int64)
 
 
+def parent_seed(child: int) -> int:
+    """Return the seed whose child 0 has the seed ``child``: the inverse of `child_seed`."""
+    golden = int(_GOLDEN)
+    return (_unmix((_unmix(child % 2**64) - golden) % 2**64) + 2**63) % 2**64 - 2**63
+
+
+def _unmix(z: int) -> int:
+    z ^= z >> 31 ^ z >> 62
+    z = z * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    z ^= z >> 27 ^ z >> 54
+    z = z * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+    return z ^ z >> 30 ^ z >> 60
+
+
 def _mix(z: Array) -> Array:  # [...] uint64
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rolltree.engine.app.server.schema import ChatBody, CompletionBody
+from rolltree.engine.protocols.schema import ChatBody, CompletionBody
 from rolltree.engine.rollout import NativeEngine, SamplingParams
 
 from ..support.serving import as_process, in_thread, make_engine, save

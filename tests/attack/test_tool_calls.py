@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.engine.app.server.schema import Sampling
-from rolltree.engine.programs.chat.tool_calls import before_calls, written
+from rolltree.engine.programs.chat.tool_calls import before_calls, read_turn
+from rolltree.engine.protocols.schema import Sampling
 from rolltree.engine.rollout import NativeEngine
 
 from ..support.serving import in_thread, make_engine
@@ -148,11 +148,11 @@ def test_nothing_that_is_written_is_lost(cases: int) -> None:
     @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=8), st.sampled_from([None, 0, 1]))
     def attack(pieces: list[str], most: int | None) -> None:
         text = "".join(pieces)
-        content, calls = written(text, ["look"], most)
+        content, calls, _ = read_turn(text, ["look"], most=most)
         assert most is None or len(calls) <= most
-        for name, arguments in calls:
-            assert name == "look"
-            assert isinstance(json.loads(arguments), dict)
+        for call in calls:
+            assert call.name == "look"
+            assert isinstance(json.loads(json.dumps(call.arguments)), dict)
         if not calls:
             assert content == text
         for end in range(0, len(text) + 1, max(len(text) // 40, 1)):

@@ -22,7 +22,7 @@ FLOORS = (
     {"batches"},
     {"methods", "programs", "model"},
     {"train", "rollout", "rewards", "tasks"},
-    {"prompts", "record"},
+    {"prompts", "protocols", "record"},
     {"learn"},
     {"fleet"},
     {"agents"},

@@ -106,6 +106,7 @@ Judge(RewardConfig(verifier="judge"), base_url="http://127.0.0.1:9/v1", model="m
 """,
     ("serve",): TINY
     + """
+import rolltree.engine.agents.sampler
 import rolltree.engine.app.server.serve
 from rolltree.engine import NativeEngine
 from rolltree.engine.app.server.app import make_app
@@ -113,7 +114,7 @@ assert {"/health", "/v1/completions"} <= {route.path for route in make_app(Nativ
 """,
     ("serve", "grammar"): TINY
     + """
-from rolltree.engine.app.server.grammar import Grammars
+from rolltree.engine.protocols.grammar import Grammars
 allowed = Grammars(tokenizer, len(tokenizer)).of_schema('{"type": "integer"}', 1)(__import__("numpy").zeros(0, "int32"))
 assert 0 < len(allowed) < len(tokenizer)
 """,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-CAMPAIGNS = ("slow", "methods", "aot", "hopper", "verl", "vllm", "ray")
+CAMPAIGNS = ("slow", "methods", "aot", "hopper", "verl", "vllm", "ray", "agents")
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -41,6 +41,8 @@ def check_agents(config: TrainConfig) -> None:
 def _refused(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
     """Yield for each method that agents do not allow its key and value, what it needs, and what to do."""
     algorithm, loop = config.algorithm, config.loop
+    if config.models:
+        yield f"`models.{next(iter(config.models))}`", "plays a role of a program", "leave it out"
     advantage = f"`algorithm.advantage` = '{algorithm.advantage}'"
     if algorithm.advantage in FORKS:
         yield advantage, "follows from where a program lets responses fork", "use another, such as group_norm"

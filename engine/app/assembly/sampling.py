@@ -28,13 +28,14 @@ from ...model.lora import add_lora
 from ...parts.calling import call
 from ...parts.context import OF_TREES, SAMPLING, Context
 from ...parts.resolve import import_object, resolve
-from ...programs import RolloutProgram, make_program
+from ...programs import AgentCalls, RolloutProgram, make_program
 from ...prompts.demonstrations import Demonstrations
 from ...prompts.prompts import Prompt
 from ...prompts.sources import PromptSource
 from ...rewards import ProgramVerifier, Rewards, make_rewards
 from ...rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
 from ...rollout.local import LocalSampler
+from ...rollout.sampler import Sampler
 from ...settings import LoopConfig, RolloutConfig, TrainConfig
 from ...tasks import Problem
 from . import preflight
@@ -60,8 +61,11 @@ def sampling_parts(
     here = isinstance(sampler, RolloutEngine)
     on_cpu = here and config.rollout.backend == "native" and choose_device(config.model.device).type == "cpu"
     program = rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards))
+    samples: Sampler = LocalSampler(sampler, program) if isinstance(sampler, RolloutEngine) else sampler
+    if isinstance(program, AgentCalls):
+        samples = _agents(samples, program, tokenizer)
     return SamplingParts(
-        sampler=LocalSampler(sampler, program) if isinstance(sampler, RolloutEngine) else sampler,
+        sampler=samples,
         tokenizer=tokenizer,
         source=source,
         program=program,
@@ -74,6 +78,22 @@ def sampling_parts(
         colocated=config.placement.layout == "colocated",
         others={name: LocalSampler(engine, "flat") for name, engine in others.items()},
     )
+
+
+def _agents(inner: Sampler, program: AgentCalls, tokenizer: PreTrainedTokenizerBase) -> Sampler:
+    """Return the sampler of episodes, whose calls ``inner`` samples.
+
+    Raises:
+        UserError: the server's packages are not installed, or there is no such agent.
+    """
+    if missing := next((name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None), None):
+        raise UserError(f'rollout.program = "agent" needs {missing}, which is not installed; install rolltree[serve].')
+    from ...agents.sampler import AgentSampler
+
+    try:
+        return AgentSampler(inner, program, tokenizer)
+    except ValueError as error:
+        raise UserError(f'rollout.program = "agent": {error}') from error
 
 
 def publication(

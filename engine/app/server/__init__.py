@@ -1,8 +1,8 @@
-"""An OpenAI-compatible server over a rollout engine, for agent harnesses on the same machine.
+"""A server of OpenAI's and Anthropic's protocols over a rollout engine, for agent harnesses on the same machine.
 
-A request's body is checked (`schema`) and turned into token ids (`prompts`, `grammar`); one thread steps the engine
+A request's body is checked and turned into token ids (`rolltree.engine.protocols`); one thread steps the engine
 (`rolltree.engine.fleet.host`) for the requests of all clients (`rollouts`); the answer is formatted as JSON or as a
-stream of events (`form`). `app` has the endpoints and ties these together, so begin there; `serve` is the command
+stream of events. `app` has the endpoints and ties these together, so begin there; `serve` is the command
 `rolltree serve`.
 """
 

@@ -1,7 +1,7 @@
-"""The endpoints: ``/v1/models``, ``/v1/models/NAME``, ``/v1/completions``, ``/v1/chat/completions``, ``/health``.
+"""The endpoints: ``/v1/completions``, those of `CHATS`, ``/v1/messages/count_tokens``, ``/v1/models``, ``/health``.
 
 Requests of all clients share the engine's batch and its cached prefixes, so each turn of a conversation is computed
-once. If a client disconnects, its request is aborted. Every error has OpenAI's format.
+once. If a client disconnects, its request is aborted. Every error has the form of its path's protocol.
 """
 
 from __future__ import annotations
@@ -12,45 +12,33 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import ValidationError
-from starlette.exceptions import HTTPException
+from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from ...data.segment import LeafStatus
+from ...protocols.calls import CHATS, COUNT, AnswerForm, parse, read_call, refusal
+from ...protocols.form import Form, Scored
+from ...protocols.grammar import Grammars
+from ...protocols.http import Events, RefusedError, handle_errors, read_body
+from ...protocols.keys import KeyGate
+from ...protocols.prompts import answer_schema, chat_prompt, completion_prompts
+from ...protocols.schema import CompletionBody, Sampling
+from ...protocols.streamed import Streamed
 from ...rollout import Completion, RolloutEngine, SamplingParams
-from .form import Form, Scored, error, event, usage
-from .grammar import Grammars
-from .keys import KeyGate
-from .prompts import Offered, answer_schema, chat_prompt, completion_prompts, forced_tool, offered_tools
 from .rollouts import EngineFailedError, Job, Rollouts
-from .schema import ChatBody, CompletionBody, Sampling
-from .streamed import Streamed
 
 Body = TypeVar("Body", bound=Sampling)
 T = TypeVar("T")
-MOST_BYTES = 16 << 20
-"""Largest body, in bytes; it is parsed and tokenised before its length in tokens is known."""
 MOST_TOKENS = 4096
 """Longest answer of a chat, in tokens, if neither the request nor the engine has a limit."""
 LOOK_S = 0.5  # between checks whether a client is still connected
-
-
-class RefusedError(Exception):
-    """A request that cannot be served; the message is one sentence, ``code`` OpenAI's name of the mistake, if any."""
-
-    def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
 
 
 def make_app(engine: RolloutEngine, name: str, *, api_key: str | None = None, stalled_after_s: float = 60.0) -> FastAPI:
@@ -76,10 +64,7 @@ def make_app(engine: RolloutEngine, name: str, *, api_key: str | None = None, st
     app = FastAPI(title="rolltree", lifespan=lifespan)
     if api_key is not None:
         app.add_middleware(KeyGate, key=api_key)
-    app.add_exception_handler(RefusedError, _refuse)
-    app.add_exception_handler(HTTPException, _refuse)
-    app.add_exception_handler(ClientDisconnect, _nobody)
-    app.add_exception_handler(Exception, _fail)
+    handle_errors(app)
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -99,13 +84,20 @@ def make_app(engine: RolloutEngine, name: str, *, api_key: str | None = None, st
 
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
-        raw = await _read(http)
+        raw = await read_body(http)
         return await service.answer(await service.aside(partial(service.completion, raw)), http)
 
-    @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
-        raw = await _read(http)
-        return await service.answer(await service.aside(partial(service.chat, raw)), http)
+        raw = await read_body(http)
+        return await service.answer(await service.aside(partial(service.chat, http.url.path, raw)), http)
+
+    for path in CHATS:
+        app.add_api_route(path, chat, methods=["POST"])
+
+    @app.post(COUNT)
+    async def count(http: Request) -> JSONResponse:
+        raw = await read_body(http)
+        return JSONResponse({"input_tokens": await service.aside(partial(service.count, raw))})
 
     return app
 
@@ -114,16 +106,16 @@ def make_app(engine: RolloutEngine, name: str, *, api_key: str | None = None, st
 class Task:
     """A checked request."""
 
-    body: Sampling
     prompts: list[list[int]]
     params: SamplingParams | None  # None: nothing is sampled
-    form: Form
+    form: AnswerForm
     top: int
     n: int
     """Number of choices returned for each prompt: the likeliest of ``params.n``."""
     echo: bool = False
+    stream: bool = False
     ignored: Sequence[str] = ()
-    """Fields of the body that this model's template does not know."""
+    """Fields of the body that ask for something and have no effect."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -158,7 +150,7 @@ class Service:
     # -- bodies; a ValueError names the mistake in the request --------------------------------------------------------
 
     def completion(self, raw: bytes) -> Task:
-        body = self._body(CompletionBody, raw)
+        body = self._checked(parse(CompletionBody, raw))
         prompts = completion_prompts(self.tokenizer, body)
         n, most = body.n or 1, 16 if body.max_tokens is None else body.max_tokens
         best_of, echo = body.best_of or n, bool(body.echo)
@@ -168,10 +160,14 @@ class Service:
             raise ValueError("`echo` and `best_of` are for answers in one piece; leave out `stream`.")
         if most == 0 and not echo:
             raise ValueError("`max_tokens` is 0; ask for at least one, or for the prompt itself with `echo`.")
-        return self._task(body, prompts, body.logprobs, n, best_of, most, chat=False, echo=echo)
+        params = self._params(body, body.logprobs, best_of, most, len(prompts)) if most else None
+        stop = () if params is None else tuple(params.stop)
+        form = Form(self.tokenizer, self.name, body, stop, chat=False, logprobs=body.logprobs is not None)
+        return Task(prompts, params, form, body.logprobs or 0, n, echo, bool(body.stream))
 
-    def chat(self, raw: bytes) -> Task:
-        body = self._body(ChatBody, raw)
+    def chat(self, path: str, raw: bytes) -> Task:
+        call = read_call(path, raw)
+        body = self._checked(call.chat)
         if body.top_logprobs and not body.logprobs:
             raise ValueError("`top_logprobs` needs `logprobs` to be true.")
         prompt, ignored = chat_prompt(self.tokenizer, body)
@@ -181,63 +177,31 @@ class Service:
         n = body.n or 1
         if body.best_of not in (None, n):
             raise ValueError(f"`best_of` is {body.best_of}, but a chat gives all {n} of its `n` choices; leave it out.")
-        seen = offered_tools(self.tokenizer, body)
-        task = self._task(body, [prompt], top, n, n, most, chat=True, tool=forced_tool(body), tools=seen)
-        return replace(task, ignored=ignored)
+        params = self._params(body, top, n, most, 1)
+        form = call.form(self.tokenizer, self.name, tuple(params.stop))
+        return Task([prompt], params, form, top or 0, n, False, bool(body.stream), [*ignored, *call.ignored])
 
-    def _body(self, kind: type[Body], raw: bytes) -> Body:
-        try:
-            body = kind.model_validate_json(raw)
-        except ValidationError as wrong:
-            first = wrong.errors(include_url=False, include_context=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"] if "[" not in str(part) and part not in ("str", "int"))
-            raise ValueError(f"`{where}`: {first['msg']}." if where else f"{first['msg']}.") from None
+    def count(self, raw: bytes) -> int:
+        """Return the number of tokens of a conversation."""
+        return len(chat_prompt(self.tokenizer, self._checked(read_call(COUNT, raw).chat)).ids)
+
+    def _checked(self, body: Body) -> Body:
         self.check_model(self.name if body.model is None else body.model)
         if body.stream_options is not None and not body.stream:
             raise ValueError("`stream_options` needs `stream` to be true.")
         return body
 
-    def _task(
-        self,
-        body: Sampling,
-        prompts: list[list[int]],
-        top: int | None,
-        n: int,
-        best_of: int,
-        most: int,
-        *,
-        chat: bool,
-        echo: bool = False,
-        tool: str | None = None,
-        tools: Offered | None = None,
-    ) -> Task:
-        params = None
-        if most:
-            schema = answer_schema(body)
-            grammar = None if schema is None else self._grammars.of_schema(schema, best_of * len(prompts))
-            seed = secrets.randbits(63)
-            params = body.sampling_params(n=best_of, most=most, top_logprobs=top or 0, seed=seed, grammar=grammar)
-        stop = () if params is None else params.stop
-        most_calls = 1 if isinstance(body, ChatBody) and body.parallel_tool_calls is False else None
-        form = Form(
-            self.tokenizer,
-            self.name,
-            body,
-            stop,
-            chat=chat,
-            logprobs=top is not None,
-            tool=tool,
-            tools=tools,
-            most_calls=most_calls,
-        )
-        return Task(body, prompts, params, form, top or 0, n, echo)
+    def _params(self, body: Sampling, top: int | None, n: int, most: int, prompts: int) -> SamplingParams:
+        schema = answer_schema(body)
+        grammar = None if schema is None else self._grammars.of_schema(schema, n * prompts)
+        return body.sampling_params(n=n, most=most, top_logprobs=top or 0, seed=secrets.randbits(63), grammar=grammar)
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
     async def answer(self, task: Task, http: Request) -> Response:
         scored: list[Scored | None] = [None] * len(task.prompts)
         try:
-            if task.echo and task.form.logprobs:
+            if task.echo and isinstance(task.form, Form) and task.form.logprobs:
                 for i, prompt in enumerate(task.prompts):
                     records = await self.rollouts.call(partial(self.engine.prompt_logprobs, prompt, task.top))
                     scored[i] = Scored.of_prompt(prompt, records)
@@ -245,9 +209,8 @@ class Service:
         except ValueError as wrong:
             raise RefusedError(str(wrong)) from wrong
         if job is None:
-            nothing = [Scored() for _ in task.prompts]
-            return JSONResponse(self._whole(task, [[_EMPTY] * task.n for _ in nothing], scored))
-        if task.body.stream:
+            return JSONResponse(self._whole(task, [[_EMPTY] * task.n for _ in task.prompts], scored))
+        if task.stream:
             return Events(self._events(job, task), partial(self.rollouts.finished, job), task.headers)
         try:
             while not job.done:
@@ -259,10 +222,10 @@ class Service:
         finally:
             self.rollouts.finished(job)
         if failed := _failure(job):
-            return JSONResponse(error(failed, "server_error", 500), 500)
+            return JSONResponse(refusal(http.url.path, failed, 500), 500)
         choices = [rollout.completions() for rollout in job.rollouts]
         if failing := next((c.error for some in choices for c in some if c.error), None):
-            return JSONResponse(error(failing, "server_error", 500), 500)
+            return JSONResponse(refusal(http.url.path, failing, 500), 500)
         return JSONResponse(self._whole(task, choices, scored), headers=task.headers)
 
     async def _submit(self, task: Task) -> Job | None:
@@ -270,61 +233,36 @@ class Service:
             return None
         seeds = [(task.params.seed + i) % 2**64 for i in range(len(task.prompts))]
         params = [task.params] * len(task.prompts)
-        return await self.rollouts.submit(task.prompts, params, seeds, watched=bool(task.body.stream))
+        return await self.rollouts.submit(task.prompts, params, seeds, watched=task.stream)
 
     @staticmethod
     def _whole(task: Task, choices: Sequence[Sequence[Completion]], scored: Sequence[Scored | None]) -> dict[str, Any]:
-        form = task.form
-        answers: list[dict[str, Any]] = []
-        for prompt, some, before in zip(task.prompts, choices, scored, strict=True):
-            echoed = form.decode(prompt) if task.echo else ""
-            answers += [form.choice(len(answers) + i, c, echoed, before) for i, c in enumerate(_best(some, task.n))]
-        written = sum(len(c.token_ids) for some in choices for c in some)
-        return {**form.head(""), "choices": answers, "usage": usage(task.prompts, written)}
+        return task.form.whole(task.prompts, choices, scored, n=task.n, echo=task.echo)
 
     async def _events(self, job: Job, task: Task) -> AsyncIterator[str]:
         """Yield server-sent events, each with the text that has become final and the tokens since the previous one."""
         form, n = task.form, task.n
         choices: dict[int, Streamed] = defaultdict(form.streamed)
+        yield form.begin(task.prompts)
         while not job.done:
             await job.changed.wait()
             job.changed.clear()
             for i, branches in enumerate(job.progress):
                 for branch, records in branches.items() if form.tool is None else ():
                     index = i * n + branch[0]
-                    choice, first = choices[index], not choices[index].begun
+                    choice = choices[index]
                     if text := choice.add(records["token"][choice.seen :].tolist()):
-                        new = Scored.of_records(records[choice.tokens :]) if form.logprobs else Scored()
-                        yield event(form.chunk(index, text, new, choice.offset, first=first))
-                        choice.tokens, choice.offset = len(records), choice.offset + form.width(new.tokens)
+                        yield form.part(index, choice, text, records)
         if failed := _failure(job):
-            yield event(error(failed, "server_error", 500))
+            yield form.failed(failed)
         written = 0
         for i, rollout in enumerate(job.rollouts if job.error is None else ()):
             for j, completion in enumerate(rollout.completions() if rollout.error is None else ()):
                 index, written = i * n + j, written + len(completion.token_ids)
                 if completion.error:
-                    yield event(error(completion.error, "server_error", 500))
-                yield event(form.last_chunk(index, choices[index], completion))
-        if task.body.stream_options is not None and task.body.stream_options.include_usage:
-            yield event({**form.head(".chunk"), "choices": [], "usage": usage(task.prompts, written)})
-        yield "data: [DONE]\n\n"
-
-
-class Events(StreamingResponse):
-    """A stream that calls ``ended`` when it is over, even if it never started."""
-
-    def __init__(self, content: AsyncIterator[str], ended: Callable[[], None], headers: dict[str, str]) -> None:
-        super().__init__(content, headers=headers, media_type="text/event-stream")
-        self._ended = ended
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        except (ClientDisconnect, OSError):
-            pass
-        finally:
-            self._ended()
+                    yield form.failed(completion.error)
+                yield form.last(index, choices[index], completion, task.prompts)
+        yield form.close(task.prompts, written)
 
 
 _NONE, _NO_IDS = np.zeros(0, np.float32), np.zeros(0, np.int32)
@@ -333,50 +271,7 @@ _EMPTY = Completion(
 )  # the answer to a request that samples nothing
 
 
-def _best(choices: Sequence[Completion], n: int) -> Sequence[Completion]:
-    """Return the ``n`` choices with the highest mean log-prob of their tokens."""
-    if len(choices) <= n:
-        return choices
-    return sorted(choices, key=lambda c: -float(c.raw_logprobs.mean()))[:n]
-
-
 def _failure(job: Job) -> str | None:
     found: EngineFailedError | Exception | None = job.error
     found = found or next((rollout.error for rollout in job.rollouts if rollout.error is not None), None)
     return None if found is None else str(found) or type(found).__name__
-
-
-async def _read(http: Request) -> bytes:
-    """Read the body, up to `MOST_BYTES`."""
-    too_long = RefusedError(f"The body exceeds {MOST_BYTES >> 20} MiB; send less at once.", 413)
-    if (
-        http.headers.get("content-length", "0").isdecimal()
-        and int(http.headers.get("content-length", "0")) > MOST_BYTES
-    ):
-        raise too_long
-    parts, size = [], 0
-    async for part in http.stream():
-        size += len(part)
-        if size > MOST_BYTES:
-            raise too_long
-        parts.append(part)
-    return b"".join(parts)
-
-
-async def _refuse(http: Request, wrong: Exception) -> JSONResponse:
-    if isinstance(wrong, HTTPException):  # unknown path, or wrong method
-        message = f"{http.method} {http.url.path}: {wrong.detail}."
-        return JSONResponse(
-            error(message, "invalid_request_error", wrong.status_code), wrong.status_code, wrong.headers
-        )
-    assert isinstance(wrong, RefusedError)
-    return JSONResponse(error(str(wrong), "invalid_request_error", wrong.code or wrong.status), wrong.status)
-
-
-async def _nobody(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # the client has disconnected
-
-
-async def _fail(_: Request, wrong: Exception) -> JSONResponse:
-    message = " ".join(f"{type(wrong).__name__}: {wrong}".split())[:500]
-    return JSONResponse(error(message, "server_error", 500), 500)

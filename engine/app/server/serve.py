@@ -14,9 +14,9 @@ import uvicorn
 
 from ...errors import UserError
 from ...model.loading import choose_device, load_model, load_tokenizer
+from ...protocols.keys import VARIABLE, check_key
 from ...rollout import EngineConfig, NativeEngine
 from .app import make_app
-from .keys import VARIABLE, check_key
 
 GRACE_S = 2
 """Seconds after the signal until unfinished answers are cut off."""

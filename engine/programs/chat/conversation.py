@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .literal import literal
+from .literal import Disguise, literal
 
 Message = Mapping[str, Any]
 STYLES = [(False, False), (True, False), (False, True), (True, True)]
@@ -37,15 +37,21 @@ class Conversation:
         tokenizer: with the chat template.
         tools: their JSON schemas, as the prompt offered them.
         ends: ids of the tokens that end a turn of the model.
+        options: further variables of the template.
 
     Raises:
         ValueError: the tokenizer is no fast one.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None, ends: Collection[int]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[Mapping[str, Any]] | None,
+        ends: Collection[int],
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer, self.tools, self.ends = tokenizer, list(tools or []) or None, frozenset(ends)
+        self.options = dict(options or {})
         self._literal = literal(tokenizer)
         self._end_texts = {text for end in self.ends if (text := self._literal.text(end))}
         self._complete: set[tuple[str, ...]] = set()
@@ -61,39 +67,61 @@ class Conversation:
         # without the generation prompt, or the text in its place: the turn may begin otherwise in history
         return [_common(self._render(messages), self._render(messages, generation=False))]
 
+    def ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a prompt's messages, in which only the template and the assistant write control tokens.
+
+        Raises:
+            ValueError: the template cannot write the messages.
+        """
+        disguise = self._literal.disguise(self._render(messages))
+        return self._literal.ids(None, self._render(_disguised(messages, disguise)), disguise)
+
+    def plain_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a prompt's messages as the data's prompts have them: texts may spell control tokens."""
+        return list(self.tokenizer(self._render(messages), add_special_tokens=False)["input_ids"])
+
     def grow(
-        self, messages: Sequence[Message], written: Sequence[str], new: Sequence[Message], end: int
+        self,
+        messages: Sequence[Message],
+        written: Sequence[str],
+        new: Sequence[Message],
+        end: int | None,
+        turns: Sequence[int] | None = None,
     ) -> tuple[list[int], list[str]]:
         """Return the tokens to append after an assistant's turn, and ``written`` with their text.
 
         Args:
             messages: the conversation; the last one is the assistant's turn.
             written: the text of everything but the turns, as `begin` or the last call returned it.
-            new: the environment's messages after the turn.
-            end: the token that ended the turn.
+            new: the messages after the turn.
+            end: the token that ended the turn; None if it was cut off, so that all of the template's end is appended.
+            turns: the places of the turns among ``messages``, where some of the assistant's were given and not sampled;
+                None: they are the last ones of the assistant's, and none is among the new messages.
 
         Raises:
             ValueError: the template cannot write the messages, leaves one out, writes earlier ones otherwise than
                 before, or ends the turn with no token that ends the model's turns.
         """
-        if any(message.get("role") == "assistant" for message in new):
-            raise ValueError("An environment cannot speak for the assistant; let it answer in another role.")
-        said, marks = self._marked(messages, new, len(written))
+        if turns is None:
+            if any(message.get("role") == "assistant" for message in new):
+                raise ValueError("An environment cannot speak for the assistant; let it answer in another role.")
+            turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-len(written) :]
+        said, marks = self._marked(messages, new, turns)
         mark = marks[-1]
         text = self._render([*said, *new])
         self._check_same(text, marks, written)
         self._check_complete(said, mark, new)
         after = _after(text, mark)
         disguise = self._literal.disguise(text)
-        spoken, hidden = disguise.put(list(new)), after
+        spoken, hidden = _disguised(new, disguise), after
         if spoken != list(new):
-            hidden = _after(self._render([*self._marked(messages, spoken, len(written))[0], *spoken]), mark)
+            hidden = _after(self._render([*self._marked(messages, spoken, turns)[0], *spoken]), mark)
         if disguise.lift(hidden) != after:
             raise ValueError(
                 f"The chat template writes messages of {_roles(new)} otherwise where their text holds control tokens; "
                 "let the environment leave these out."
             )
-        skipped = self._turn_end(said, mark, hidden, end)
+        skipped = 0 if end is None else self._turn_end(said, mark, hidden, end)
         fixed = _after(_common(text, self._render([*said, *new], generation=False)), mark)
         return self._literal.ids(end, hidden[skipped:], disguise), [*written, fixed]
 
@@ -120,23 +148,24 @@ class Conversation:
         self._checked.add(roles)
 
     def _render(self, messages: Sequence[Message], *, generation: bool = True) -> str:
-        return render(self.tokenizer, messages, self.tools, generation=generation)
+        return render(self.tokenizer, messages, self.tools, generation=generation, **self.options)
 
-    def _marked(self, messages: Sequence[Message], new: Sequence[Message], turns: int) -> tuple[list[Any], list[str]]:
-        """Return the messages with a marker for each of the last ``turns`` assistant's, and the markers.
+    def _marked(
+        self, messages: Sequence[Message], new: Sequence[Message], turns: Sequence[int]
+    ) -> tuple[list[Any], list[str]]:
+        """Return the messages with a marker for each of those at the places ``turns``, and the markers.
 
         A turn that messages of the role ``tool`` answer gets as many calls, since templates look for them.
         """
         taken = json.dumps([*messages, *new], ensure_ascii=False, default=str)
         number = next(number for number in count() if f"\ue000{number}." not in taken)
-        marks = [f"\ue000{number}.{turn}\ue001" for turn in range(turns)]
-        mine = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-turns:]
-        following = [[*messages, *new][i + 1 :] for i in mine]
+        marks = [f"\ue000{number}.{turn}\ue001" for turn in range(len(turns))]
+        following = [[*messages, *new][i + 1 :] for i in turns]
         answers = [list(takewhile(lambda message: message["role"] == "tool", after)) for after in following]
 
         def marked(style: tuple[bool, bool]) -> list[Any]:
             talk = [dict(message) for message in messages]
-            for i, mark, some in zip(mine, marks, answers, strict=True):
+            for i, mark, some in zip(turns, marks, answers, strict=True):
                 talk[i] = {"role": "assistant"} | (_calls(some, mark, *style) if some else {"content": mark})
             return talk
 
@@ -213,17 +242,21 @@ class Conversation:
 
 
 def conversation(
-    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None, ends: Collection[int]
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Mapping[str, Any]] | None,
+    ends: Collection[int],
+    options: Mapping[str, Any] | None = None,
 ) -> Conversation:
     """Return the `Conversation` of these arguments, made once."""
-    return _made(tokenizer, len(tokenizer), str(tokenizer.chat_template), json.dumps(tools), frozenset(ends))
+    given = json.dumps(tools), json.dumps(options)
+    return _made(tokenizer, len(tokenizer), str(tokenizer.chat_template), *given, frozenset(ends))
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _made(
-    tokenizer: PreTrainedTokenizerBase, size: int, template: str, tools: str, ends: frozenset[int]
+    tokenizer: PreTrainedTokenizerBase, size: int, template: str, tools: str, options: str, ends: frozenset[int]
 ) -> Conversation:
-    return Conversation(tokenizer, json.loads(tools), ends)
+    return Conversation(tokenizer, json.loads(tools), ends, json.loads(options))
 
 
 def render(
@@ -232,15 +265,20 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None,
     *,
     generation: bool,
+    **options: Any,
 ) -> str:
-    """Return the chat template's text of ``messages``.
+    """Return the chat template's text of ``messages``; ``options`` are further variables of the template.
 
     Raises:
         ValueError: it cannot write these messages.
     """
     talk, given = [dict(message) for message in messages], None if tools is None else [dict(tool) for tool in tools]
     try:
-        return str(tokenizer.apply_chat_template(talk, tools=given, add_generation_prompt=generation, tokenize=False))
+        return str(
+            tokenizer.apply_chat_template(
+                talk, tools=given, add_generation_prompt=generation, tokenize=False, **options
+            )
+        )
     except Exception as error:
         said = " ".join(str(error).split())
         raise ValueError(f"The chat template cannot write messages of {_roles(messages)}: {said}") from error
@@ -259,6 +297,11 @@ def _calls(answers: Sequence[Message], mark: str, as_text: bool, with_content: b
         for answer in answers
     ]
     return {"content": mark if with_content else "", "tool_calls": calls}
+
+
+def _disguised(messages: Sequence[Message], disguise: Disguise) -> list[Any]:
+    """Return the messages with the texts of all but the assistant in disguise."""
+    return [message if message.get("role") == "assistant" else disguise.put(message) for message in messages]
 
 
 def _after(text: str, mark: str) -> str:

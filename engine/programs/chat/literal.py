@@ -68,19 +68,23 @@ class Literal:
         """Return a disguise whose private characters do not occur in ``rendered``."""
         return Disguise(self._edges, rendered)
 
-    def ids(self, end: int, disguised: str, disguise: Disguise) -> list[int]:
+    def ids(self, end: int | None, disguised: str, disguise: Disguise) -> list[int]:
         """Return the ids of a text that follows the token ``end``.
 
         Args:
-            end: the id of a control token; white space after it is kept or dropped as the tokenizer does.
+            end: the id of a control token; white space after it is kept or dropped as the tokenizer does. None: the
+                text follows none.
             disguised: the text, in which what is no template's is disguised.
 
         Raises:
             ValueError: ``end`` is no control token, or does not come out as itself.
         """
+        named = self.controls.sub(lambda found: self._names[found[0]], disguised)
+        if end is None:
+            encoded = self._tokenizer.encode(disguise.lift(named), add_special_tokens=False)
+            return [self._ids.get(i, i) for i in encoded.ids]
         if end not in self._texts:
             raise ValueError(f"The end-of-sequence token {end} is no added token of the tokenizer; add it as one.")
-        named = self.controls.sub(lambda found: self._names[found[0]], disguised)
         text = self._names[self._texts[end]] + disguise.lift(named)
         first, *ids = (self._ids.get(i, i) for i in self._tokenizer.encode(text, add_special_tokens=False).ids)
         if first != end:

@@ -6,7 +6,6 @@ for after its end, where the turn has one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
@@ -26,12 +25,6 @@ class Turn(NamedTuple):
     """Texts that open as a call and are none, each with its place among all calls."""
 
 
-class Written(NamedTuple):
-    content: str
-    calls: list[tuple[str, str]]
-    """Names and arguments, a JSON object each."""
-
-
 def read_turn(text: str, tools: Collection[str] | Schemas, form: ToolFormat = HERMES, most: int | None = None) -> Turn:
     """Return what a turn says and calls; what comes after ``most`` calls stays text."""
     content, at, said = "", 0, Turn("", [], [])
@@ -43,12 +36,6 @@ def read_turn(text: str, tools: Collection[str] | Schemas, form: ToolFormat = HE
             content, at = content + text[at : max(found.begin, at)], found.end
     content += text[at:]
     return said._replace(content=content.rstrip() if said.calls else content)
-
-
-def written(text: str, tools: Collection[str] | Schemas, most: int | None = None, form: ToolFormat = HERMES) -> Written:
-    """Return what a turn says and calls, as OpenAI's API has calls."""
-    turn = read_turn(text, tools, form, most)
-    return Written(turn.content, [(call.name, json.dumps(call.arguments)) for call in turn.calls])
 
 
 def before_calls(text: str, form: ToolFormat = HERMES) -> str:

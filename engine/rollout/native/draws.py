@@ -56,7 +56,7 @@ class Draws:
         """
         slots, offset = step.sample_slots, step.sample_offset
         if before is not None and before.changes == rows.changes and np.array_equal(before.slots, slots):
-            columns = {**before.columns, "step": rows.length[before.slots] + offset}
+            columns = {**before.columns, "step": rows.drawn[before.slots] + rows.length[before.slots] + offset}
             return replace(before, offset=offset, columns=columns)
         head_row = np.arange(len(samples))
         if len(seeds) > len(samples):
@@ -68,7 +68,7 @@ class Draws:
             slots,
             offset,
             head_row,
-            {**columns, "seed": seeds, "step": rows.length[slots] + offset},
+            {**columns, "seed": seeds, "step": rows.drawn[slots] + rows.length[slots] + offset},
             filters,
             constrained=np.flatnonzero(rows.constrained[slots]),
             keeping=np.flatnonzero(rows.keeps[slots]),

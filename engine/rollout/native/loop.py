@@ -218,6 +218,7 @@ class NativeLoop(Steering):
             position=len(request.prompt) + length - 1,
             last_token=branch.node.records["token"][-1] if branch.node.sealed else 0,
             length=length,
+            drawn=program.drawn,
             limit=params.max_new_tokens,
             segment_end=segment_end,
             forks=forks,

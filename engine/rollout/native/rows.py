@@ -65,6 +65,7 @@ class RowTable:
     last_token: npt.NDArray[np.int64]
     position: npt.NDArray[np.int64]  # of the last token, on the path
     length: npt.NDArray[np.int64]  # response tokens on the path
+    drawn: npt.NDArray[np.int64]  # random numbers of the seed that were used before the response
     segment_tokens: npt.NDArray[np.int64]
     fill: npt.NDArray[np.int64]  # tokens in `records`
     limit: npt.NDArray[np.int64]  # maximum response length

@@ -163,7 +163,7 @@ class VllmLoop(Steering):
             top_k=params.top_k or 0,
             min_p=params.min_p or 0.0,
             # vLLM's generator restarts with every request, so the seed depends on the length so far
-            seed=int(child_seed(branch.seed, length)) & 2**63 - 1,
+            seed=int(child_seed(branch.seed, program.drawn + length)) & 2**63 - 1,
             max_tokens=end - length,
             stop=[*params.stop, *program.segment_stop] or None,
             include_stop_str_in_output=True,

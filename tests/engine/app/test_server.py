@@ -6,7 +6,6 @@ import concurrent.futures
 import copy
 import dataclasses
 import functools
-import json
 import re
 import threading
 import time
@@ -26,8 +25,8 @@ from transformers import PreTrainedTokenizerFast
 from rolltree.engine.app.cli import main
 from rolltree.engine.app.server import make_app
 from rolltree.engine.app.server.app import _EMPTY
-from rolltree.engine.app.server.form import Form, Scored
-from rolltree.engine.app.server.schema import CompletionBody
+from rolltree.engine.protocols.form import Form, Scored
+from rolltree.engine.protocols.schema import CompletionBody
 from rolltree.engine.rollout import EngineConfig, NativeEngine, SamplingParams
 
 from ..rollout.test_native_engine import PROMPTS, letters, model
@@ -196,7 +195,7 @@ def test_a_stream_ends_with_an_error_where_the_tokenizer_changes_what_was_sent()
         choice, ids = form.streamed(), list(range(1, length + 1))
         assert "".join(choice.add([token]) for token in ids) == text(ids)
         completion = dataclasses.replace(_EMPTY, token_ids=np.array(ids, np.int32))
-        assert ending in json.dumps(form.last_chunk(0, choice, completion))
+        assert ending in form.last(0, choice, completion, [[1]])
 
 
 @pytest.mark.parametrize("stream", [False, True])

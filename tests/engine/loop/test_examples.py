@@ -109,9 +109,10 @@ def test_demonstrations_are_learned_and_teach_the_next_pupil(train: Train) -> No
     assert np.mean(gaps[-3:]) < 0.7 * np.mean(gaps[:3])
 
 
-def test_a_calculator_is_learned(train: Train) -> None:
+@pytest.mark.parametrize("example", ["tools_cpu", "agent_cpu"])
+def test_a_calculator_is_learned(train: Train, example: str) -> None:
     """Held-out problems are answered with the tool, which the first model rarely calls."""
-    rows, directory = train("tools_cpu")
+    rows, directory = train(example)
     before, after = accuracies(rows)
     assert after > before + 0.2
     written = pq.read_table(directory / "rollouts" / f"step_{STEPS:06d}.parquet").to_pylist()

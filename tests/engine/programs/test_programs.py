@@ -20,6 +20,7 @@ from rolltree.engine.programs import (
     MCTS,
     PROGRAMS,
     SGRPO,
+    AgentCalls,
     DemoPrefix,
     EarlyStop,
     EPTree,
@@ -100,6 +101,7 @@ CASES: dict[str, tuple[Callable[[], RolloutProgram], int]] = {
     "early_stop": (lambda: EarlyStop("unlikely", {"below": -5.2}, segment_tokens=6, then="mask"), 5),
     "try_again": (lambda: TryAgain(text(72), tries=2, always=True), 4),
     "plan_execute": (lambda: PlanExecute(plans=2, plan_end=text(20)), 6),
+    "agent": (lambda: AgentCalls(agent="agent.py:solve"), 4),  # each of its calls
 }
 CONTEXTS = [{"id": i, "solution": text(*range(60, 70))} for i in range(len(PROMPTS))]
 

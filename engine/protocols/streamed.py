@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...programs.chat.tool_calls import before_calls
-from ...programs.chat.tool_formats import ToolFormat
+from ..programs.chat.tool_calls import before_calls
+from ..programs.chat.tool_formats import ToolFormat
 from .detokenize import Detokenizer
 
 
@@ -45,6 +45,11 @@ class Streamed:
     @property
     def begun(self) -> bool:
         return bool(self._sent)
+
+    @property
+    def first(self) -> bool:
+        """Whether the text that `add` returned last is the first."""
+        return len(self._sent) == 1
 
     def add(self, tokens: Sequence[int]) -> str:
         """Return the text to send after the next tokens, "" for none."""

@@ -1,4 +1,4 @@
-"""The JSON of answers: choices, chunks of streams, log-probs, usage, errors.
+"""OpenAI's completions and chats: choices, chunks of streams, log-probs, usage, errors.
 
 Log-probs, of the chosen token and of the likeliest alternatives, are all under softmax(logits): the model's own
 distribution, before temperature, filters, biases and grammars.
@@ -16,17 +16,13 @@ from typing import Any, cast
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from ...data.tree import LeafStatus
-from ...programs.chat.tool_calls import written
-from ...rollout import Completion
-from ...rollout.records import top_logprobs
-from .detokenize import Detokenizer
-from .prompts import Offered
+from ..rollout import Completion
+from ..rollout.records import top_logprobs
+from .answers import Called, Reader, usage
 from .schema import Sampling
 from .streamed import Streamed
 
 Array = npt.NDArray[Any]
-REASONS = {LeafStatus.STOP: "stop", LeafStatus.LENGTH: "length"}
 LEAST_LOGPROB = -9999.0  # OpenAI's own floor: JSON has no infinity
 
 
@@ -60,18 +56,15 @@ class Scored:
         return Scored(self.tokens[begin:], self.logprobs[begin:], self.tops[begin:])
 
 
-class Form:
-    """Formats the answer to one request.
+class Form(Reader):
+    """Formats the answers to one request.
 
     Args:
         model: name of the model in the answer.
         body: the request.
-        stop: texts that end an answer and are cut from it.
         chat: the endpoint is the chat's.
         logprobs: the answer has log-probs.
-        tool: function that the answer must call, "" if the answer names it; None if the answer is a text.
-        tools: tools whose calls are searched for in that text.
-        most_calls: largest number of such calls; None: any number.
+        stop, more: as for `Reader`.
     """
 
     def __init__(
@@ -83,14 +76,10 @@ class Form:
         *,
         chat: bool,
         logprobs: bool,
-        tool: str | None = None,
-        tools: Offered | None = None,
-        most_calls: int | None = None,
+        **more: Any,
     ) -> None:
-        self.body, self.chat, self.logprobs, self.tool = body, chat, logprobs, tool
-        self._tools, self._most_calls = tools, most_calls
-        self._stop = stop
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer, stop, **more)
+        self.body, self.chat, self.logprobs = body, chat, logprobs
         self._special = frozenset(tokenizer.all_special_ids)
         self._model = model
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
@@ -100,75 +89,109 @@ class Form:
         kind = "chat.completion" + suffix if self.chat else "text_completion"
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def text(self, completion: Completion) -> str:
-        """Return the answer's text, without the stop text that ended it, as the API requires."""
-        return self._cut(self.decode(completion.token_ids.tolist()))
+    def whole(
+        self,
+        prompts: Sequence[Sequence[int]],
+        choices: Sequence[Sequence[Completion]],
+        scored: Sequence[Scored | None] = (),
+        *,
+        n: int = 1,
+        echo: bool = False,
+    ) -> dict[str, Any]:
+        """Format all answers.
 
-    def streamed(self) -> Streamed:
-        """Return the state of a stream of one choice, which has sent nothing."""
-        return Streamed(Detokenizer(self._tokenizer), self._stop, self._tools.form if self._tools else None)
+        Args:
+            choices: those of each prompt, of which the ``n`` likeliest are told.
+            scored: the log-probs of each prompt where they are wanted.
+            echo: the texts begin with their prompts'.
+        """
+        answers: list[dict[str, Any]] = []
+        for prompt, some, before in zip(prompts, choices, scored or [None] * len(prompts), strict=True):
+            echoed = self.decode(prompt) if echo else ""
+            answers += [self.choice(len(answers) + i, c, echoed, before) for i, c in enumerate(_best(some, n))]
+        written = sum(len(c.token_ids) for some in choices for c in some)
+        return {**self.head(""), "choices": answers, "usage": usage(prompts, written)}
 
     def choice(
         self, index: int, completion: Completion, echoed: str = "", before: Scored | None = None
     ) -> dict[str, Any]:
         """Format one choice; ``echoed`` is the prompt's text if it is wanted, and ``before`` its log-probs."""
-        text, scored = self.text(completion), Scored.of_completion(completion)
-        content, calls = self._message(text, completion)
-        end: dict[str, Any] = {"finish_reason": self._reason(completion, calls), "logprobs": None}
+        scored, answer = Scored.of_completion(completion), self.read(completion)
+        end: dict[str, Any] = {"finish_reason": answer.reason, "logprobs": None}
         if self.logprobs:
             end["logprobs"] = self.spell(scored if before is None else before + scored, 0)
         if self.body.return_token_ids:
             end["token_ids"] = completion.token_ids.tolist()
         if not self.chat:
-            return {"index": index, "text": echoed + text, **end}
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
-        if calls:
-            message["tool_calls"] = calls
+            return {"index": index, "text": echoed + answer.text, **end}
+        content = answer.text or (None if answer.calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if answer.calls:
+            message["tool_calls"] = list(map(_call, answer.calls))
         return {"index": index, "message": message, **end}
 
-    def chunk(self, index: int, text: str, scored: Scored, offset: int, *, first: bool) -> dict[str, Any]:
-        """Format a part of a stream: new text and new tokens.
+    # -- streams ----------------------------------------------------------------------------------------------------
 
-        Args:
-            offset: characters of the tokens sent before.
-            first: nothing of this choice has been sent.
-        """
-        return self._chunk(index, text, [], scored, offset, {"finish_reason": None, "logprobs": None}, first=first)
+    def begin(self, prompts: Sequence[Sequence[int]]) -> str:
+        """Return the events before any text."""
+        return ""
 
-    def last_chunk(self, index: int, choice: Streamed, completion: Completion) -> dict[str, Any]:
-        """Format the end of a choice, or an error where its text is not what was sent of it."""
-        content, calls = self._message(self.text(completion), completion)
-        if not content.startswith(choice.sent):
-            return error("The tokenizer changed text that was sent; ask again without `stream`.", "server_error", 500)
+    def part(self, index: int, choice: Streamed, text: str, records: Array) -> str:
+        """Return the events for new text of a choice; ``records`` are those of its tokens so far [tokens]."""
+        new = Scored.of_records(records[choice.tokens :]) if self.logprobs else Scored()
+        end: dict[str, Any] = {"finish_reason": None, "logprobs": None}
+        said = event(self._chunk(index, text, [], new, choice.offset, end, first=choice.first))
+        choice.tokens, choice.offset = len(records), choice.offset + self._width(new.tokens)
+        return said
+
+    def last(self, index: int, choice: Streamed, completion: Completion, prompts: Sequence[Sequence[int]]) -> str:
+        """Return the events that end a choice, or an error where its text is not what was sent of it."""
+        answer = self.read(completion)
+        text = self.rest(choice, answer)
+        if text is None:
+            return self.failed("The tokenizer changed text that was sent; ask again without `stream`.")
         new = Scored.of_completion(completion).since(choice.tokens)
-        end: dict[str, Any] = {"finish_reason": self._reason(completion, calls), "logprobs": None}
+        end: dict[str, Any] = {"finish_reason": answer.reason, "logprobs": None}
         if self.body.return_token_ids:
             end["token_ids"] = completion.token_ids.tolist()
-        text = content[len(choice.sent) :]
-        return self._chunk(index, text, calls, new, choice.offset, end, first=not choice.begun)
+        return event(self._chunk(index, text, answer.calls, new, choice.offset, end, first=not choice.begun))
+
+    def failed(self, message: str) -> str:
+        """Return the event that tells an error in a stream."""
+        return event(error(message, "server_error", 500))
+
+    def close(self, prompts: Sequence[Sequence[int]], written: int) -> str:
+        """Return the events after all choices, of ``written`` tokens."""
+        counts, options = "", self.body.stream_options
+        if options is not None and options.include_usage:
+            counts = event({**self.head(".chunk"), "choices": [], "usage": usage(prompts, written)})
+        return f"{counts}data: [DONE]\n\n"
 
     def _chunk(
         self,
         index: int,
         text: str,
-        calls: list[dict[str, Any]],
+        calls: Sequence[Called],
         scored: Scored,
         offset: int,
         end: dict[str, Any],
         *,
         first: bool,
     ) -> dict[str, Any]:
+        """Format a part of a stream: new text and new tokens; ``offset`` is the number of characters before them."""
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
         if text or not calls:
             delta["content"] = text
         if calls:
-            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+            delta["tool_calls"] = [{"index": i, **_call(call)} for i, call in enumerate(calls)]
         if self.logprobs and scored.tokens:
             end["logprobs"] = self.spell(scored, offset)
         body = {"delta": delta} if self.chat else {"text": text}
         return {**self.head(".chunk"), "choices": [{"index": index, **body, **end}]}
 
-    def width(self, tokens: Sequence[int]) -> int:
+    # -- log-probs --------------------------------------------------------------------------------------------------
+
+    def _width(self, tokens: Sequence[int]) -> int:
         """Return the total number of characters of tokens, each decoded on its own."""
         return sum(len(self._name(token)) for token in tokens)
 
@@ -199,15 +222,12 @@ class Form:
             "text_offset": offsets[:-1],
         }
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return cast("str", self._tokenizer.decode(ids, skip_special_tokens=True))
-
     def _name(self, token: int) -> str:
         """Return the token's text inside a text: alone, SentencePiece's decoders drop the blank that it begins with."""
-        alone = cast("str", self._tokenizer.decode([token], skip_special_tokens=False))
+        alone = cast("str", self.tokenizer.decode([token], skip_special_tokens=False))
         if token in self._special:
             return alone
-        twice = cast("str", self._tokenizer.decode([token, token], skip_special_tokens=False))
+        twice = cast("str", self.tokenizer.decode([token, token], skip_special_tokens=False))
         return twice[len(alone) :] if twice == f"{alone} {alone}" else alone
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
@@ -215,41 +235,16 @@ class Form:
         parts = None if "\ufffd" in text else list(text.encode())  # the token is only a part of a character
         return {"token": text, "logprob": None if logprob is None else max(logprob, LEAST_LOGPROB), "bytes": parts}
 
-    def _message(self, text: str, completion: Completion) -> tuple[str, list[dict[str, Any]]]:
-        """Split a chat's answer into its content and its tool calls."""
-        if self.tool is None:
-            if self._tools is None:
-                return text, []
-            content, calls = written(text, self._tools.schemas, self._most_calls, self._tools.form)
-        elif completion.status is not LeafStatus.STOP:
-            return text, []
-        elif self.tool:
-            content, calls = "", [(self.tool, text)]
-        else:  # one of several: the answer names it
-            call = json.loads(text)
-            content, calls = "", [(call["name"], json.dumps(call["arguments"]))]
-        return content, [
-            {
-                "id": f"call_{secrets.token_hex(12)}",
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-            for name, arguments in calls
-        ]
 
-    def _reason(self, completion: Completion, calls: Sequence[Any]) -> str:
-        if calls and completion.status is LeafStatus.STOP:
-            return "tool_calls"
-        return REASONS.get(completion.status, "error")
-
-    def _cut(self, text: str) -> str:
-        ends = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        return text[: min(ends)] if ends else text
+def _best(choices: Sequence[Completion], n: int) -> Sequence[Completion]:
+    """Return the ``n`` choices with the highest mean log-prob of their tokens."""
+    if len(choices) <= n:
+        return choices
+    return sorted(choices, key=lambda c: -float(c.raw_logprobs.mean()))[:n]
 
 
-def usage(prompts: Sequence[Sequence[int]], written: int) -> dict[str, int]:
-    read = sum(map(len, prompts))
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+def _call(call: Called) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def error(message: str, kind: str, code: int | str) -> dict[str, Any]:

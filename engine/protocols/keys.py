@@ -11,8 +11,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...errors import UserError
-from .form import error
+from ..errors import UserError
+from .calls import refusal
 
 VARIABLE = "ROLLTREE_API_KEY"
 """Environment variable with the key; unlike an argument, other users of the machine cannot read it."""
@@ -20,25 +20,35 @@ OPEN = "/health"
 """The only path that needs no key, because probes send none; it tells counts and the engine's state."""
 
 
+def key_of(headers: Headers) -> bytes:
+    """Return the key of ``Authorization: Bearer KEY``, or of ``x-api-key``, as Anthropic's clients send it."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    given = key.strip() if scheme.lower() == "bearer" else ""
+    return (given or headers.get("x-api-key", "")).encode()
+
+
+def same_key(given: bytes, expected: bytes) -> bool:
+    """Return whether the keys are equal, in a time that does not tell how much of them is."""
+    return hmac.compare_digest(given, expected)
+
+
 class KeyGate:
-    """Middleware that refuses requests without ``Authorization: Bearer KEY``, whatever their path but `OPEN`."""
+    """Middleware that refuses requests without the key (`key_of`), whatever their path but `OPEN`."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
-        self._expected = b"Bearer " + key.encode()
+        self._app, self._expected = app, key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] == OPEN or self._holds(Headers(scope=scope)):
+        if (
+            scope["type"] == "lifespan"
+            or scope["path"] == OPEN
+            or same_key(key_of(Headers(scope=scope)), self._expected)
+        ):
             await self._app(scope, receive, send)
             return
         message = "The key is missing or wrong; send the server's own as `Authorization: Bearer KEY`."
-        refusal = error(message, "invalid_request_error", "invalid_api_key")
-        await JSONResponse(refusal, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
-
-    def _holds(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = scheme.capitalize() + " " + key.strip()
-        return hmac.compare_digest(given.encode(), self._expected)  # in a time that does not tell how much is right
+        refused = refusal(scope["path"], message, 401, "invalid_api_key")
+        await JSONResponse(refused, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
 
 def check_key(key: str | None, listening: socket.socket) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from ...rollout import SamplingParams
+from ..rollout import SamplingParams
 
 Text = Annotated[str, Field(max_length=1024)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -174,6 +174,9 @@ class ToolFunction(Strict):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    return_: Annotated[dict[str, Any] | None, Field(alias="return")] = (
+        None  # in Transformers' descriptions of functions
+    )
     strict: bool | None = None
 
 

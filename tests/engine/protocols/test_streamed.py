@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rolltree.engine.app.server.detokenize import MOST_HELD, UNFINISHED, Detokenizer
-from rolltree.engine.app.server.streamed import Streamed
 from rolltree.engine.programs.chat.tool_calls import before_calls
 from rolltree.engine.programs.chat.tool_formats import FORMATS
+from rolltree.engine.protocols.detokenize import MOST_HELD, UNFINISHED, Detokenizer
+from rolltree.engine.protocols.streamed import Streamed
 
 BYTES = [f"<0x{i:02X}>" for i in (0x41, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x98, 0x80, 0xFF)]
 PIECES = ["▁", "▁▁", "▁Hello", "world", "▁a", "!", ".", ",", "'", "▁'", "n't", "▁n", "s", "▁s", "\n", "你", "\ufffd"]

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import inspect
 import json
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -18,8 +19,8 @@ import jinja2.nodes
 import jinja2.parser
 from transformers import PreTrainedTokenizerBase
 
-from ...programs.chat.messages import find_format
-from ...programs.chat.tool_formats import ToolFormat
+from ..programs.chat.messages import find_format
+from ..programs.chat.tool_formats import ToolFormat
 from .schema import ChatBody, CompletionBody, JsonObjectFormat, JsonSchemaFormat, NamedTool, Sampling, TextFormat
 
 HINTS = ("reasoning_effort", "verbosity")
@@ -57,25 +58,9 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> Conversat
     """
     if tokenizer.chat_template is None:
         raise ValueError("This model has no chat template; use /v1/completions.")
-    messages = []
-    for i, message in enumerate(body.messages):
-        plain = {**message.model_dump(exclude_none=True), "content": message.text(f"messages.{i}")}
-        if "tool_calls" in plain:
-            plain["tool_calls"] = _with_objects(plain["tool_calls"])
-        messages.append(plain)
-    offered = None if body.tool_choice == "none" else body.tools
-    shown = None if offered is None else [tool.model_dump(exclude_none=True) for tool in offered]
-    options = dict(body.chat_template_kwargs or {})
-    # the method's own parameters are refused: they would let a client supply a template
-    taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages", "self"}
-    if refused := next((name for name in options if name in taken), None):
-        raise ValueError(f"`chat_template_kwargs.{refused}` is not a variable of the template; leave it out.")
-    hints = {name: value for name in HINTS if (value := getattr(body, name)) is not None}
-    if twice := next((name for name in hints if name in options), None):
-        raise ValueError(f"`{twice}` is in `chat_template_kwargs` too; give it once.")
+    messages, shown = plain_messages(body), shown_tools(body)
+    options, ignored = template_options(tokenizer, body, shown)
     try:
-        known = _variables(tokenizer.get_chat_template(tools=shown)) if hints else frozenset()
-        options |= {name: value for name, value in hints.items() if name in known}
         ids = tokenizer.apply_chat_template(
             messages,
             tools=shown,
@@ -88,7 +73,65 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> Conversat
         raise ValueError(
             f"The model's chat template cannot write these messages: {' '.join(str(error).split())}"
         ) from error
-    return Conversation(cast("list[int]", ids), [name for name in hints if name not in known])
+    return Conversation(cast("list[int]", ids), ignored)
+
+
+def plain_messages(body: ChatBody) -> list[dict[str, Any]]:
+    """Return the messages as templates take them: content as text, arguments of calls as objects, and tools' answers
+    with the names of the tools.
+
+    Raises:
+        ValueError: a message has no content, or a part that is no text.
+    """
+    messages: list[dict[str, Any]] = []
+    names: dict[Any, str] = {}
+    for i, message in enumerate(body.messages):
+        plain = {**message.model_dump(exclude_none=True), "content": message.text(f"messages.{i}")}
+        if "tool_calls" in plain:
+            plain["tool_calls"] = _with_objects(plain["tool_calls"])
+            names |= dict(_named(plain["tool_calls"]))
+        elif message.role == "tool" and "name" not in plain and plain.get("tool_call_id") in names:
+            plain["name"] = names[plain["tool_call_id"]]
+        messages.append(plain)
+    return messages
+
+
+def shown_tools(body: ChatBody) -> list[dict[str, Any]] | None:
+    """Return the tools that the template is to describe."""
+    offered = None if body.tool_choice == "none" else body.tools
+    return None if offered is None else [tool.model_dump(exclude_none=True, by_alias=True) for tool in offered]
+
+
+def template_options(
+    tokenizer: PreTrainedTokenizerBase, body: ChatBody, shown: list[dict[str, Any]] | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the variables of the template that a body sets, and those of `HINTS` that the template does not know.
+
+    Raises:
+        ValueError: one is no variable of a template, or is given twice.
+    """
+    options = dict(body.chat_template_kwargs or {})
+    # the method's own parameters are refused: they would let a client supply a template
+    taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages", "self"}
+    if refused := next((name for name in options if name in taken), None):
+        raise ValueError(f"`chat_template_kwargs.{refused}` is not a variable of the template; leave it out.")
+    hints = {name: value for name in HINTS if (value := getattr(body, name)) is not None}
+    if twice := next((name for name in hints if name in options), None):
+        raise ValueError(f"`{twice}` is in `chat_template_kwargs` too; give it once.")
+    try:
+        known = _variables(tokenizer.get_chat_template(tools=shown)) if hints else frozenset()
+    except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"The model's chat template cannot be read: {' '.join(str(error).split())}") from error
+    options |= {name: value for name, value in hints.items() if name in known}
+    return options, [name for name in hints if name not in known]
+
+
+def _named(calls: Any) -> Iterator[tuple[Any, str]]:
+    """Yield the id and the function's name of each call."""
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(call.get("id"), str):
+            yield call["id"], function["name"]
 
 
 class _Generation(jinja2.ext.Extension):
@@ -153,7 +196,7 @@ def offered_tools(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> Offered
     if not body.tools or body.tool_choice not in (None, "auto"):
         return None
     try:
-        form = find_format(tokenizer, [tool.model_dump(exclude_none=True) for tool in body.tools])
+        form = find_format(tokenizer, shown_tools(body) or [])
     except ValueError:
         return None
     return Offered({tool.function.name: tool.function.parameters or {} for tool in body.tools}, form)

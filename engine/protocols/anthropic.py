@@ -1,0 +1,309 @@
+"""Anthropic's messages: the body as a chat, and the answer as a message, whole or as events."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+from transformers import PreTrainedTokenizerBase
+
+from ..rollout import Completion
+from .answers import Answer, Reader
+from .schema import ChatBody, Length, Name, Strict, Text, only
+from .streamed import Streamed
+
+Array = npt.NDArray[Any]
+STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "error": "end_turn"}
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+"""Types of errors by HTTP status; `api_error` otherwise."""
+
+
+class Block(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)  # cache_control, citations
+    type: Text
+    text: str | None = None
+    id: Text | None = None
+    name: Text | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: Text | None = None
+    content: Any = None
+    is_error: bool | None = None
+
+
+class Turn(Strict):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class MessagesTool(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: Name
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Annotated[Any, only("custom")] = None
+    cache_control: Any = None  # equal prefixes are found without it
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: Annotated[Any, only(False)] = None
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class CountBody(Strict):
+    """The body of ``/v1/messages/count_tokens``."""
+
+    messages: Annotated[list[Turn], Field(min_length=1)]
+    model: Text | None = None
+    system: str | list[Block] | None = None
+    tools: Annotated[list[MessagesTool], Field(max_length=128)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: dict[str, Any] | None = None  # what the model thinks is in its text
+    cache_control: Any = None
+    output_config: Annotated[Any, only({})] = None
+    context_management: Annotated[Any, only()] = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """Fields that have no effect though they ask for one."""
+        return [] if (self.thinking or {}).get("type", "disabled") == "disabled" else ["thinking"]
+
+    def chat(self) -> ChatBody:
+        """Return the body of a chat that asks for the same.
+
+        Raises:
+            ValueError: it holds a block that is no text and no call or result of a tool, or its last message is the
+                assistant's.
+        """
+        messages: list[dict[str, Any]] = []
+        if self.system is not None:
+            said = self.system if isinstance(self.system, str) else _texts(self.system, "system")
+            messages.append({"role": "system", "content": said})
+        for i, turn in enumerate(self.messages):
+            if isinstance(turn.content, str):
+                messages.append({"role": turn.role, "content": turn.content})
+            elif turn.role == "assistant":
+                messages.append(_said(turn.content, f"messages.{i}.content"))
+            else:
+                messages += _heard(turn.role, turn.content, f"messages.{i}.content")
+        if messages[-1]["role"] == "assistant":
+            raise ValueError(
+                "The last message is the assistant's, and this server does not continue messages; end with a user's."
+            )
+        choice, name = None, None
+        if self.tool_choice is not None:
+            choice = {"any": "required", "auto": "auto", "none": "none"}.get(self.tool_choice.type)
+            name = self.tool_choice.name
+            if choice is None and name is None:
+                raise ValueError("`tool_choice` of type 'tool' needs a `name`.")
+        one = self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use
+        functions = [
+            {
+                "type": "function",
+                "function": {"name": t.name, "description": t.description, "parameters": t.input_schema},
+            }
+            for t in self.tools or ()
+        ]
+        named = None if name is None else {"type": "function", "function": {"name": name}}
+        return ChatBody.model_validate(
+            {
+                "messages": messages,
+                "model": self.model,
+                "tools": functions or None,
+                "tool_choice": named if choice is None else choice,
+                "parallel_tool_calls": False if one else None,
+                **self._sampling(),
+            }
+        )
+
+    def _sampling(self) -> dict[str, Any]:
+        return {}
+
+
+class MessagesBody(CountBody):
+    """The body of ``/v1/messages``; ``seed`` and ``min_p`` are those of a chat."""
+
+    max_tokens: Length
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop_sequences: Annotated[list[Text], Field(max_length=64)] | None = None
+    stream: bool | None = None
+    metadata: dict[str, str | None] | None = None  # accepted without effect
+    service_tier: Annotated[Any, only("auto", "standard_only")] = None
+    container: Annotated[Any, only()] = None
+    mcp_servers: Annotated[Any, only([])] = None
+    inference_geo: Annotated[Any, only()] = None
+
+    def _sampling(self) -> dict[str, Any]:
+        own = ("temperature", "top_p", "top_k", "min_p", "seed", "stream", "max_tokens")
+        return {name: getattr(self, name) for name in own} | {"stop": self.stop_sequences}
+
+
+def _texts(blocks: Sequence[Block], where: str) -> str:
+    for i, block in enumerate(blocks):
+        if block.type != "text" or block.text is None:
+            raise ValueError(f"`{where}.{i}` is of type '{block.type}'; this model reads text only.")
+    return "\n".join(block.text or "" for block in blocks)
+
+
+def _said(blocks: Sequence[Block], where: str) -> dict[str, Any]:
+    """Return a message of the assistant: its text, and its calls."""
+    texts, calls = [], []
+    for i, block in enumerate(blocks):
+        if block.type == "tool_use":
+            if block.id is None or block.name is None or block.input is None:
+                raise ValueError(f"`{where}.{i}` is a tool_use; it needs `id`, `name` and `input`.")
+            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        else:
+            texts.append(_texts([block], f"{where}[{i}]"))
+    return {"role": "assistant", "content": "\n".join(texts)} | ({"tool_calls": calls} if calls else {})
+
+
+def _heard(role: str, blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
+    """Return the messages of a user's turn: results of tools and text, in their order."""
+    messages: list[dict[str, Any]] = []
+    for i, block in enumerate(blocks):
+        if block.type == "tool_result":
+            if block.tool_use_id is None:
+                raise ValueError(f"`{where}.{i}` is a tool_result; it needs `tool_use_id`.")
+            messages.append(
+                {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block, f"{where}.{i}")}
+            )
+            continue
+        text = _texts([block], f"{where}[{i}]")
+        if messages and messages[-1]["role"] == role:
+            messages[-1]["content"] += f"\n{text}"
+        else:
+            messages.append({"role": role, "content": text})
+    return messages
+
+
+def _result(block: Block, where: str) -> str:
+    """Return the text of a tool's result; that of an error says so."""
+    content = block.content
+    if content is not None and not isinstance(content, str):
+        if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+            raise ValueError(f"`{where}.content` is neither a text nor a list of blocks.")
+        content = _texts([Block.model_validate(part) for part in content], f"{where}.content")
+    text = content or ""
+    return f"error: {text}" if block.is_error and not text.lower().startswith("error") else text
+
+
+def error(message: str, status: int) -> dict[str, Any]:
+    """Format an error as Anthropic does."""
+    return {"type": "error", "error": {"type": KINDS.get(status, "api_error"), "message": message}}
+
+
+class MessageForm(Reader):
+    """Formats the answer to one body of ``/v1/messages``; arguments as for `Form`."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, model: str, body: MessagesBody, stop: Sequence[str], **more: Any
+    ) -> None:
+        super().__init__(tokenizer, stop, **more)
+        self._model, self._id = model, f"msg_{secrets.token_hex(12)}"
+
+    def whole(
+        self, prompts: Sequence[Sequence[int]], choices: Sequence[Sequence[Completion]], scored: Any = (), **_: Any
+    ) -> dict[str, Any]:
+        """Return the message; there is one prompt with one choice."""
+        ((completion,),) = choices
+        answer = self.read(completion)
+        return self._message(_blocks(answer), len(prompts[0]), len(completion.token_ids)) | _stop(answer)
+
+    def _message(self, blocks: list[dict[str, Any]], read: int, written: int) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": blocks,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(read, written),
+        }
+
+    # -- streams ----------------------------------------------------------------------------------------------------
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> str:
+        """Return the events before any text."""
+        return _event("message_start", message=self._message([], len(prompts[0]), 0))
+
+    def part(self, index: int, choice: Streamed, text: str, records: Array) -> str:
+        """Return the events for new text."""
+        return (_opened() if choice.first else "") + _delta(text)
+
+    def last(self, index: int, choice: Streamed, completion: Completion, prompts: Sequence[Sequence[int]]) -> str:
+        """Return the events that end the answer, or an error where its text is not what was sent of it."""
+        answer = self.read(completion)
+        text = self.rest(choice, answer)
+        if text is None:
+            return self.failed("The tokenizer changed text that was sent; ask again without `stream`.")
+        blocks, said = _blocks(answer), ""
+        if choice.begun and blocks[0]["type"] != "text":
+            blocks.insert(0, {"type": "text", "text": ""})
+        for at, block in enumerate(blocks):
+            if block["type"] == "text":
+                said += ("" if choice.begun else _opened()) + _delta(text)
+            else:
+                said += _event("content_block_start", index=at, content_block={**block, "input": {}})
+                spelt = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+                said += _event("content_block_delta", index=at, delta=spelt)
+            said += _event("content_block_stop", index=at)
+        counts = _usage(len(prompts[0]), len(completion.token_ids))
+        return said + _event("message_delta", delta=_stop(answer), usage=counts) + _event("message_stop")
+
+    def failed(self, message: str) -> str:
+        """Return the event that tells an error in a stream."""
+        return f"event: error\ndata: {json.dumps(error(message, 500))}\n\n"
+
+    def close(self, prompts: Sequence[Sequence[int]], written: int) -> str:
+        """Return the events after the answer."""
+        return ""
+
+
+def _blocks(answer: Answer) -> list[dict[str, Any]]:
+    """Return the blocks of an answer; one without anything has an empty text."""
+    text = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
+    calls = [{"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)} for c in answer.calls]
+    return [*text, *calls]
+
+
+def _stop(answer: Answer) -> dict[str, Any]:
+    reason = "stop_sequence" if answer.stop is not None and answer.reason == "stop" else STOPS[answer.reason]
+    return {"stop_reason": reason, "stop_sequence": answer.stop if reason == "stop_sequence" else None}
+
+
+def _usage(read: int, written: int) -> dict[str, int]:
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": read, "output_tokens": written, **cached}
+
+
+def _opened() -> str:
+    return _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+
+
+def _delta(text: str) -> str:
+    return _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text}) if text else ""
+
+
+def _event(kind: str, **data: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n"

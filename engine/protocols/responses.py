@@ -1,0 +1,345 @@
+"""OpenAI's Responses: the body as a chat, and the answer as a response, whole or as events.
+
+Nothing is stored, so a body holds its whole conversation. An answer is a message where it has text, then its calls.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import numpy.typing as npt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+from transformers import PreTrainedTokenizerBase
+
+from ..rollout import Completion
+from .answers import Answer, Called, Reader
+from .schema import ChatBody, Length, Name, Strict, Text, only
+from .streamed import Streamed
+
+Array = npt.NDArray[Any]
+TEXTS = ("input_text", "output_text", "text")
+"""Types of parts that are text."""
+STATUS = {"length": "incomplete", "error": "failed"}
+
+
+def _stateless(value: Any) -> Any:
+    if value is not None:
+        raise PydanticCustomError("stateless", "Responses are not stored here; send the whole conversation as `input`")
+    return value
+
+
+Stateless = Annotated[Any, BeforeValidator(_stateless)]
+
+
+class Item(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    type: Text = "message"
+    role: Text | None = None
+    content: Any = None
+    call_id: Text | None = None
+    name: Text | None = None
+    arguments: str | None = None
+    output: Any = None
+
+
+class FunctionTool(Strict):
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Annotated[Any, only(False)] = None
+
+
+class NamedFunction(Strict):
+    type: Literal["function"]
+    name: Name
+
+
+class Format(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    format: Format | None = None
+    verbosity: Text | None = None
+
+
+class Reasoning(Strict):
+    effort: Text | None = None  # a variable of the chat template
+    summary: Text | None = None  # accepted without effect: an answer's thinking is in its text
+    generate_summary: Text | None = None
+
+
+class StreamOptions(Strict):
+    include_obfuscation: Annotated[Any, only(False)] = None
+
+
+class ResponsesBody(Strict):
+    """The body of ``/v1/responses``; ``seed``, ``top_k``, ``min_p`` and ``stop`` are those of a chat."""
+
+    input: str | Annotated[list[Item], Field(min_length=1)]
+    instructions: str | None = None
+    model: Text | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Text | list[Text] | None = None
+    max_output_tokens: Length | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Text | None = None  # accepted without effect, as the next four
+    metadata: dict[str, str] | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
+    store: bool | None = None  # what is stored could only be asked for by what is refused below
+    include: list[Literal["reasoning.encrypted_content"]] | None = None  # there is none
+
+    previous_response_id: Stateless = None
+    conversation: Stateless = None
+    prompt: Annotated[Any, only()] = None
+    background: Annotated[Any, only(False)] = None
+    max_tool_calls: Annotated[Any, only()] = None
+    context_management: Annotated[Any, only([])] = None
+    top_logprobs: Annotated[Any, only(0)] = None
+    truncation: Annotated[Any, only("disabled")] = None
+    service_tier: Annotated[Any, only("auto", "default")] = None
+
+    def chat(self) -> ChatBody:
+        """Return the body of a chat that asks for the same.
+
+        Raises:
+            ValueError: it holds an item or a part that is no text and no call of a function.
+        """
+        items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        open_turn = False  # the last message is the assistant's, and the next calls are its
+        for i, item in enumerate(items):
+            if item.type == "function_call":
+                if not open_turn:
+                    messages.append({"role": "assistant", "content": ""})
+                messages[-1].setdefault("tool_calls", []).append(_call_of(item, i))
+                open_turn = True
+            elif item.type == "function_call_output":
+                said = _text(item.output, f"input.{i}.output")
+                messages.append({"role": "tool", "tool_call_id": item.call_id or "", "content": said})
+                open_turn = False
+            elif item.type == "message" and item.role is not None:
+                role = "system" if item.role == "developer" else item.role
+                messages.append({"role": role, "content": _text(item.content, f"input.{i}.content")})
+                open_turn = role == "assistant"
+            else:
+                raise ValueError(
+                    f"`input.{i}` is of type '{item.type}'; this server takes messages with a role, function_call and "
+                    "function_call_output."
+                )
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        functions = [tool.model_dump(exclude={"type", "defer_loading"}) for tool in self.tools or ()]
+        own = ("model", "parallel_tool_calls", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream")
+        return ChatBody.model_validate(
+            {name: getattr(self, name) for name in own}
+            | {
+                "messages": messages,
+                "tools": [{"type": "function", "function": function} for function in functions] or None,
+                "tool_choice": choice,
+                "max_completion_tokens": self.max_output_tokens,
+                "response_format": _format(self.text),
+                "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+                "verbosity": None if self.text is None else self.text.verbosity,
+            }
+        )
+
+
+def _format(options: TextOptions | None) -> dict[str, Any] | None:
+    if options is None or (form := options.format) is None:
+        return None
+    if form.type != "json_schema":
+        return {"type": form.type}
+    if form.schema_ is None or form.name is None:
+        raise ValueError("`text.format` of type 'json_schema' needs a `name` and a `schema`.")
+    return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.schema_}}
+
+
+def _call_of(item: Item, place: int) -> dict[str, Any]:
+    if item.name is None or item.arguments is None or item.call_id is None:
+        raise ValueError(f"`input.{place}` is a function_call; it needs `call_id`, `name` and `arguments`.")
+    return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+
+
+def _text(content: Any, where: str) -> str:
+    """Return a text, or text parts joined by line breaks.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"`{where}` is neither a text nor a list of parts.")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in TEXTS or not isinstance(part.get("text"), str):
+            raise ValueError(f"`{where}.{i}` is of type '{kind}'; this model reads text parts only.")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class ResponseForm(Reader):
+    """Formats the answer to one body of ``/v1/responses``; arguments as for `Form`."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, model: str, body: ResponsesBody, stop: Sequence[str], **more: Any
+    ) -> None:
+        super().__init__(tokenizer, stop, **more)
+        self._body, self._model = body, model
+        self._id, self._message_id = f"resp_{secrets.token_hex(24)}", f"msg_{secrets.token_hex(24)}"
+        self._created = int(time.time())
+        self._number = 0
+
+    def whole(
+        self, prompts: Sequence[Sequence[int]], choices: Sequence[Sequence[Completion]], scored: Any = (), **_: Any
+    ) -> dict[str, Any]:
+        """Return the response; there is one prompt with one choice."""
+        ((completion,),) = choices
+        answer = self.read(completion)
+        return self._response(answer, self._items(answer), len(prompts[0]), len(completion.token_ids))
+
+    def _items(self, answer: Answer) -> list[dict[str, Any]]:
+        status = "incomplete" if answer.reason == "length" else "completed"
+        items = []
+        if answer.text or not answer.calls:
+            items.append({**self._message(status), "content": [_part(answer.text)]})
+        return items + [_call_item(call, status) for call in answer.calls]
+
+    def _message(self, status: str) -> dict[str, Any]:
+        return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": []}
+
+    def _response(
+        self, answer: Answer | None, items: list[dict[str, Any]], read: int = 0, written: int = 0
+    ) -> dict[str, Any]:
+        body, reason = self._body, None if answer is None else answer.reason
+        counts = {
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": read + written,
+        }
+        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedFunction) else body.tool_choice
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": "in_progress" if reason is None else STATUS.get(reason, "completed"),
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._model,
+            "output": items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": choice or "auto",
+            "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None if reason is None else counts,
+            "user": body.user,
+        }
+
+    # -- streams ----------------------------------------------------------------------------------------------------
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> str:
+        """Return the events before any text."""
+        kinds = ("response.created", "response.in_progress")
+        return "".join(self._event(kind, response=self._response(None, [])) for kind in kinds)
+
+    def part(self, index: int, choice: Streamed, text: str, records: Array) -> str:
+        """Return the events for new text."""
+        return (self._opened() if choice.first else "") + self._delta(text)
+
+    def _opened(self) -> str:
+        place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+        added = self._event("response.output_item.added", output_index=0, item=self._message("in_progress"))
+        return added + self._event("response.content_part.added", **place, part=_part(""))
+
+    def _delta(self, text: str) -> str:
+        place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+        return self._event("response.output_text.delta", **place, delta=text, logprobs=[]) if text else ""
+
+    def last(self, index: int, choice: Streamed, completion: Completion, prompts: Sequence[Sequence[int]]) -> str:
+        """Return the events that end the answer, or an error where its text is not what was sent of it."""
+        answer = self.read(completion)
+        text = self.rest(choice, answer)
+        if text is None:
+            return self.failed("The tokenizer changed text that was sent; ask again without `stream`.")
+        items = self._items(answer)
+        said = ""
+        if items[0]["type"] == "message" or choice.begun:
+            if items[0]["type"] != "message":  # the text that was sent has turned out to be white space before a call
+                items.insert(0, {**self._message("completed"), "content": [_part("")]})
+            place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+            said += ("" if choice.begun else self._opened()) + self._delta(text)
+            said += self._event("response.output_text.done", **place, text=answer.text, logprobs=[])
+            said += self._event("response.content_part.done", **place, part=_part(answer.text))
+            said += self._event("response.output_item.done", output_index=0, item=items[0])
+        for at, item in enumerate(items):
+            if item["type"] == "function_call":
+                place = {"item_id": item["id"], "output_index": at}
+                empty = {**item, "arguments": "", "status": "in_progress"}
+                said += self._event("response.output_item.added", output_index=at, item=empty)
+                said += self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+                done = {"name": item["name"], "arguments": item["arguments"]}
+                said += self._event("response.function_call_arguments.done", **place, **done)
+                said += self._event("response.output_item.done", output_index=at, item=item)
+        kind = STATUS.get(answer.reason, "completed")
+        whole = self._response(answer, items, len(prompts[0]), len(completion.token_ids))
+        return said + self._event(f"response.{kind}", response=whole)
+
+    def failed(self, message: str) -> str:
+        """Return the event that tells an error in a stream."""
+        return self._event("error", code="server_error", message=message, param=None)
+
+    def close(self, prompts: Sequence[Sequence[int]], written: int) -> str:
+        """Return the events after the answer."""
+        return ""
+
+    def _event(self, kind: str, **data: Any) -> str:
+        number, self._number = self._number, self._number + 1
+        return f"event: {kind}\ndata: {json.dumps({'type': kind, 'sequence_number': number, **data})}\n\n"
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _call_item(call: Called, status: str) -> dict[str, Any]:
+    known = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+    return {"id": f"fc_{secrets.token_hex(24)}", "type": "function_call", **known, "status": status}
