@@ -77,7 +77,7 @@ FAILS = {"crash": "RuntimeError: broken", "hang": "TimeoutError", "kill": "signa
 CALLS = {"silent": 0, "hangup": 2, "twice": 3}
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_what_goes_wrong_stays_in_its_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -145,11 +146,24 @@ def shared(a: list[int], b: list[int]) -> int:
 
 
 @pytest.mark.check(but=2)
-@pytest.mark.parametrize("name", ["own", *NAMES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.xfail(
+                name == "qwen3_5_think",
+                strict=False,
+                reason="in some histories the template writes an earlier turn anew, where a branch begins",
+            ),
+        )
+        for name in ("own", *NAMES)
+    ],
+)
 def test_random_agents(name: str) -> None:
     tokenizer, ends = tokenizer_of(name)
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40, deadline=None, phases=[Phase.generate])  # shrinking takes minutes
     @given(st.data())
     def run(data: st.DataObject) -> None:
         agent = Agent(data.draw, Session(tokenizer, ends, [1], seed=5), tokenizer, ends)
@@ -158,18 +172,38 @@ def test_random_agents(name: str) -> None:
         agent.ask([{"role": "system", "content": "[S]"}, agent.user()][data.draw(st.integers(0, 1)) :])
         for _ in range(data.draw(st.integers(1, 6))):
             agent.step()
-        check_tokens(agent, tokenizer, name == "qwen3_5_think")
+        check_tokens(agent, tokenizer, REWRITTEN.get(name, lambda talk, given: False))
         check_tree(agent)
 
     run()
 
 
-def check_tokens(agent: Agent, tokenizer: PreTrainedTokenizerFast, rewrites: bool) -> None:
-    """Check prompts against what the agent knows.
+Talk = list[dict[str, Any]]
 
-    Args:
-        rewrites: the template writes a turn that the agent gave in another way once a user has spoken after it.
-    """
+
+def called_beside_text(message: dict[str, Any]) -> bool:
+    return bool("tool_calls" in message and message["content"].strip())
+
+
+def thought_before_an_answer(talk: Talk) -> bool:
+    """Return whether a turn without calls follows one with calls and text, which gpt-oss's template then leaves out."""
+    turns = [message for message in talk if message["role"] == "assistant"]
+    return any(
+        called_beside_text(turn) and any("tool_calls" not in later for later in turns[i + 1 :])
+        for i, turn in enumerate(turns)
+    )
+
+
+REWRITTEN: dict[str, Callable[[Talk, Talk], bool]] = {
+    "qwen3_5_think": lambda talk, given: bool(given),  # in another way once a user has spoken after it
+    "llama3_1": lambda talk, given: any(map(called_beside_text, given)),  # without its text
+    "gptoss": lambda talk, given: thought_before_an_answer(talk),
+}
+"""Whether a template writes what was before in another way, by the conversation and the turns that the agent gives."""
+
+
+def check_tokens(agent: Agent, tokenizer: PreTrainedTokenizerFast, rewritten: Callable[[dict[str, Any]], bool]) -> None:
+    """Check prompts against what the agent knows, but for those whose beginning the template has ``rewritten``."""
     for number, call in enumerate(agent.calls):
         prompt = call.turn.prompt
         known = [
@@ -177,14 +211,19 @@ def check_tokens(agent: Agent, tokenizer: PreTrainedTokenizerFast, rewrites: boo
             for other in agent.calls[:number]
             if other.tools == call.tools and begins_with(call.sent, [*other.sent, other.answer])
         ]
+        best = max((len(other.sent) for other in known), default=-1)
         answers = [other.answer for other in agent.calls[:number]]
-        put = any(m["role"] == "assistant" and m not in answers for m in call.sent)
-        if known and not (put and rewrites):
-            best = max(known, key=lambda other: len(other.sent))
-            same = [other for other in known if len(other.sent) == len(best.sent)]
-            assert any(prompt[: len(o.turn.prompt) + len(o.sampled)] == [*o.turn.prompt, *o.sampled] for o in same)
+        given = [
+            m
+            for place, m in enumerate(call.sent)
+            if m["role"] == "assistant" and (place > best or m not in answers)  # sampled elsewhere, or not at all
+        ]
+        put = rewritten(call.sent, given)
+        if known and not put:
+            begun = [[*o.turn.prompt, *o.sampled] for o in known if len(o.sent) == best]
+            assert any(prompt[: len(ids)] == ids for ids in begun), call.sent
         for other in agent.calls[:number]:
-            if other.tools != call.tools or (put and rewrites):
+            if other.tools != call.tools or put:
                 continue
             common = shared(call.sent, other.sent)  # messages
             upto = shared(prompt, other.turn.prompt)

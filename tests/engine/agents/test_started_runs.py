@@ -17,7 +17,6 @@ import pytest
 
 from rolltree.engine.app.assembly import run as build_run
 from rolltree.engine.app.assembly import sampling as build_sampling
-from rolltree.engine.app.assembly import workers as build_workers
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.cli import main
 from rolltree.engine.app.config import load_config
@@ -93,8 +92,7 @@ def test_engines_elsewhere_sample_the_same_episodes(
         with lock:  # Transformers changes torch's functions while it loads a model
             return load_model(*args, **options)
 
-    for module in (build_sampling, build_workers):
-        monkeypatch.setattr(module, "load_model", alone)
+    monkeypatch.setattr(build_sampling, "load_model", alone)
     toml, _ = write(tmp_path)
     steps = "--trainer.steps=2"
     build(load_config(toml, [f"--output_dir={tmp_path / 'alone' / 'runs'}", steps]), console=Console()).run()
@@ -134,6 +132,7 @@ def test_without_the_servers_packages_or_an_agent_the_run_does_not_begin(
         assert said in capsys.readouterr().err, option
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_leaves_no_agent_and_goes_on(tmp_path: Path) -> None:
     """SIGKILL in the middle of episodes of commands; the resumed run begins these episodes anew."""
     toml, flags = write(tmp_path)

@@ -109,8 +109,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Started:
         with lock:
             return load_model(*args, **options)
 
-    for module in (build_sampling, build_workers):
-        monkeypatch.setattr(module, "load_model", one_at_a_time)
+    monkeypatch.setattr(build_sampling, "load_model", one_at_a_time)
     monkeypatch.setattr(build, "make_workers", lambda config: made)
     monkeypatch.setattr(build_workers, "Rank", Replica)
     return made

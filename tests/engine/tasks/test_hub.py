@@ -332,7 +332,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_the_command_line_reads_a_mirror_and_without_it_its_cache(toml: Path, tmp_path: Path) -> None:
     """A mirror is named by the variable HF_ENDPOINT, as for all clients of the hub."""
     keys = [*NAMES, "--data.split=train", "--data.eval_split=test", "--data.prompt_key=question", "--data.tasks=[]"]
