@@ -106,10 +106,10 @@ Judge(RewardConfig(verifier="judge"), base_url="http://127.0.0.1:9/v1", model="m
 """,
     ("serve",): TINY
     + """
-import rolltree.engine.agents.sampler
 import rolltree.engine.app.server.serve
 from rolltree.engine import NativeEngine
 from rolltree.engine.app.server.app import make_app
+import rolltree.engine.agents.sampler
 assert {"/health", "/v1/completions"} <= {route.path for route in make_app(NativeEngine(model, tokenizer), "m").routes}
 """,
     ("serve", "grammar"): TINY
