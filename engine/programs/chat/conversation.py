@@ -54,7 +54,7 @@ class Conversation:
         self.options = dict(options or {})
         self._literal = literal(tokenizer)
         self._end_texts = {text for end in self.ends if (text := self._literal.text(end))}
-        self._complete: set[tuple[str, ...]] = set()
+        self._complete: set[tuple[tuple[str, bool, bool], ...]] = set()
         self._style: tuple[bool, bool] | None = None
         self._checked: set[tuple[str, ...]] = set()
 
@@ -194,19 +194,24 @@ class Conversation:
             begin, before = end + len(mark), "earlier messages"
 
     def _check_complete(self, said: Sequence[Message], mark: str, new: Sequence[Message]) -> None:
-        """Look for the text of each new message, once for every sequence of roles."""
-        roles = tuple(str(message["role"]) for message in new)
-        if roles in self._complete:
+        """Look for the text of each new message, once for every sequence of kinds; one that only calls has none."""
+        calling = [bool(message.get("tool_calls")) for message in new]
+        silent = [calls and not message.get("content") for calls, message in zip(calling, new, strict=True)]
+        kinds = tuple(zip((str(message["role"]) for message in new), calling, silent, strict=True))
+        if kinds in self._complete:
             return
         texts = [f"\ue000answer {i}\ue001" for i in range(len(new))]
-        named = [{**message, "content": text} for message, text in zip(new, texts, strict=True)]
+        named = [
+            message if none else {**message, "content": text}
+            for message, text, none in zip(new, texts, silent, strict=True)
+        ]
         after = _after(self._render([*said, *named]), mark)
-        if not all(text in after for text in texts):
+        if not all(text in after for text, none in zip(texts, silent, strict=True) if not none):
             raise ValueError(
                 f"The chat template leaves out messages of {_roles(new)} after an assistant's turn; choose another "
                 "template, or an environment that answers in another role."
             )
-        self._complete.add(roles)
+        self._complete.add(kinds)
 
     def _turn_end(self, said: Sequence[Message], mark: str, hidden: str, end: int) -> int:
         """Return the length of the beginning of ``hidden`` that belongs to the turn, its end token included.
