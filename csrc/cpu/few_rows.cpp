@@ -31,9 +31,7 @@ struct Single {
 };
 
 // The twin of `Dots` (few_rows_dots.cpp).
-struct Widened {
-  static constexpr int64_t kNumbers = 2;
-  static constexpr bool kBiasFirst = false;
+struct Widened : PairsOfBf16 {
   static Vec add(Vec sum, float x, Vec w) {
     uint32_t pair;
     std::memcpy(&pair, &x, 4);
@@ -42,7 +40,6 @@ struct Widened {
     sum += (Vec)even * (Vec)((UVec)w << 16);
     return sum;
   }
-  static int64_t block(int64_t words) { return words > 512 ? 512 : 256; }
 };
 
 }  // namespace

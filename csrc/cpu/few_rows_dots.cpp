@@ -8,16 +8,13 @@
 namespace rolltree {
 namespace {
 
-struct Dots {
-  static constexpr int64_t kNumbers = 2;
-  static constexpr bool kBiasFirst = false;
+struct Dots : PairsOfBf16 {
   static Vec add(Vec sum, float x, Vec w) {
     uint32_t pair;
     std::memcpy(&pair, &x, 4);
     const __m512i own = _mm512_set1_epi32(static_cast<int>(pair));
     return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)own, (__m512bh)w);
   }
-  static int64_t block(int64_t words) { return words > 512 ? 512 : 256; }
 };
 
 }  // namespace

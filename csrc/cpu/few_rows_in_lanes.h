@@ -135,6 +135,13 @@ inline int64_t alone_of(int64_t rows) {
 // Returns the vectors of the next panel, given how many are left.
 inline int64_t panel_of(int64_t vectors) { return vectors >= kPanelVectors ? kPanelVectors : vectors >= 2 ? 2 : 1; }
 
+// The terms of bf16 but for their products, which `Widened` and `Dots` compute with the same bits.
+struct PairsOfBf16 {
+  static constexpr int64_t kNumbers = 2;
+  static constexpr bool kBiasFirst = false;
+  static int64_t block(int64_t words) { return words > 512 ? 512 : 256; }
+};
+
 template <class T, class Terms>
 class RowsInLanes final : public FewRows<T> {
  public:

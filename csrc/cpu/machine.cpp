@@ -36,7 +36,7 @@ bool has_amx() {
 #endif
 }
 
-// AVX-512 BF16; whoever runs code for AVX-512 has asked for the rest.
+// AVX-512 BF16; the library of AVX-512 is loaded where the processor has the rest.
 bool has_dots() {
 #if defined(__x86_64__)
   unsigned a = 0, b = 0, c = 0, d = 0;

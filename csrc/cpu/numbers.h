@@ -1,6 +1,7 @@
 // The types of weights: float and bf16. All arithmetic is in fp32; results are rounded to the type.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
@@ -11,12 +12,7 @@ namespace rolltree {
 // The upper half of a float's bits.
 struct Bf16 {
   uint16_t bits;
-  operator float() const {
-    const uint32_t whole = uint32_t{bits} << 16;
-    float value;
-    std::memcpy(&value, &whole, 4);
-    return value;
-  }
+  operator float() const { return std::bit_cast<float>(uint32_t{bits} << 16); }
 };
 
 // Returns floats rounded to T, to nearest and ties to even; NaN stays NaN.
@@ -40,12 +36,8 @@ inline float rounded<float>(float x) {
 }
 template <>
 inline float rounded<Bf16>(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  bits = x == x ? bits + 0x7fffu + ((bits >> 16) & 1u) : bits | 0x400000u;
-  bits &= 0xffff0000u;
-  std::memcpy(&x, &bits, 4);
-  return x;
+  const uint32_t bits = std::bit_cast<uint32_t>(x), up = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return std::bit_cast<float>((x == x ? up : bits | 0x400000u) & 0xffff0000u);
 }
 
 // Returns a float that T holds as T.
@@ -57,9 +49,7 @@ inline float narrowed<float>(float x) {
 }
 template <>
 inline Bf16 narrowed<Bf16>(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return {static_cast<uint16_t>(bits >> 16)};
+  return {static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16)};
 }
 
 // Loads kLanes numbers of T, or the last `count` of an array, as floats.

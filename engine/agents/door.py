@@ -56,7 +56,7 @@ class Door:
         tokenizer: the model's.
         longest: positions of the model; None without a limit.
         submit: takes a call for the sampler.
-        abort: takes a call that nobody waits for any more.
+        abort: takes a call whose client is gone.
         vocabulary: number of the model's logits, for answers that keep to a schema; None: the sampler cannot have them.
     """
 
@@ -73,7 +73,7 @@ class Door:
         self._grammars = None if vocabulary is None else Grammars(tokenizer, vocabulary)
         self._gone: dict[str, str] = {}  # keys of episodes that have ended
         self._threads = ThreadPoolExecutor(2, "rolltree-door")
-        self._nobody = secrets.token_urlsafe(24).encode()
+        self._no_key = secrets.token_urlsafe(24).encode()
         self._server: uvicorn.Server | None = None
         self._port = 0
 
@@ -144,7 +144,7 @@ class Door:
         if episode is not None:
             return episode, episode.role(key)
         expected = self._gone.get(id_)
-        right = same_key(key.partition(b":")[0], self._nobody if expected is None else expected.encode())
+        right = same_key(key.partition(b":")[0], self._no_key if expected is None else expected.encode())
         if expected is not None and right:
             raise RefusedError("This episode has ended; its address answers no more calls.", 410, "episode_ended")
         raise RefusedError(WRONG_KEY, 401, "invalid_api_key")

@@ -243,7 +243,7 @@ class Episode:
             self.extras = numbers
 
     def end(self, failure: str | None = None) -> list[PendingCall]:
-        """End the episode; return the calls that nobody answers any more."""
+        """End the episode; return the calls that will get no answer."""
         with self.lock:
             if self.ended:
                 return []

@@ -31,7 +31,7 @@ from ..rollout.records import child_seed
 
 Message = dict[str, Any]
 Key = tuple[bytes, bytes]
-"""Of a message: a digest of all that it says, and one of what it says as an answer."""
+"""Two digests of a message: of all that it says, and of its content and calls alone, as answers are compared."""
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class Turn:
     end: int | None = None
     """The token that ended the answer; None if it was cut."""
     also: bytes | None = None
-    """What the answer says with the stop text that ended it, which is sampled too and not told: agents put it back."""
+    """The digest of the answer with the stop text that ended it: it is sampled and not told, and agents put it back."""
     next: Turn | None = None
     """The call that continues the chain."""
 

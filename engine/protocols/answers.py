@@ -1,4 +1,4 @@
-"""What a model has answered: tokens read as a text and calls of tools, whatever the protocol that tells them."""
+"""A model's answer: its tokens, read as a text and calls of tools, in no protocol's form."""
 
 from __future__ import annotations
 

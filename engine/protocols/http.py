@@ -1,4 +1,4 @@
-"""What servers of the protocols share: the reading of a body, refusals, and streams that end with their clients."""
+"""The parts that servers of the protocols share: reading a body, refusals, and streams that end with their clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def handle_errors(app: Starlette) -> None:
     """Let ``app`` answer errors in the form of the path's protocol."""
     app.add_exception_handler(RefusedError, _refuse)
     app.add_exception_handler(HTTPException, _refuse)
-    app.add_exception_handler(ClientDisconnect, _nobody)
+    app.add_exception_handler(ClientDisconnect, _client_is_gone)
     app.add_exception_handler(Exception, _fail)
 
 
@@ -73,7 +73,7 @@ async def _refuse(http: Request, wrong: Exception) -> JSONResponse:
     return JSONResponse(refusal(path, str(wrong), wrong.status, wrong.code), wrong.status, wrong.headers)
 
 
-async def _nobody(_: Request, __: Exception) -> Response:
+async def _client_is_gone(_: Request, __: Exception) -> Response:
     return Response(status_code=499)  # the client has disconnected
 
 

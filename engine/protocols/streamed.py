@@ -48,7 +48,7 @@ class Streamed:
 
     @property
     def first(self) -> bool:
-        """Whether the text that `add` returned last is the first."""
+        """True if the text that `add` returned last is the first."""
         return len(self._sent) == 1
 
     def add(self, tokens: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..checks import Arguments
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-"""Of weights and rows; float64 runs on the reference, for checks."""
+"""The dtypes of weights and rows; float64 runs on the reference, for checks."""
 
 
 @dataclass(frozen=True, eq=False)

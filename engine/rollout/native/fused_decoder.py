@@ -40,7 +40,7 @@ class Snapshot:
     weights: list[Tensor]
     """Parameters whose dtype or contiguity may have changed since the snapshot."""
     dtype: torch.dtype | None
-    """Of all weights."""
+    """The dtype of all weights; None if the decoder is not known."""
     known: bool
     """True if this module computes the decoder."""
     layers: list[LayerWeights] | None
