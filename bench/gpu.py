@@ -47,7 +47,7 @@ from pathlib import Path
 import torch
 
 from rolltree.kernels import machine
-from rolltree.kernels.libraries import load_library
+from rolltree.kernels.libraries import cpu_libraries, load_library
 
 from .cli import OPS
 from .gpu_first import KINDS
@@ -229,7 +229,7 @@ def native_parts(device: torch.device) -> dict[str, bool]:
     host = PathFinder.find_spec("_host", [str(REPOSITORY / "engine" / "rollout" / "native")])
     found = {"_host": host is not None, "_cpu": load_library("cpu")}
     files = {"_host": [Path(host.origin)] if host and host.origin else []}
-    files["_cpu"] = list((REPOSITORY / "kernels").glob("_cpu_*.so"))
+    files["_cpu"] = cpu_libraries(REPOSITORY / "kernels")[:1]  # the one that is loaded
     if device.type == "cuda":
         found["_cuda"] = load_library("cuda")
         files["_cuda"] = [REPOSITORY / "kernels" / "_cuda.so"]

@@ -1,4 +1,4 @@
-"""Writes the tables of figures in README.md and docs/benchmarks.md: ``python -m rolltree.bench.readme``.
+"""Writes the tables of figures in README.md, docs/benchmarks.md and docs/gpu.md: ``python -m rolltree.bench.readme``.
 
 A table of all rows of a file stands between ``<!-- bench FOLDER/OP -->`` and ``<!-- end -->``, the README's summary
 between ``<!-- summary FOLDER -->`` and ``<!-- end -->``, and that of whole jobs between ``<!-- jobs FOLDER/job -->``
@@ -19,7 +19,7 @@ from .runs.job import Point, name_of
 from .schema import REPOSITORY, Row, read
 from .table import UNITS
 
-PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "benchmarks.md", REPOSITORY / "docs" / "curves.md")
+PAGES = (REPOSITORY / "README.md", *(REPOSITORY / "docs" / f"{page}.md" for page in ("benchmarks", "curves", "gpu")))
 RESULTS = REPOSITORY / "bench" / "results"
 BLOCK = re.compile(r"(<!-- (bench|summary|jobs|curves|actions) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

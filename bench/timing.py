@@ -106,7 +106,7 @@ def replay(call: Callable[[], object]) -> Callable[[], object]:
 
     def again() -> object:
         graph.replay()
-        return kept
+        return kept, call  # the graph reads what only ``call`` holds
 
     return again
 

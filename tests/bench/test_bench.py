@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from rolltree.bench.journal import Journal
 from rolltree.bench.runner import Bench, Calls, Case, Choice, UnsupportedError, run
 from rolltree.bench.schema import Context, Row, append, read
 from rolltree.bench.table import table
-from rolltree.bench.timing import interleaved, quantiles
+from rolltree.bench.timing import interleaved, quantiles, replay
 from rolltree.engine import TokenTree
 
 from ..support.forks import Forks
@@ -101,6 +104,22 @@ def test_work_is_what_its_formula_says() -> None:
     assert load("linear_policy_loss").work(head) == {"forward+backward": (3 * 2 * 1024 * 256 * 8192, moved)}
     of_cases = [load("ceilings").work(case.make()) for case in load("ceilings").cases(CPU, True)]
     assert of_cases == [{"forward": (0, 2 * (1 << 24))}, {"forward": (2 * 256**3, 0)}]
+
+
+def test_a_replay_keeps_what_its_graph_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph holds addresses: tensors that only the call holds would be freed, and their memory used by others."""
+    for name in ("Stream", "CUDAGraph", "graph", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    read = torch.ones(3)
+    held = weakref.ref(read)
+    again = replay(lambda read=read: read.sum())
+    del read
+    gc.collect()
+    assert held() is not None
+    again()
+    del again
+    gc.collect()
+    assert held() is None
 
 
 def test_rounds_are_interleaved_and_bounded() -> None:

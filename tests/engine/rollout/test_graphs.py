@@ -162,7 +162,8 @@ def test_replays_sample_what_steps_do_and_wait_for_nothing(program: Any, compile
     graph, decoded = next(iter(graphs._graphs.values()))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        decoded.vector._device.copy_(decoded.vector._host, non_blocking=True)
-        graph.replay()
+        with torch.inference_mode():  # the vector was made in it
+            decoded.vector._device.copy_(decoded.vector._host, non_blocking=True)
+            graph.replay()
     finally:
         torch.cuda.set_sync_debug_mode("default")
