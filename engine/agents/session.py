@@ -70,7 +70,7 @@ class Turn:
     messages: list[Message]
     keys: list[Key]
     written: list[str]
-    """As `Conversation.grow` takes it."""
+    """The texts of the messages so far, the argument of `Conversation.grow`."""
     turns: list[int]
     """The places of messages whose tokens were sampled."""
     sampled: list[int] = field(default_factory=list)

@@ -52,7 +52,7 @@ class Engine:
     questions: Future[list[Question]] | None = None
     """The programs' next ones."""
     verdicts: dict[Future[list[RewardResult]], list[int]] = field(default_factory=dict)
-    """On questions, whose numbers they have."""
+    """The questions' numbers by the call that judges their answers."""
     tally: Counter[str] = field(default_factory=Counter)
 
     def call(self, method: str, *args: Any) -> Future[Any]:

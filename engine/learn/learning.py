@@ -1,4 +1,4 @@
-"""What a run asks of the object that trains the policy, and the parts of which `Learner` is made."""
+"""The interface of the object that trains the policy, and the parts of which `Learner` is made."""
 
 from __future__ import annotations
 

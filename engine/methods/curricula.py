@@ -52,7 +52,7 @@ class Store:
     """The problems to choose from."""
 
     problems: Mapping[str, Candidate]
-    """By id; those chosen least often first, then in the shuffled order of the run."""
+    """Problems by id; those chosen least often first, then in the shuffled order of the run."""
     rng: np.random.Generator
     """Follows from the run's seed and the number of prompts that were chosen before."""
 

@@ -91,7 +91,7 @@ class _Talk:
     before: Any = None
     """The environment's state when the step under way began; a step that has ended has changed it."""
     asked: bool = False
-    """Whether a step is under way."""
+    """True while a step is under way."""
 
     def state(self) -> tuple[Any, ...]:
         """Return plain values, with the environment itself where it has no ``state_dict()``."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """A byte of a character that is no piece of a SentencePiece vocabulary."""
 UNFINISHED = "\ufffd"
-"""What decoders write for bytes that are no character, and for a character whose last bytes are missing."""
+"""The text that decoders write for bytes that are no character, and for a character whose last bytes are missing."""
 MOST_HELD = 64
 """Tokens without a finished character that are decoded together; more are cut into shorter runs where this is exact."""
 BEFORE_CLEANED = " 'nvr"

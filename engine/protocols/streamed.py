@@ -10,7 +10,7 @@ from .detokenize import Detokenizer
 
 
 class Streamed:
-    """What a stream has sent of one choice.
+    """The part of one choice that a stream has sent.
 
     Args:
         detokenizer: of this choice alone.

@@ -1,4 +1,4 @@
-"""What a run tells of its progress."""
+"""The progress of a run, on the screen or line by line."""
 
 from __future__ import annotations
 

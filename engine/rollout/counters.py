@@ -1,4 +1,4 @@
-"""What an engine has sampled, and how fast."""
+"""Counts of an engine's samples, and their rate."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Sampled(NamedTuple):
 
     records: Array  # [tokens], see `sample_dtype`
     status: LeafStatus | None
-    """As in `SegmentReport`."""
+    """Why the branch ended, see `SegmentReport`; None if it goes on."""
     stop: str | None
     error: str | None
 

@@ -23,24 +23,24 @@ class PolicyConfig(Section):
     path: str | None = None
     """Model directory that it starts from, with the tokenizer of `model.path`. Default: `model.path`."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """As `model.dtype`, which is the default."""
+    """Default: `model.dtype`."""
     lr: PositiveFloat | None = None
-    """As `trainer.lr`, which is the default."""
+    """Default: `trainer.lr`."""
     lr_warmup_steps: NonNegativeInt | None = None
-    """As `trainer.lr_warmup_steps`, which is the default."""
+    """Default: `trainer.lr_warmup_steps`."""
     lr_scale: Schedule | None = None
-    """As `trainer.lr_scale`, which is the default."""
+    """Default: `trainer.lr_scale`."""
     lr_scale_options: dict[str, Any] | None = None
     """Options of the schedule function."""
     max_grad_norm: PositiveFloat | None = None
-    """As `trainer.max_grad_norm`, which is the default."""
+    """Default: `trainer.max_grad_norm`."""
     objective: str | None = None
-    """As `algorithm.objective`, which is the default, with its options and selection. One of its own selects as its
-    paper does."""
+    """Default: `algorithm.objective` with its options and selection. An objective of the policy's own selects as its paper
+    does."""
     objective_options: dict[str, Any] | None = None
     """Fields of its own objective to change."""
     terms: tuple[TermConfig, ...] | None = None
-    """As `algorithm.terms`, which is the default; an empty list: none."""
+    """Default: `algorithm.terms`; an empty list: none."""
 
     @model_validator(mode="after")
     def _learns_from_its_own(self) -> Self:

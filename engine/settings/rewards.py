@@ -45,7 +45,7 @@ class RewardPartConfig(Section):
     """Verifier of this part, as `reward.verifier`; or `verdict`, which compares what the text says with another part's
     value."""
     group: bool = False
-    """As `reward.group`."""
+    """True if this verifier judges a group's responses together, see `reward.group`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the verifier."""
     weight: Schedule = 1.0

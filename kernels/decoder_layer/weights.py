@@ -90,7 +90,7 @@ def check_contiguous(check: Arguments, given: Mapping[str, Tensor]) -> None:
 
 
 class DecoderParts(Protocol):
-    """What `reference.decoder` reads of a `Decoder`."""
+    """The parts of a `Decoder` that `reference.decoder` reads."""
 
     embedding: Tensor  # [V, H]
     layers: tuple[LayerWeights, ...]

@@ -18,7 +18,7 @@ from torch import Tensor
 Array = npt.NDArray[Any]
 
 ZERO = -1
-"""As a source: the segment begins with a state of zero."""
+"""The source of a segment that begins with a state of zero."""
 
 
 @dataclass(frozen=True, eq=False)

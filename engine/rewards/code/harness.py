@@ -93,7 +93,7 @@ def _modules(scope):
 
 _modules(dict(globals()))
 """
-"""What texts for pytest use of it; `tests.check_text` refuses more."""
+"""A module in place of pytest, with the parts of it that `tests.check_text` lets a text use."""
 UNITTEST = """
 def _run_unittest(case):
     import unittest
