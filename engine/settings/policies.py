@@ -35,8 +35,8 @@ class PolicyConfig(Section):
     max_grad_norm: PositiveFloat | None = None
     """Default: `trainer.max_grad_norm`."""
     objective: str | None = None
-    """Default: `algorithm.objective` with its options and selection. An objective of the policy's own selects as its paper
-    does."""
+    """Default: `algorithm.objective` with its options and selection. An objective of the policy's own selects as its
+    paper does."""
     objective_options: dict[str, Any] | None = None
     """Fields of its own objective to change."""
     terms: tuple[TermConfig, ...] | None = None
