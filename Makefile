@@ -72,7 +72,7 @@ attack: $(VENV)/.ready-dev
 
 # The vLLM backend with the real vLLM, in an environment of its own: it pins what others use too. One thread, as threads of
 # a tiny model mostly wait for each other.
-VLLM_TESTS ?= tests/engine/integrations/test_vllm.py tests/engine/integrations/test_vllm_run.py
+VLLM_TESTS ?= $(addprefix tests/engine/integrations/,test_vllm.py test_vllm_run.py test_vllm_adapter.py)
 vllm: $(VENV)/.ready-dev $(VENV)-vllm/.ready
 	mkdir -p build/vllm/rolltree && ln -sfn "$(CURDIR)/engine" "$(CURDIR)/kernels" "$(CURDIR)/bench" build/vllm/rolltree/
 	PYTHONPATH=build/vllm OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \

@@ -22,7 +22,9 @@ def of_extra(extra: str) -> list[str]:
     return found
 
 
-wanted = (requires(re.split("[=<>]", sys.argv[1])[0]) or []) + project["dependencies"] + of_extra("vllm")
+wanted = (
+    (requires(re.split("[=<>]", sys.argv[1])[0]) or []) + project["dependencies"] + of_extra("vllm") + of_extra("lora")
+)
 wanted += [name for name in extras["dev"] if name.startswith(("pytest", "hypothesis"))]
 for requirement in wanted:
     if "extra ==" not in requirement and not re.match(

@@ -1,9 +1,9 @@
 """LoRA adapters of a policy (Hu et al. 2021), injected by peft into the loaded model, which keeps its class.
 
 The base weights are frozen and serve all uses: the policy is the model with its adapter, a reference the same model
-without it (`without_adapter`). A native sampler with weights of its own has the adapter too and gets A and B alone
-(`Alone`): in bf16 an update that is small against a weight would be lost in their sum. Others get that sum under the
-names of a model without adapters (`Merged`).
+without it (`without_adapter`). A sampler with weights of its own has the adapter too and gets A and B alone (`Alone`):
+in bf16 an update that is small against a weight would be lost in their sum. Where vLLM cannot compute with an adapter
+it gets that sum, under the names of a model without adapters (`Merged`).
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ from ...train.critic import Critic
 from ...train.group import ALONE, Group
 from ...train.terms import LossTerm, PairTerm, Selection, TokenTerm
 from ...train.user_term import FIELDS, UserTerm
+from .sampling import adapter_alone
 from .statistics import given_roles, read_columns, statistics
 
 TERMS = "algorithm.terms."
@@ -66,7 +67,7 @@ def learning_parts(
         UserError: a part is unknown, cannot be loaded, or needs something that the run does not have.
     """
     loop, trainer = config.loop, config.trainer
-    adapter = Alone if config.rollout.backend == "native" else Merged
+    adapter = Alone if adapter_alone(config) else Merged
     context = context or Context()
     spread = spreading(config, group, model.device.type)
     spread(model)

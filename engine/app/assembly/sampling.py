@@ -199,7 +199,26 @@ def make_engine(
     longest = config.data.max_prompt_tokens + max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
     options = {"dtype": config.model.dtype, "max_model_len": longest, "max_num_seqs": rollout.max_batch_rows}
     options |= {"enable_sleep_mode": True} if config.placement.layout == "colocated" else {}
+    options |= {"adapter": vllm_adapter(config)} if adapter_alone(config) else {}
     return VllmEngine(config.model.path, tokenizer, **(options | rollout.vllm_options))
+
+
+def adapter_alone(config: TrainConfig) -> bool:
+    """Return whether a sampler with weights of its own computes with the policy's LoRA adapter, not with merged
+    weights: vLLM does unless the adapter has a part in the head, or `rollout.vllm_options` disables it."""
+    lora, rollout = config.model.lora, config.rollout
+    if lora is None or rollout.backend == "native":
+        return lora is not None
+    return "lm_head" not in lora.targets and bool(rollout.vllm_options.get("enable_lora", True))
+
+
+def vllm_adapter(config: TrainConfig) -> Any:
+    """Return the adapter as vLLM takes it."""
+    from ...rollout.vllm.adapter import Adapter
+
+    lora = config.model.lora
+    assert lora is not None
+    return Adapter(lora.rank, lora.alpha / (lora.rank**0.5 if lora.rslora else lora.rank))
 
 
 def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedModel:

@@ -36,6 +36,7 @@ from ..digest import Held, digests
 from ..engine import RolloutEngine
 from ..packed import Changes
 from ..sampling_params import eos_token_ids
+from .adapter import SIDE, Adapter
 from .loop import VllmLoop, is_plain
 from .pictures import check_pictures
 
@@ -95,7 +96,7 @@ class VllmEngine(RolloutEngine):
 
     Differences from the native engine: entropies are not available, so programs that need them are refused; a fork is
     a new request, whose path vLLM finds in its prefix cache; a seed repeats a sample only in the same version of vLLM,
-    and not across `abort`; there is no grammar hook and no adapter. vLLM's own drafts are enabled by
+    and not across `abort`; there is no grammar hook, and no adapter but the policy's. vLLM's own drafts are enabled by
     ``speculative_config={"method": "suffix"}`` (or "ngram", "eagle", ..., see vLLM). Unlike the native engine's, they
     keep only the distribution of samples: with other drafts, the same seed gives other tokens. With drafts, vLLM 0.32
     on a CPU returns wrong log-probs after temperature and filters where it rejected a draft; those of the logits are
@@ -106,6 +107,7 @@ class VllmEngine(RolloutEngine):
         tokenizer: needed for prompts and stops given as text.
         raw_logprobs: also compute the log-probs under softmax(logits) if temperature, filters or biases make the
             sampling distribution differ from it; this takes one prefill for each response.
+        adapter: the LoRA adapter that `update_weights` will get; None: it gets whole weights.
         engine_args: arguments of ``vllm.LLM``.
 
     Raises:
@@ -120,6 +122,7 @@ class VllmEngine(RolloutEngine):
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         raw_logprobs: bool = False,
+        adapter: Adapter | None = None,
         **engine_args: Any,
     ) -> None:
         super().__init__()
@@ -139,7 +142,8 @@ class VllmEngine(RolloutEngine):
         self._drafts = engine_args.get("speculative_config") is not None
         if self._drafts:
             arguments["logprobs_mode"] = "raw_logprobs"
-        arguments |= engine_args
+        self._adapter = adapter
+        arguments |= (adapter.engine_args if adapter is not None else {}) | engine_args
         with _without_odd_modules():
             self.llm = LLM(model=model, **arguments)
         config = self.llm.model_config
@@ -153,7 +157,8 @@ class VllmEngine(RolloutEngine):
             raise RuntimeError("VllmEngine.score needs vLLM to itself; finish or abort the requests in flight first.")
         paths = [[*p.tolist(), *c] for p, some in zip(prompts, continuations, strict=True) for c in some if len(c)]
         asked = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
-        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=p) for p in paths], asked, use_tqdm=False)
+        whole = [TokensPrompt(prompt_token_ids=p) for p in paths]
+        outputs = self.llm.generate(whole, asked, use_tqdm=False, lora_request=self.loop.adapter)
         known = iter(zip(paths, outputs, strict=True))
         found: list[list[Array]] = []
         for prompt, some in zip(prompts, continuations, strict=True):
@@ -169,8 +174,16 @@ class VllmEngine(RolloutEngine):
     ) -> None:
         if any(isinstance(value, Changes) for value in (weights or {}).values()):
             raise ValueError("vLLM loads whole weights, not their changes.")
+        if weights and any((SIDE in name) != (self._adapter is not None) for name in weights):
+            raise ValueError(
+                "A VllmEngine with an adapter takes the adapter's weights alone, and one without takes whole weights; "
+                "make it with or without `adapter`."
+            )
         with self._lock:
-            if weights is not None:
+            if weights is not None and self._adapter is not None:
+                self._adapter.load(self.llm, weights)  # type: ignore[arg-type]
+                self.loop.adapter = self._adapter.request
+            elif weights is not None:
                 self.llm.collective_rpc("start_weight_update")
                 self.llm.collective_rpc("update_weights", args=({"weights": list(weights.items())},))
                 self.llm.collective_rpc("finish_weight_update")
@@ -267,6 +280,7 @@ def _digests(model: nn.Module) -> dict[str, Held]:
     for path, module in model.named_modules():
         if not isinstance(module, PLAIN) or not isinstance(getattr(module, "quant_method", None), UNQUANTIZED):
             continue
+        path = path.removesuffix(".base_layer")  # of an adapter
         parent, _, own = path.rpartition(".")
         for name, parameter in module.named_parameters(recurse=False):
             sizes = getattr(module, "output_sizes", None) if len(merged.get(own, ())) > 1 else None

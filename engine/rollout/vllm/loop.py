@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from ...data.media import FIRST_ID
@@ -50,6 +51,7 @@ class VllmLoop(Steering):
         self._eos = eos
         self._placeholders = placeholders_of(llm.model_config.hf_config)  # the first one is a picture's
         self._raw = raw_logprobs
+        self.adapter: LoRARequest | None = None
         self._flows: dict[str, Flow] = {}
         self._ids: dict[Branch, str] = {}
         self._scores: dict[str, Branch] = {}  # requests that score a leaf
@@ -184,7 +186,7 @@ class VllmLoop(Steering):
         id_, media = str(self._count), branch.request.media
         placeholder = self._placeholders[0] if media is not None else 0
         prompt = prompt_of(branch.node.column("token"), media, placeholder)
-        self._engine.add_request(id_, prompt, asked)
+        self._engine.add_request(id_, prompt, asked, lora_request=self.adapter)
         return id_
 
     def _take(self, flow: Flow, output: Any) -> int:
