@@ -40,7 +40,7 @@ HEAD = "N=4096 H=512 V=151936 "
 GROUP, LONG = "1024+16x128 layers 4 width 256 V=1024 float32", "32+4x512 layers 4 width 256 V=1024 float32"
 TRL_GROUP = "512+8x128 layers 4 width 256 V=151936"
 ROLLOUTS = "4 x (512 + 16x128) V=1024 float32 natural lengths"
-SUMMARY = (
+CPU = (
     Line("a training step, prompt 1024, 16 responses of 128", "tree_step", GROUP, "step", "rolltree, tree",
          "flat, transformers sdpa", "Transformers, flat"),
     Line("the same, prompt 32, 4 responses of 512: little to share", "tree_step", LONG, "step", "rolltree, tree",
@@ -52,6 +52,22 @@ SUMMARY = (
     Line("rollouts, 4 prompts of 512, 16 responses each", "rollout", ROLLOUTS, "generate", "rolltree", "vllm",
          "vLLM 0.32, CPU"),
 )  # fmt: skip
+ON_GPU = "N=8192 H=1024 V=151936 "
+GPU = (
+    Line("a training step, prompt 4096, 8 responses of 1024, Qwen3 0.6B", "tree_step",
+         "4096+8x1024 Qwen3 0.6B bfloat16", "step", "rolltree, tree", "flat, transformers sdpa", "Transformers, flat"),
+    Line("tree attention, prompt 4096, 28 responses of 1024, forward and backward", "tree_attention",
+         "4096+28x1024 heads 32/8 D=128 bfloat16", "forward+backward", "rolltree", "flex_attention", "FlexAttention"),
+    Line("head and loss, 8,192 rows, vocabulary 151,936, forward and backward", "linear_policy_loss",
+         ON_GPU + "all live", "forward+backward", "rolltree", "torch", "PyTorch"),
+    Line("the same, 36 % of the rows live", "linear_policy_loss", ON_GPU + "36 % live", "forward+backward", "rolltree",
+         "torch", "PyTorch"),
+    Line("a decode step's attention, 16 groups of 16 on prompts of 4096", "tree_decode",
+         "P=4096 R=128 G=16 x 16 heads 16/8 D=128 bfloat16", "forward", "rolltree", "torch SDPA", "PyTorch"),
+    Line("sampling 512 rows, vocabulary 151,936, top_p = 0.9", "sample_tokens", "N=512 V=151936 T=0.7 top_p=0.9",
+         "forward", "rolltree", "transformers", "Transformers"),
+)  # fmt: skip
+SUMMARIES = {"epyc-avx2-2-cores": CPU, "h200": GPU}
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -116,17 +132,17 @@ def jobs(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", measured_on(rows)]) + "\n"
 
 
-def summary(folder: str, lines: Sequence[Line] = SUMMARY) -> str:
+def summary(folder: str) -> str:
     """Return the summary: case, rolltree's time, a peer's, their ratio, and the peak memory of both if measured."""
     out = ["| | rolltree | peer | | memory |", "|---|---|---|---|---|"]
-    for line in lines:
+    for line in SUMMARIES[folder]:
         rows = [r for r in read(RESULTS / folder / f"{line.op}.jsonl") if (r.case, r.direction) == line[2:4]]
         of = {(r.provider, r.metric): r for r in rows}
         ours, theirs = (of[provider, "time_ms"].value for provider in (line.ours, line.theirs))
         gain, other = (
             of.get((provider, "speedup")) for provider in (line.ours, line.theirs)
         )  # over the first provider of the case
-        ratio = 1.0 if gain is None else gain.value / (1.0 if other is None else other.value)
+        ratio = theirs / ours if gain is None else gain.value / (1.0 if other is None else other.value)
         peaks = [of.get((provider, "peak_memory_mib")) for provider in (line.ours, line.theirs)]
         memory = " : ".join(_number(peak.value) for peak in peaks if peak is not None)
         cells = (
