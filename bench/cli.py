@@ -19,7 +19,7 @@ import torch
 
 from rolltree.engine import UserError
 
-from .journal import Journal
+from .journal import Journal, Outcome
 from .runner import Bench, Choice, DeviceLostError, run
 from .table import table
 
@@ -91,6 +91,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] and argv[0] in OWN:
         return int(importlib.import_module(OWN[argv[0]], __package__).main(argv[1:]))
+    args = _parser().parse_args(argv)
+    glance = not args.ops and not args.list
+    args.quick |= glance
+    try:
+        device, choice, benches = _chosen(args, glance)
+    except UserError as error:
+        print(f"rolltree bench: {error}", file=sys.stderr)
+        return 2
+    if args.list:
+        for bench in benches:
+            print(f"{bench.op}: {', '.join(bench.providers)}")
+            for case in bench.cases(device, args.quick):
+                print(f"  {case.name}")
+        return 0
+    try:
+        problems = _run_all(benches, device, choice, args.out)
+    except DeviceLostError as error:
+        print(f"rolltree bench: {error}", file=sys.stderr)
+        return 3
+    if glance:
+        print("These were small cases; `rolltree bench OP` runs an op's own, `rolltree bench all` everything.")
+    if problems:
+        print(f"{len(problems)} failed:", *problems, sep="\n  ")
+    return 1 if problems else 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rolltree bench",
         description="Time the ops against their peers and limits.",
@@ -120,53 +147,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--recorded", type=Path, metavar="RUN", help="run speculation over the rollouts of this run")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep rows here; cases found there do not run again")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _chosen(args: argparse.Namespace, glance: bool) -> tuple[torch.device, Choice, list[Bench]]:
+    """Return the device, the cases and providers, and the benchmarks that a command line names.
+
+    Args:
+        glance: no op is named: a selection runs.
+
+    Raises:
+        UserError: the command line is wrong.
+    """
     if unknown := [op for op in args.ops if op not in OPS and args.ops != ["all"]]:
-        print(f"rolltree bench: there is no op '{unknown[0]}'; use one of {', '.join(OPS)}.", file=sys.stderr)
-        return 2
+        raise UserError(f"there is no op '{unknown[0]}'; use one of {', '.join(OPS)}.")
     if args.recorded is not None and args.ops != ["speculation"]:
-        print("rolltree bench: --recorded works with speculation alone; name no other op.", file=sys.stderr)
-        return 2
-    glance = not args.ops and not args.list
-    args.quick |= glance
+        raise UserError("--recorded works with speculation alone; name no other op.")
     try:
         device = torch.device(args.device)
         torch.empty(0, device=device)
         choice = Choice(args.quick, re.compile(args.cases), re.compile(args.providers), args.seconds, args.limit)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        print(f"rolltree bench: the device '{args.device}' cannot be used: {reason}", file=sys.stderr)
-        return 2
+        raise UserError(f"the device '{args.device}' cannot be used: {reason}") from None
     except re.error as error:
-        print(f"rolltree bench: '{error.pattern!r}' is not a regular expression: {error}", file=sys.stderr)
-        return 2
+        raise UserError(f"'{error.pattern!r}' is not a regular expression: {error}") from None
     ops = FIRST if glance else args.ops if args.ops not in ([], ["all"]) else OPS
-    try:
-        benches = [load(op, args.recorded, args.model) for op in ops]
-    except UserError as error:
-        print(f"rolltree bench: {error}", file=sys.stderr)
-        return 2
-    if args.list:
-        for bench in benches:
-            print(f"{bench.op}: {', '.join(bench.providers)}")
-            for case in bench.cases(device, args.quick):
-                print(f"  {case.name}")
-        return 0
-    problems = []
+    return device, choice, [load(op, args.recorded, args.model) for op in ops]
+
+
+def _run_all(benches: Sequence[Bench], device: torch.device, choice: Choice, out: Path | None) -> list[Outcome]:
+    """Run benchmarks, print a table of each, and return what failed.
+
+    Raises:
+        DeviceLostError: as `run`.
+    """
+    problems: list[Outcome] = []
     for bench in benches:
-        journal = Journal(bench.op, args.out)
-        try:
-            rows = list(run(bench, device, choice, journal, say=lambda line: print(line, flush=True)))
-        except DeviceLostError as error:
-            print(f"rolltree bench: {error}", file=sys.stderr)
-            return 3
-        print(table(rows))
+        journal = Journal(bench.op, out)
+        print(table(list(run(bench, device, choice, journal, say=lambda line: print(line, flush=True)))))
         if bench.ceiling_is:
             print(f"Ceiling of {bench.op}: {bench.ceiling_is}.")
         print(flush=True)
         problems += journal.problems
-    if glance:
-        print("These were small cases; `rolltree bench OP` runs an op's own, `rolltree bench all` everything.")
-    if problems:
-        print(f"{len(problems)} failed:", *problems, sep="\n  ")
-    return 1 if problems else 0
+    return problems

@@ -165,7 +165,7 @@ def _table(schema: pa.Schema, step: int, trees: Sequence[TokenTree], texts: Sequ
         return pa.ListArray.from_arrays(offsets, of_each)
 
     def per_leaf(name: str) -> list[str]:
-        return [value for tree, n in zip(trees, leaves, strict=True) for value in [tree.meta[name]] * n]
+        return [tree.meta[name] for tree in trees for _ in range(tree.num_leaves)]
 
     def values_of(name: str) -> pa.Array:
         values = all_of.columns[name]
@@ -188,28 +188,28 @@ def _table(schema: pa.Schema, step: int, trees: Sequence[TokenTree], texts: Sequ
         "prompt_ids": per_token(all_of.token_id[paths[prompt]], _offsets(all_of.leaf_prompt)),
         "response_ids": per_token(all_of.token_id[rows]),
         "node_ids": per_token(node_id[node[rows]]),
-        "pictures": [
-            [p.digest for p in tree.pictures] for tree, n in zip(trees, leaves, strict=True) for _ in range(n)
-        ],
+        "pictures": [[p.digest for p in tree.pictures] for tree in trees for _ in range(tree.num_leaves)],
         "thumbnails": [
-            tree.meta.get("thumbnails") if leaf == 0 else None
-            for tree, n in zip(trees, leaves, strict=True)
-            for leaf in range(n)
+            tree.meta.get("thumbnails") if leaf == 0 else None for tree in trees for leaf in range(tree.num_leaves)
         ],
         "status": [LeafStatus(status).name.lower() for tree in trees for status in tree.status.tolist()],
     }
     for name in schema.names:
         if name == "reward" or name.startswith("reward/"):
-            key = name.removeprefix("reward/")
-            nothing = [np.full(n, np.nan, np.float32) for n in leaves]
-            reward = np.concatenate([t.rewards.get(key, nan) for t, nan in zip(trees, nothing, strict=True)])
-            columns[name] = pa.array(reward, mask=np.isnan(reward))
+            columns[name] = _reward(trees, name.removeprefix("reward/"))
         elif name.startswith("prompt_") and name not in columns:
             values = all_of.columns[name.removeprefix("prompt_")]
             columns[name] = per_token(values[paths[prompt]], _offsets(all_of.leaf_prompt))
         elif name not in columns:
             columns[name] = values_of(name)
     return pa.table({name: _cast(columns[name], kind) for name, kind in _fields(schema)}, schema=schema)
+
+
+def _reward(trees: Sequence[TokenTree], name: str) -> pa.Array:
+    """Return a named reward of every leaf, null where its tree has none."""
+    given = [tree.rewards.get(name, np.full(tree.num_leaves, np.nan, np.float32)) for tree in trees]
+    values = np.concatenate(given)
+    return pa.array(values, mask=np.isnan(values))
 
 
 def _flat(values: Array) -> Array:  # [n, ...] -> [n, w]
