@@ -48,6 +48,7 @@ def collected(suite: Path, *arguments: str) -> set[str]:
     return {line.rpartition("::")[2] for line in done.stdout.splitlines() if "::" in line}
 
 
+@pytest.mark.check
 def test_every_test_is_in_one_tier(suite: Path) -> None:
     quick, long = collected(suite), collected(suite, "-m", "check")
     assert quick > {"test_quick"}

@@ -23,6 +23,7 @@ from rolltree.bench import gpu, gpu_checks, gpu_first, gpu_tasks, runner, schema
 from rolltree.bench.cli import OPS, load
 from rolltree.bench.journal import Journal
 from rolltree.bench.runner import Bench, Calls, Case, Choice, DeviceLostError
+from rolltree.kernels.machine import cpu_levels
 
 from ..support.forks import Forks, forked
 
@@ -526,7 +527,7 @@ def test_the_tests_of_kernels_need_no_package_of_developers(torch_forks: Forks) 
 
 
 def test_native_parts_older_than_their_sources_are_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library, source = tmp_path / "kernels" / "_cpu_any.so", tmp_path / "csrc" / "cpu" / "op.cpp"
+    library, source = tmp_path / "kernels" / f"_cpu_{cpu_levels()[0]}.so", tmp_path / "csrc" / "cpu" / "op.cpp"
     host = tmp_path / "engine" / "rollout" / "native" / f"_host{EXTENSION_SUFFIXES[0]}"
     host_source = tmp_path / "csrc" / "host" / "module.cpp"
     for path in (library, source, host, host_source):

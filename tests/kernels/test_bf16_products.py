@@ -135,6 +135,7 @@ def test_the_order_of_sums_is_fixed(rows: int, depth: int) -> None:
     assert np.array_equal(logits(hidden, weight).numpy(), in_order(hidden, weight))
 
 
+@pytest.mark.check
 @pytest.mark.skipif(
     has_bf16_gemm(torch.empty(0)) and not torch.ops.rolltree_cpu.pairs(), reason="this processor has no AVX-512 BF16"
 )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from vllm import LLM, SamplingParams
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from ...data.media import FIRST_ID
@@ -19,6 +18,9 @@ from ..branch import Branch, Node, Request
 from ..records import child_seed, given, join, sample_dtype
 from ..steering import Steering
 from .pictures import prompt_of
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
 
 Array = npt.NDArray[Any]
 

@@ -281,6 +281,7 @@ def test_what_cannot_be_answered_is_refused_and_the_episode_goes_on(
     assert "errors" not in tree.meta
 
 
+@pytest.mark.check
 def test_hostile_requests(engine: NativeEngine, tmp_path: Path) -> None:
     """Bodies, paths and headers of any kind, by those who have the key and those who have not."""
     rng = random.Random(0)

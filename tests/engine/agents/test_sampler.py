@@ -338,6 +338,7 @@ elif what == "leak":
 """
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize(
     ("what", "reward", "failure"),
     [("file", 0.5, None), ("post", 0.25, None), ("none", None, None), ("leak", None, None),

@@ -260,6 +260,7 @@ def test_clients_of_openai_send_the_key() -> None:
         assert caught.value.code == "invalid_api_key"
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     ("host", "flags", "variable", "said"),
     [

@@ -105,6 +105,7 @@ def test_a_different_log_prob_splits_the_path():
     assert TokenTree.from_sequences([1], [[2, 3], [2, 3]]).num_tokens == 3
 
 
+@pytest.mark.check
 def test_ten_thousand_leaves():
     rng = np.random.default_rng(0)
     responses = [rng.integers(0, 3, rng.integers(0, 40)).tolist() for _ in range(10_000)]
@@ -144,6 +145,7 @@ def samples(draw):
     return prompts, responses, draw(st.lists(st.sampled_from([-0.5, -1.0]), min_size=60, max_size=60))
 
 
+@pytest.mark.check
 @settings(max_examples=70, deadline=None)
 @given(samples())
 def test_many_prompts(drawn):

@@ -97,6 +97,7 @@ def test_two_ranks_learn_what_one_process_learns(
         assert differences(one[case], rank[case]) == {}
 
 
+@pytest.mark.check(but=1)
 def test_the_metric_of_a_users_loss_does_not_depend_on_micro_batches(
     one: dict[str, Result], two: list[dict[str, Result]]
 ) -> None:

@@ -29,7 +29,7 @@ class Engine:
         self.refused: set[int] = set()
         self.forgotten = 0
 
-    def add_request(self, id_: str, prompt: dict[str, list[int]], params: Any) -> None:
+    def add_request(self, id_: str, prompt: dict[str, list[int]], params: Any, lora_request: Any = None) -> None:
         tokens = list(prompt["prompt_token_ids"])
         if tokens[0] in self.refused:
             raise ValueError("vLLM takes no such prompt.")

@@ -79,6 +79,7 @@ def test_a_disk_that_fills_up_ends_the_run_which_goes_on_later(toml, tmp_path, w
     assert_same(run, whole)
 
 
+@pytest.mark.check(but=1)
 def test_a_request_that_the_engine_forgets_is_made_again(toml, tmp_path, whole, monkeypatch) -> None:
     step, seen = Controller._step_sampler, itertools.count()
 

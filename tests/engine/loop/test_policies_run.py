@@ -277,6 +277,7 @@ def off_by(given: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return float(torch.stack([(given[name] - g).norm() for name, g in expected.items()]).norm() / norm)
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize(("policy", "reward"), [(0, "a"), (1, "b")])
 def test_each_policy_learns_from_its_own_tokens_alone(two: Two, policy: int, reward: str) -> None:
     for step, trees in list(enumerate(two.trees))[1:]:

@@ -105,6 +105,7 @@ def test_a_resumed_run_gets_the_same_answers(toml: Path, tmp_path: Path) -> None
     assert rest == [one for one in whole if one[0] == 2]
 
 
+@pytest.mark.check(but=1)
 def test_it_serves_while_a_thread_samples(toml: Path, tmp_path: Path) -> None:
     keys = ["--loop.staleness=1", "--loop.overlap=true", "--trainer.steps=3"]
     run, asked = train(toml, tmp_path, f"--loop.callback={toml.parent}/mine.py:asks", *keys)

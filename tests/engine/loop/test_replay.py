@@ -30,6 +30,7 @@ def weights(directory: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(directory / name / "export" / "model.safetensors")
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.usefixtures("without_report")
 def test_a_replay_learns_without_sampling(toml: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     file = tmp_path / "groups.safetensors"

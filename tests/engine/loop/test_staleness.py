@@ -390,12 +390,14 @@ def test_what_callbacks_may_answer(toml: Path, tmp_path: Path, name: str) -> Non
             assert all(all(leaf["loss_mask"]) for leaf in leaves[:4])
 
 
+@pytest.mark.check
 def test_a_callback_that_drops_everything_ends_the_run(toml: Path, tmp_path: Path) -> None:
     run = Run(toml, tmp_path, f"--loop.callback={toml.parent}/mine.py:never", "--loop.max_dropped_batches=2")
     with pytest.raises(RunError, match=r"dropped more than 12 groups for one step .*'never'"):
         run.run()
 
 
+@pytest.mark.check
 def test_sampling_more_has_an_end(toml: Path, tmp_path: Path) -> None:
     """Where rewards stay equal, `until_unequal` samples its further responses and then gives the group up."""
     options = ["--loop.callback=until_unequal", "--loop.callback_options={more=3,most=2}"]

@@ -219,6 +219,7 @@ def test_a_group_is_the_one_of_the_ladder(toml, tmp_path, groups, recipe):
     assert "replaced" in (steps.orchestrator.buffer.summary() or "")  # which checks that all tokens are accounted for
 
 
+@pytest.mark.check
 def test_the_second_update_compares_with_the_policy_rescored_under_the_plain_prompt(step_of):
     steps = step_of("--recipe=guide", "--algorithm.old_logprob=recompute", "--trainer.updates_per_step=2")
     before = plain_model(steps, steps.updates[0])
@@ -233,6 +234,7 @@ def test_the_second_update_compares_with_the_policy_rescored_under_the_plain_pro
     check_gradient(steps, grpo(steps, 1, old), update=1, tolerance=5e-3)
 
 
+@pytest.mark.check
 def test_at_staleness_the_weight_is_that_of_the_sampler_under_its_prompt(step_of):
     """One update a step: ratio 1 against the policy itself, and the weight min(exp(log p - behaviour), 2)."""
     steps = step_of("--recipe=guide", "--loop.staleness=1", "--loop.overlap=false")

@@ -118,6 +118,7 @@ def test_the_factor_is_the_target_over_the_mean_share_of_kept_groups(adaptive: t
             assert row.get(f"group/dropped_{reason}", 0) == list(fates.values()).count(reason)
 
 
+@pytest.mark.check(but=1)
 def test_a_resumed_run_samples_as_many(
     toml: Path, adaptive: tuple[Path, Steps, Watched], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

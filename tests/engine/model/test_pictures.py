@@ -158,6 +158,7 @@ def largest(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.check(but=2)
 def test_depth_as_position_is_found_out(known: Known) -> None:
     """The bound of the tests above tells M-RoPE from plain depth, also on Qwen2.5-VL, where they differ little."""
     (batch,) = pack(known.trees, max_tokens=100_000)

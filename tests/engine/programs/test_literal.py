@@ -163,7 +163,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-@pytest.mark.check(but=9)
+@pytest.mark.check(but=4)
 @pytest.mark.parametrize("template", [ZEPHYR, INST, BARE], ids=["zephyr", "inst", "bare"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_spells_no_control_token(kind: str, template: str) -> None:

@@ -161,6 +161,7 @@ QUICK = {(name, "qwen3") for name in CASES} | set(zip(list(CASES)[::3], itertool
 OF_EVERY_FAMILY = thinned(itertools.product(CASES, MODELS), lambda _, case: case in QUICK)
 
 
+@pytest.mark.check(but=8)
 @pytest.mark.parametrize(("name", "family"), OF_EVERY_FAMILY)
 def test_leaves_are_what_the_model_says_alone_or_in_a_batch(name: str, family: str) -> None:
     everyone = list(range(len(PROMPTS)))
@@ -179,6 +180,7 @@ def test_leaves_are_what_the_model_says_alone_or_in_a_batch(name: str, family: s
         assert_all_free(tight)
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize("name", ["flat", "treepo", "spo_tree", "cure", "eptree"])
 def test_greedy_leaves_begin_as_transformers_does(name: str) -> None:
     trees = run(name, engine(), [3, 4], temperature=0.0, stop_token_ids=())

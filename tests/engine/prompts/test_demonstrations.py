@@ -58,6 +58,7 @@ def logprobs(folder: Path, ids: list[int], model: Any = None) -> torch.Tensor:  
     return logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
+@pytest.mark.check(but=1)
 def test_a_run_without_rollouts_is_supervised_fine_tuning(toml: Path, tmp_path: Path) -> None:
     """Two tables in one step; the loss is the mean over the tokens of both, each with its weight."""
     folder, tokenizer = toml.parent / "model", AutoTokenizer.from_pretrained(toml.parent / "model")

@@ -227,6 +227,7 @@ ANYTHING = st.recursive(
 )
 
 
+@pytest.mark.check
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_body_is_read_or_refused(data: st.DataObject) -> None:

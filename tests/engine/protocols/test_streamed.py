@@ -124,6 +124,7 @@ LAST = {"wordpiece, cleaned": "你", "unigram, cleaned": "你", "suffixes": "the
 """A piece that finishes what was held, and is whole itself; "." for other tokenizers."""
 
 
+@pytest.mark.check(but=3)
 @pytest.mark.parametrize("name", MAKERS)
 @settings(deadline=None, max_examples=100)
 @given(ids=st.lists(st.integers(0, 40), max_size=40), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4))

@@ -79,6 +79,7 @@ def test_a_tracker_gets_every_row_and_goes_on_behind_a_resumed_one(toml: Path, t
     assert stand.asked[3]["resume"] == "allow"
 
 
+@pytest.mark.check
 def test_a_tracker_that_fails_is_told_of_and_left_out(toml: Path, tmp_path: Path, stand: Stand, capsys: Any) -> None:
     stand.fails_at = 1
     made = run(toml, tmp_path, '--trackers=["trackio"]')

@@ -241,7 +241,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.check(but=30)
+@pytest.mark.check(but=12)
 @pytest.mark.parametrize(("reference", "right", "wrong"), CASES, ids=[case[0] for case in CASES])
 def test_right_answers_are_paid_in_any_writing_and_wrong_ones_in_none(
     reference: str, right: list[str], wrong: list[str]

@@ -131,6 +131,7 @@ def test_compiled_once_for_all_layers_and_sizes() -> None:
     assert all(layer._compiled_call_impl is None for layer in layers), "the trainer's calls are its own"
 
 
+@pytest.mark.check
 def test_kinds_of_layers_are_as_many_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five layers, windows in three of them: traced twice."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
