@@ -41,7 +41,7 @@ int KvTree::new_node(int parent, int64_t position) {
   node.serial = ++clock_;
   node.live = true;
   if (parent >= 0) {
-    cached_.erase({nodes_[parent].used, parent});
+    cached_.erase(turn(parent));
     nodes_[parent].children.push_back(id);
   }
   return id;
@@ -50,7 +50,7 @@ int KvTree::new_node(int parent, int64_t position) {
 // -- references -------------------------------------------------------------------------------------------------------
 
 void KvTree::hold(int id) {
-  cached_.erase({nodes_[id].used, id});
+  cached_.erase(turn(id));
   nodes_[id].used = ++clock_;
   ++nodes_[id].holds;
 }
@@ -77,10 +77,15 @@ void KvTree::settle(int id) {
     node.tokens.resize(node.length);  // what has no keys is not worth finding
     node.sealed = true;
     if (node.length > 0) {
-      cached_.insert({node.used, id});
+      cached_.insert(turn(id));
       return;
     }
     drop_keys(node);
+    for (const int64_t owner : std::exchange(node.owners, {})) {
+      const auto kept = kept_.find(owner);
+      kept->second.erase(std::find(kept->second.begin(), kept->second.end(), id));
+      if (kept->second.empty()) kept_.erase(kept);
+    }
     unhook(id);
     node.live = false;
     free_nodes_.push_back(id);
@@ -93,6 +98,29 @@ void KvTree::release(int id) {
   --node.holds;
   node.used = ++clock_;
   settle(id);
+}
+
+void KvTree::keep(int id, int64_t owner) {
+  std::vector<int64_t>& owners = nodes_[held(id)].owners;
+  if (std::find(owners.begin(), owners.end(), owner) != owners.end()) return;
+  owners.push_back(owner);
+  kept_[owner].push_back(id);
+}
+
+void KvTree::let_go(int64_t owner) {
+  const auto found = kept_.find(owner);
+  if (found == kept_.end()) return;
+  for (const int id : found->second) {
+    const bool was_cached = cached_.erase(turn(id)) > 0;
+    std::vector<int64_t>& owners = nodes_[id].owners;
+    owners.erase(std::find(owners.begin(), owners.end(), owner));
+    if (was_cached) cached_.insert(turn(id));
+  }
+  kept_.erase(found);
+}
+
+void KvTree::let_go_all() {
+  while (!kept_.empty()) let_go(kept_.begin()->first);
 }
 
 int KvTree::insert(int64_t key, const int32_t* tokens, int64_t n) {
@@ -236,18 +264,18 @@ void KvTree::drop_keys(Node& node) {
 void KvTree::evict(int id) {
   drop_keys(at(id));
   if (refs(id) == 0) {
-    cached_.erase({nodes_[id].used, id});
+    cached_.erase(turn(id));
     settle(id);
   }
 }
 
 int64_t KvTree::make_room(int64_t pages) {
-  while (free_pages() < pages && !cached_.empty()) evict(cached_.begin()->second);
+  while (free_pages() < pages && !cached_.empty()) evict(std::get<2>(*cached_.begin()));
   return free_pages();
 }
 
 void KvTree::forget() {
-  while (!cached_.empty()) evict(cached_.begin()->second);
+  while (!cached_.empty()) evict(std::get<2>(*cached_.begin()));
 }
 
 int64_t KvTree::evict_others(const int64_t* keep, int64_t n, int64_t pages) {
@@ -339,6 +367,7 @@ int64_t KvTree::last_page_end(const Node& node) const {
 void KvTree::check() const {
   const auto fail = [](const std::string& what) { throw std::logic_error("KvTree: " + what + "."); };
   std::vector<int> holders(page_count_.size(), 0), parents(nodes_.size(), 0);
+  std::map<int64_t, std::vector<int>> kept;
   std::vector<char> taken(page_count_.size() * page_size_, 0);
   int64_t live = 0, keys = 0;
   size_t cached = 0, roots = 0;
@@ -358,9 +387,10 @@ void KvTree::check() const {
     if (node.parent < 0 && (++roots, root_key_.count(static_cast<int>(id)) == 0)) fail(name + " is lost above");
     if (node.parent >= 0 && !nodes_[node.parent].live) fail(name + " has a freed parent");
     if (node.holds < 0) fail("the holds of " + name + " are miscounted");
+    for (const int64_t owner : node.owners) kept[owner].push_back(static_cast<int>(id));
     if (node.holds == 0 && node.children.empty()) {
       ++cached;
-      if (cached_.count({node.used, static_cast<int>(id)}) == 0) fail(name + " is neither held nor cached");
+      if (cached_.count(turn(static_cast<int>(id))) == 0) fail(name + " is neither held nor cached");
       if (!node.sealed || node.length == 0 || node.length != node.size()) fail("the cached " + name + " is open or lacks keys");
     }
     if (node.length > node.size()) fail(name + " holds more keys than it has tokens");
@@ -379,6 +409,11 @@ void KvTree::check() const {
   for (size_t id = 0; id < nodes_.size(); ++id)
     if (nodes_[id].live && nodes_[id].parent >= 0 && parents[id] != 1) fail("node " + std::to_string(id) + " is no child of its parent");
   for (const auto& [key, ids] : roots_) roots -= ids.size();
+  for (auto [owner, ids] : kept_) {
+    std::sort(ids.begin(), ids.end());
+    if (ids != kept[owner]) fail("the nodes that owner " + std::to_string(owner) + " keeps are wrong");
+  }
+  if (kept.size() != kept_.size()) fail("an owner keeps nodes unknown to it");
   if (roots != 0 || cached != cached_.size()) fail("the list of roots or of cached nodes is wrong");
   if (live != nodes()) fail("the list of free nodes is wrong");
   if (keys != keys_) fail("the count of keys is wrong");

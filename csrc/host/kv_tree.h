@@ -19,6 +19,7 @@
 #include <map>
 #include <set>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -60,6 +61,9 @@ class KvTree {
   // The node whose last token is at `position - 1`, on the path of `node`, split off where needed and held by the caller.
   int rewind(int node, int64_t position);
   void release(int node);                         // gives up one hold
+  void keep(int node, int64_t owner);             // drops the node after all cached ones that no owner keeps
+  void let_go(int64_t owner);                     // the owner keeps nothing any more
+  void let_go_all();                              // nor does any other
   void extend(int node, const int32_t* tokens, int64_t n);  // further tokens of an open node; their keys are missing
   void truncate(int node, int64_t end);  // forgets the tokens of an open node from position `end` on, and their keys
 
@@ -114,9 +118,13 @@ class KvTree {
     int64_t serial = 0;  // when it was made, on the same clock
     std::vector<int32_t> tokens;
     std::vector<int> pages, children;
+    std::vector<int64_t> owners;  // that keep it
     int64_t size() const { return static_cast<int64_t>(tokens.size()); }
   };
 
+  using Turn = std::tuple<bool, int64_t, int>;  // (kept, used, node)
+
+  Turn turn(int node) const { return {!nodes_[node].owners.empty(), nodes_[node].used, node}; }
   const Node& at(int node) const;
   Node& at(int node) { return const_cast<Node&>(static_cast<const KvTree*>(this)->at(node)); }
   int new_node(int parent, int64_t position);
@@ -136,7 +144,8 @@ class KvTree {
   std::vector<int> page_count_;                 // nodes holding the page
   std::map<int64_t, std::vector<int>> roots_;   // key -> first nodes of its paths
   std::map<int, int64_t> root_key_;             // the same, backwards
-  std::set<std::pair<int64_t, int>> cached_;    // (used, node)
+  std::set<Turn> cached_;                       // in the order in which they are dropped
+  std::map<int64_t, std::vector<int>> kept_;    // owner -> nodes
   bool records_drops_ = false;
   Dropped dropped_;
   std::vector<int64_t> arranged_, order_;  // the nodes of the last `arrange` and their order, which stays

@@ -119,6 +119,9 @@ PYBIND11_MODULE(_host, m) {
            })
       .def("start_counting", &KvTree::start_counting)
       .def("release", &KvTree::release, py::arg("node"))
+      .def("keep", &KvTree::keep, py::arg("node"), py::arg("owner"))
+      .def("let_go", &KvTree::let_go, py::arg("owner"))
+      .def("let_go_all", &KvTree::let_go_all)
       .def("append",
            [](KvTree& tree, const Ids& nodes, const Ids& counts) {
              return to_numpy(tree.append(nodes.data(), counts.data(), same_length(nodes, counts)));

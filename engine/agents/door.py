@@ -3,8 +3,7 @@
     /episodes/ID/v1/chat/completions, /responses, /messages: a call goes to the sampler and comes back as an answer
     /episodes/ID/reward: the agent's reward
 
-An answer is told when it is complete, also where its client wants a stream. A client that hangs up before that has its
-call aborted and not recorded.
+`answering` tells the answer, whole or while it is sampled.
 """
 
 from __future__ import annotations
@@ -23,24 +22,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
-from ..data.segment import LeafStatus
-from ..data.tree import TokenTree
 from ..protocols.calls import CHATS, COUNT, Call, read_call
 from ..protocols.grammar import Grammars
 from ..protocols.http import RefusedError, handle_errors, read_body
 from ..protocols.keys import key_of, same_key
 from ..protocols.prompts import answer_schema, plain_messages, shown_tools, template_options
 from ..protocols.schema import ChatBody
-from ..rollout import Completion, SamplingParams
+from ..rollout import SamplingParams
 from ..rollout.records import child_seed, parent_seed
+from .answering import Answering, as_response
 from .episode import WRONG_KEY, Episode, PendingCall
 
 T = TypeVar("T")
@@ -183,40 +180,18 @@ class Door:
         raw = await read_body(http)
         asked = await self._aside(partial(self._asked, path, raw))
         if http.headers.get("x-stainless-retry-count", "0") != "0" and (told := episode.repeated(raw)) is not None:
-            return _response(*told)
+            return as_response(*told)
         number = episode.admit(raw)
         try:
             call, form, ignored = await self._aside(partial(self._begin, episode, role, number, asked))
         except BaseException:
             episode.unmade(raw)
             raise
+        headers = {"x-rolltree-ignored": ", ".join(ignored)} if ignored else {}
+        stream = bool(asked.chat.stream)
+        answering = Answering(call, form, raw, stream=stream, headers=headers, abort=self._abort)
         self._submit(call)
-        gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(http))
-        answer: asyncio.Future[Any] = asyncio.wrap_future(call.answer)
-        try:
-            await asyncio.wait({gone, answer}, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done() or not answer.done():
-                raise ClientDisconnect
-            try:
-                tree = answer.result()
-            except RefusedError:
-                raise
-            except asyncio.CancelledError:
-                raise RefusedError("This episode has ended.", 410, "episode_ended") from None
-            except ValueError as error:
-                raise RefusedError(str(error)) from error
-            except Exception as error:
-                said = " ".join(str(error).split())[:300].rstrip(".")
-                raise RefusedError(f"The engine failed: {said}.", 500) from error
-            told = episode.answered(call, tree, partial(_told, form, tree, bool(asked.chat.stream), ignored), raw)
-        except BaseException:
-            episode.dropped(call)
-            episode.unmade(raw)
-            self._abort(call)
-            raise
-        finally:
-            gone.cancel()
-        return _response(*told)
+        return await answering.response(http)
 
     async def _aside(self, function: Callable[[], T]) -> T:
         """Run a long function in a thread; a ValueError becomes a refusal."""
@@ -287,28 +262,3 @@ def _allow_files() -> None:
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-async def _disconnected(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _told(form: Any, tree: TokenTree, stream: bool, ignored: list[str]) -> tuple[Any, tuple[str, Any, dict[str, str]]]:
-    """Return the answer, and the body that tells it with its kind and headers."""
-    begin = int(tree.leaf_prompt[0])
-    ids, status = tree.token_id[begin:], LeafStatus(int(tree.status[0]))
-    none, zero = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32)
-    completion = Completion(ids, zero.astype(np.int8), none, none, none, zero, [], None, status, None)
-    prompts = [tree.token_id[:begin].tolist()]
-    headers = {"x-rolltree-ignored": ", ".join(ignored)} if ignored else {}
-    if stream:
-        events = form.begin(prompts) + form.last(0, form.streamed(), completion, prompts)
-        return form.read(completion), ("text/event-stream", events + form.close(prompts, len(ids)), headers)
-    return form.read(completion), ("application/json", form.whole(prompts, [[completion]]), headers)
-
-
-def _response(kind: str, body: Any, headers: dict[str, str]) -> Response:
-    if kind == "application/json":
-        return JSONResponse(body, headers=headers)
-    return Response(body, media_type=kind, headers=headers)

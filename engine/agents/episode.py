@@ -6,10 +6,14 @@ import hashlib
 import math
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ..data.segment import LeafStatus
 from ..data.tree import TokenTree
@@ -18,9 +22,10 @@ from ..protocols.http import RefusedError
 from ..protocols.keys import same_key
 from ..rollout import SamplingParams
 from ..rollout.sampler import Flight, Job
-from .records import EpisodeRecord, SampledCall
+from .records import EpisodeRecord, Failure, SampledCall, Times
 from .session import Session, Turn
 
+Array = npt.NDArray[Any]
 REPLAYED = 16
 """Answers of an episode that are kept for clients that ask again because they have not got them."""
 
@@ -35,6 +40,9 @@ class PendingCall:
         answer: the engine's tree, or the reason why there is none.
         flight: the engine's job; None before.
         seconds: time that the engine has had for it.
+        sampled: [n] int32, its tokens so far, where the sampler knows them.
+        watch: called in any thread when there are more of them; None where nobody waits for them.
+        arrived, begun, first, ended: as `Times` has them, by the monotonic clock.
     """
 
     episode: Episode
@@ -47,6 +55,19 @@ class PendingCall:
     flight: Flight | None = None
     seconds: float = 0.0
     tries: int = 0
+    sampled: Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    watch: Callable[[], object] | None = None
+    arrived: float = field(default_factory=time.monotonic)
+    begun: float = 0.0
+    first: float | None = None
+    ended: float = 0.0
+
+    @property
+    def times(self) -> Times:
+        """Its seconds since the episode began."""
+        zero = self.episode.began
+        first = None if self.first is None else self.first - zero
+        return Times(self.arrived - zero, self.begun - zero, first, self.ended - zero)
 
 
 class Episode:
@@ -57,25 +78,30 @@ class Episode:
         task: what the agent gets: the row of the data, with the conversation.
         session: the tokens of its calls.
         program: has the budgets.
-        place: number of the engine that has it, of several.
+        number: of all episodes of the run, from 1.
 
     Attributes:
+        place: number of the engine that has it, of several.
         id, key: in its address, and what its calls must send.
         calls: those that were answered.
-        failure: why it failed, a sentence; None if it did not.
+        failure: None if it did not fail.
+        began: its start by the monotonic clock.
         ended: it takes no more calls.
     """
 
-    def __init__(self, job: Job, task: Mapping[str, Any], session: Session, program: AgentCalls) -> None:
-        self.job, self.task, self.session, self.program = job, task, session, program
+    def __init__(
+        self, job: Job, task: Mapping[str, Any], session: Session, program: AgentCalls, number: int = 1
+    ) -> None:
+        self.job, self.task, self.session, self.program, self.number = job, task, session, program, number
         self.id, self.key = secrets.token_hex(8), secrets.token_urlsafe(24)
         self.lock = threading.Lock()
         self.calls: list[SampledCall] = []
         self.open: list[PendingCall] = []
         self.reward: float | None = None
         self.extras: dict[str, float] = {}
-        self.failure: str | None = None
-        self.outage: str | None = None
+        self.failure: Failure | None = None
+        self.outage: Failure | None = None
+        self.began = self._over = time.monotonic()
         self.ended = False
         self.aborted = 0
         self.seconds = 0.0
@@ -83,6 +109,11 @@ class Episode:
         self._numbers = self._made = self._sampled = 0
         self._out_of_budget = self._cut = False
         self._answers: dict[bytes, tuple[Turn, Any]] = {}
+
+    @property
+    def has_called(self) -> bool:
+        """True once a call has come."""
+        return self._numbers > 0
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -197,7 +228,7 @@ class Episode:
             sampled = tree.token_id[int(tree.leaf_prompt[0]) :].tolist()
             self.session.answered(call.turn, sampled, answer)
             self.open.remove(call)
-            self.calls.append(SampledCall(tree, call.role, call.number))
+            self.calls.append(SampledCall(tree, call.role, call.number, call.times))
             self._sampled += len(sampled)
             if not call.role:
                 self._out_of_budget = False  # it has gone on with less, such as a summary
@@ -242,12 +273,12 @@ class Episode:
             self.reward = numbers.pop("reward")
             self.extras = numbers
 
-    def end(self, failure: str | None = None) -> list[PendingCall]:
+    def end(self, failure: Failure | None = None) -> list[PendingCall]:
         """End the episode; return the calls that will get no answer."""
         with self.lock:
             if self.ended:
                 return []
-            self.ended = True
+            self.ended, self._over = True, time.monotonic()
             left, self.open = self.open, []
             self.aborted += len(left)
             self.failure = failure
@@ -256,12 +287,12 @@ class Episode:
     def record(self) -> EpisodeRecord:
         """Return the record of an episode that has ended."""
         failure = self.failure
-        if failure is not None and self._out_of_budget and not failure.startswith(TIMEOUT):
+        if failure is not None and self._out_of_budget and failure.cause != "timeout":
             failure = None  # its agent did not get over a refusal: it ends as cut
         failure = self.outage or failure
         mine = any(not call.role for call in self.calls)
         if failure is None and not mine:
-            failure = "the agent made no call that was answered"
+            failure = Failure("silent", "the agent made no call that was answered")
         status = LeafStatus.LENGTH if self._out_of_budget or self._cut else LeafStatus.STOP
         return EpisodeRecord(
             tuple(self.calls),
@@ -269,10 +300,10 @@ class Episode:
             self.reward if failure is None else None,
             self.extras if failure is None else {},
             failure,
+            self._over - self.began,
         )
 
 
-TIMEOUT = "TimeoutError"
 WRONG_KEY = "The key is missing, wrong or another episode's; send the episode's own as `Authorization: Bearer KEY`."
 
 

@@ -29,6 +29,7 @@ from ..rollout.records import child_seed
 from ..rollout.sampler import Array, Flight, Job, Kept, LostError, Sampler, WeightSource
 from .door import Door
 from .episode import Episode, PendingCall
+from .records import Failure
 from .session import Session
 from .start import Agents, timed_out
 from .tree import episode_tree
@@ -69,7 +70,8 @@ class AgentSampler:
         self.inner, self.program, self.tokenizer = inner, program, tokenizer
         self._ends = inner.end_token_ids or [tokenizer.eos_token_id]
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        vocabulary = inner.engine.vocabulary if isinstance(inner, LocalSampler) else None
+        self._local = inner if isinstance(inner, LocalSampler) else None
+        vocabulary = None if self._local is None else self._local.engine.vocabulary
         self._door = Door(tokenizer, inner.longest, self._arrived, self._left, vocabulary)
         self._agents = Agents(program, self._returned)
         self._groups: dict[Flight, _Group] = {}
@@ -78,6 +80,8 @@ class AgentSampler:
         self._running: set[Episode] = set()
         self._calls: dict[Flight, PendingCall] = {}
         self._landed: list[Flight] = []
+        self._numbers = 0
+        self._waited = Counter(agent_start_us=0, agent_tools_us=0)
         self._stepped = time.monotonic()
 
     # -- from threads of the door and of agents ------------------------------------------------------------------------
@@ -88,7 +92,7 @@ class AgentSampler:
     def _left(self, call: PendingCall) -> None:
         self._news.put(lambda: self._abort(call))
 
-    def _returned(self, episode: Episode, why: str | None) -> None:
+    def _returned(self, episode: Episode, why: Failure | None) -> None:
         self._news.put(lambda: self._end(episode, why))
 
     # -- the sampler ---------------------------------------------------------------------------------------------------
@@ -103,7 +107,11 @@ class AgentSampler:
 
     @property
     def tally(self) -> Counter[str]:
-        return self.inner.tally
+        """Counts of the sampler of calls, and microseconds without a call to sample: while agents start
+        (``agent_start_us``), and while they or their tools work (``agent_tools_us``)."""
+        tally = Counter(self.inner.tally)
+        tally.update(self._waited)
+        return tally
 
     def submit(self, jobs: Sequence[Job]) -> list[Flight]:
         flights = [Flight(job) for job in jobs]
@@ -118,7 +126,8 @@ class AgentSampler:
 
     def _episode(self, job: Job, task: Mapping[str, Any], number: int) -> Episode:
         session = Session(self.tokenizer, self._ends, job.prompt, int(child_seed(job.seed, number)))
-        return Episode(job, task, session, self.program)
+        self._numbers += 1
+        return Episode(job, task, session, self.program, self._numbers)
 
     @staticmethod
     def _task(job: Job) -> dict[str, Any]:
@@ -133,6 +142,7 @@ class AgentSampler:
         while self._waiting and len(self._running) < self.program.episodes:
             episode = self._waiting.popleft()
             self._running.add(episode)
+            episode.began = time.monotonic()
             self._door.open(episode)
             self._agents.start(episode, self._door.address(episode))
 
@@ -149,15 +159,23 @@ class AgentSampler:
         self._take_news()
         if self._calls:
             self._answer(self.inner.step(min(seconds, WAIT_S)))
+            self._observe()
         self._expire(passed)
         self._start()
 
     def _wait(self, seconds: float) -> None:
         """Wait for a call or an end, since there is nothing to sample."""
+        share = sum(not episode.has_called for episode in self._running) / max(len(self._running), 1)
+        begin = time.monotonic()
         try:
-            self._news.get(timeout=seconds)()
+            news = self._news.get(timeout=seconds)
         except queue.Empty:
-            return
+            news = None
+        microseconds = 1e6 * (time.monotonic() - begin)
+        self._waited["agent_start_us"] += round(share * microseconds)
+        self._waited["agent_tools_us"] += round((1 - share) * microseconds)
+        if news is not None:
+            news()
 
     def _take_news(self) -> None:
         while True:
@@ -176,9 +194,10 @@ class AgentSampler:
             return
         episode = call.episode
         context = CallContext(call.drawn)
-        job = Job(call.turn.prompt, call.params, call.params.seed, context, near=episode.place, pictures=())
+        job = Job(call.turn.prompt, call.params, call.params.seed, context, near=episode.place, owner=episode.number)
         try:
             (call.flight,) = self.inner.submit([job])
+            call.begun = time.monotonic()
         except ValueError as error:
             call.answer.set_exception(error)
             return
@@ -193,6 +212,9 @@ class AgentSampler:
             call = self._calls.pop(flight, None)
             if call is None:
                 continue
+            call.ended = time.monotonic()
+            if call.first is None and self._local is not None:
+                call.first = call.ended  # its first step was its last
             if flight.place is not None:
                 call.episode.place = flight.place
             if isinstance(flight.error, LostError) and call.tries < TRIES:
@@ -202,10 +224,28 @@ class AgentSampler:
             elif flight.tree is None or "errors" in flight.tree.meta:
                 why = flight.error if flight.tree is None else RuntimeError(flight.tree.meta["errors"][0])
                 assert why is not None
-                call.episode.outage = f"the engine failed on a call: {' '.join(str(why).split())[:300].rstrip('.')}"
+                said = " ".join(str(why).split())[:300].rstrip(".")
+                call.episode.outage = Failure("engine", f"the engine failed on a call: {said}")
                 _settle(call, error=why)
             else:
                 _settle(call, tree=flight.tree)
+
+    def _observe(self) -> None:
+        """Note when calls begin and have their first tokens, and tell streams what has been sampled."""
+        if self._local is None:
+            return
+        now = time.monotonic()
+        for flight, call in self._calls.items():
+            if call.first is not None and call.watch is None:
+                continue
+            sampled = self._local.progress(flight)
+            if sampled is None:
+                call.begun = now
+            elif len(sampled) > len(call.sampled):
+                call.sampled = sampled
+                call.first = now if call.first is None else call.first
+                if call.watch is not None:
+                    call.watch()
 
     def _expire(self, passed: float) -> None:
         """Refuse calls and end episodes that take too long."""
@@ -226,7 +266,7 @@ class AgentSampler:
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
-    def _end(self, episode: Episode, why: str | None) -> None:
+    def _end(self, episode: Episode, why: Failure | None) -> None:
         """Take an episode whose agent has returned; its group is done with its last one."""
         group = self._group_of.get(episode)
         if group is None or episode not in group.left:
@@ -236,11 +276,12 @@ class AgentSampler:
         if not group.left:
             self._land(group)
 
-    def _close(self, episode: Episode, why: str | None) -> None:
+    def _close(self, episode: Episode, why: Failure | None) -> None:
         for call in episode.end(why):
             self._abort(call)
             call.answer.cancel()
         self._door.shut(episode)
+        self.inner.let_go([episode.number])
         self._running.discard(episode)
 
     def _land(self, group: _Group) -> None:
@@ -260,14 +301,15 @@ class AgentSampler:
         self._landed.append(flight)
 
     def drop(self, flights: Sequence[Flight]) -> None:
+        why = Failure("dropped", "its group was dropped")
         for flight in flights:
             group = self._groups.pop(flight, None)
             for episode in [] if group is None else group.episodes:
                 del self._group_of[episode]
                 if episode in self._waiting:
                     self._waiting.remove(episode)
-                self._agents.stop(episode, "its group was dropped")
-                self._close(episode, "its group was dropped")
+                self._agents.stop(episode, why)
+                self._close(episode, why)
 
     def kept(self, flights: Sequence[Flight]) -> list[Kept]:
         return [Kept(None, "agent") for _ in flights]
@@ -306,6 +348,9 @@ class AgentSampler:
 
     def wake(self) -> None:
         self.inner.wake()
+
+    def let_go(self, owners: Sequence[int]) -> None:
+        self.inner.let_go(owners)
 
     def forget_prefixes(self) -> None:
         self.inner.forget_prefixes()

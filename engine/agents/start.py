@@ -22,7 +22,8 @@ from ..errors import UserError
 from ..parts.calling import failure
 from ..parts.resolve import import_object
 from ..programs import AgentCalls
-from .episode import TIMEOUT, Episode
+from .episode import Episode
+from .records import Cause, Failure
 
 MARK = "ROLLTREE_EPISODE"
 """Environment variable with an episode's id, by which processes that left its group are found."""
@@ -72,10 +73,10 @@ class Agents:
         UserError: there is no such function or command.
     """
 
-    def __init__(self, program: AgentCalls, ended: Callable[[Episode, str | None], object]) -> None:
+    def __init__(self, program: AgentCalls, ended: Callable[[Episode, Failure | None], object]) -> None:
         self.program, self._ended = program, ended
         self._lock = threading.Lock()
-        self._running: dict[Episode, Callable[[str], object]] = {}  # with what ends each
+        self._running: dict[Episode, Callable[[Failure], object]] = {}  # with what ends each
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: Any = None
         self._reaper: subprocess.Popen[str] | None = None
@@ -105,7 +106,7 @@ class Agents:
             target=self._guarded, args=(work, episode, address), name=f"rolltree-agent-{name}", daemon=True
         ).start()
 
-    def stop(self, episode: Episode, why: str) -> None:
+    def stop(self, episode: Episode, why: Failure) -> None:
         """End the agent of an episode; a plain function's thread only hears that its episode has ended."""
         with self._lock:
             end = self._running.get(episode)
@@ -117,7 +118,7 @@ class Agents:
         with self._lock:
             left = list(self._running.items())
         for _, end in left:
-            end("the run has ended")
+            end(Failure("dropped", "the run has ended"))
         if self._loop is not None:
             with suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(_unwound(self._client), self._loop).result(END_S)
@@ -178,19 +179,17 @@ class Agents:
             self._running[episode] = lambda why: future.cancel()
         future.add_done_callback(over)
 
-    def _why(self, error: BaseException) -> str:
-        if isinstance(error, _AgentError):
-            return str(error)
-        return failure(error, self._function)
+    def _why(self, error: BaseException) -> Failure:
+        return error.failure if isinstance(error, _AgentError) else Failure("raised", failure(error, self._function))
 
     def _take(self, episode: Episode, given: Any) -> None:
         if given is not None:
             try:
                 episode.rewarded(given)
             except ValueError as error:
-                raise _AgentError(f"ValueError: {error}") from error
+                raise _AgentError("reward", f"ValueError: {error}") from error
 
-    def _over(self, episode: Episode, why: str | None) -> None:
+    def _over(self, episode: Episode, why: Failure | None) -> None:
         with self._lock:
             self._running.pop(episode, None)
         self._ended(episode, why)
@@ -226,7 +225,7 @@ class Agents:
             MARK: episode.id,
         }
         words = [_absolute(word) for word in self.program.command]
-        stopped: list[str] = []
+        stopped: list[Failure] = []
         with stderr.open("wb") as errors:
             process = subprocess.Popen(
                 words, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
@@ -244,17 +243,18 @@ class Agents:
             _end_all(process, episode)
             self._tell("-", process.pid, episode, folder)
         if stopped:
-            raise _AgentError(stopped[0])
+            raise _AgentError(*stopped[0])
         if code:
             said = " ".join(stderr.read_bytes()[-4 * STDERR :].decode(errors="replace").split())[-STDERR:]
             ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise _AgentError(f"{self.program.command[0]} ended with {ended}" + (f": {said}" if said else ""))
+            why = f"{self.program.command[0]} ended with {ended}" + (f": {said}" if said else "")
+            raise _AgentError("signal" if code < 0 else "exit", why)
         if not reward.is_file():
             return None
         try:
             return json.loads(reward.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise _AgentError("the file of ROLLTREE_REWARD holds no JSON") from error
+            raise _AgentError("reward", "the file of ROLLTREE_REWARD holds no JSON") from error
 
     def _tell(self, sign: str, pid: int, episode: Episode, folder: Path) -> None:
         """Tell the reaper, which is started first, of a process group that begins or has ended."""
@@ -281,11 +281,15 @@ async def _unwound(client: Any) -> None:
 
 
 class _AgentError(Exception):
-    """The message says why an agent failed."""
+    """An agent failed, as `failure` says."""
+
+    def __init__(self, cause: Cause, why: str) -> None:
+        super().__init__(why)
+        self.failure = Failure(cause, why)
 
 
-def timed_out(seconds: float) -> str:
-    return f"{TIMEOUT}: the agent did not return within {seconds:g} s"
+def timed_out(seconds: float) -> Failure:
+    return Failure("timeout", f"TimeoutError: the agent did not return within {seconds:g} s")
 
 
 def _absolute(word: str) -> str:

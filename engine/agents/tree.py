@@ -11,6 +11,7 @@ itself is stored for it alone, as other programs' branches are; `pack` computes 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,13 +21,14 @@ from ..data.columns import COLUMNS, Array
 from ..data.media import Picture, distinct
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree, of_runs
-from .records import EpisodeRecord, SampledCall
+from .records import EpisodeRecord, Failure, SampledCall
 
 AGENT = "agent"
 """Name of the role of calls that name none, in groups with calls that do."""
-OTHER_START = (
+OTHER_START = Failure(
+    "template",
     "a call's prompt begins with another token than the first call of its group, so they are no one tree; use a chat "
-    "template that begins every conversation with the same token"
+    "template that begins every conversation with the same token",
 )
 """Failure of an episode whose calls have no place in the tree of its group."""
 
@@ -83,7 +85,8 @@ def episode_tree(
     true for the leaf that ends with the last answer of the agent itself; ``call``, the number from 1 of the call that
     sampled or first read a token; ``role`` where calls have roles, which ``meta["roles"]`` names, the agent's own
     (`AGENT`) first. ``meta["given_rewards"]`` and ``meta["given_named"]`` have the agents' rewards by leaf,
-    ``meta["errors"]`` the reasons of failures, ``meta["agent"]`` the numbers of calls in the tree and of their tokens.
+    ``meta["errors"]`` the reasons of failures, ``meta["agent"]`` the numbers of calls in the tree and of their tokens,
+    the agents' own seconds and the numbers of failures by cause, ``meta["timeline"]`` the times of the episodes' calls.
     An episode without a call is a leaf at the prompt. Where an episode failed, all its leaves have.
 
     Args:
@@ -144,10 +147,29 @@ def episode_tree(
     tree.set("answer", answers)
     _describe(tree, episodes, failures)
     every = [call.tree.num_tokens for mine in calls for call in mine]
-    tree.meta["agent"] = {"calls": len(every), "call_tokens": sum(every)}
+    own = sum(record.own_seconds for record in episodes)
+    tree.meta["agent"] = {"calls": len(every), "call_tokens": sum(every), "tool_s": own}
+    tree.meta["agent"] |= Counter(f"failed_{failure.cause}" for failure in failures if failure is not None)
+    tree.meta["timeline"] = [_timeline(record) for record in episodes]
     if len(roles) > 1:
         tree.meta["roles"] = list(roles)
     return tree
+
+
+def _timeline(record: EpisodeRecord) -> dict[str, object]:
+    """Return the seconds of an episode, and of each of its calls, with its number of tokens."""
+    calls = [
+        {
+            "number": order,
+            "role": call.role,
+            **call.times._asdict(),
+            "read": int(call.tree.leaf_prompt[0]),
+            "sampled": call.tree.num_tokens - int(call.tree.leaf_prompt[0]),
+        }
+        for order, call in enumerate(sorted(record.calls, key=lambda call: call.number), start=1)
+        if call.times is not None
+    ]
+    return {"seconds": record.seconds, "calls": calls}
 
 
 def _main(leaves: Sequence[_Leaf]) -> _Leaf | None:
@@ -261,12 +283,12 @@ def _depth_first(root: _Run) -> Iterator[_Run]:
         waiting += reversed(run.following)
 
 
-def _describe(tree: TokenTree, episodes: Sequence[EpisodeRecord], failures: Sequence[str | None]) -> None:
+def _describe(tree: TokenTree, episodes: Sequence[EpisodeRecord], failures: Sequence[Failure | None]) -> None:
     """Write rewards and failures to the metadata, by leaf."""
     of = tree.episode.tolist()
     meta: dict[str, Mapping[int, object]] = {
         "given_rewards": {i: r for i, n in enumerate(of) if (r := episodes[n].reward) is not None},
         "given_named": {i: dict(episodes[n].extras) for i, n in enumerate(of) if episodes[n].extras},
-        "errors": {i: why for i, n in enumerate(of) if (why := failures[n]) is not None},
+        "errors": {i: found.why for i, n in enumerate(of) if (found := failures[n]) is not None},
     }
     tree.meta |= {name: values for name, values in meta.items() if values}

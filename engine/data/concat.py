@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -72,6 +73,7 @@ def join(trees: Sequence[TokenTree]) -> TokenTree:
         joined.meta["counts"] = dict(counts)
     if calls:
         joined.meta["agent"] = dict(calls)
+        joined.meta["timeline"] = [times for tree in trees for times in _timeline(tree)]
     return joined
 
 
@@ -84,6 +86,13 @@ def _episodes(trees: Sequence[TokenTree]) -> Array:  # [L] int64
         found.append(begin + number)
         begin += int(number.max()) + 1
     return np.concatenate(found)
+
+
+def _timeline(tree: TokenTree) -> list[Any]:
+    """Return the times of a tree's episodes by their numbers in the joined tree; None for responses of no agent."""
+    known, numbers = tree.meta.get("timeline", []), np.unique(tree.episode)
+    alone = int(np.count_nonzero(tree.episode < 0))
+    return [known[n] if n < len(known) else None for n in numbers[numbers >= 0].tolist()] + [None] * alone
 
 
 def _part(segment: Segment, begin: int, end: int) -> Segment:

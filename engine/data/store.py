@@ -34,6 +34,22 @@ IDENTITY = pa.schema(
 )
 """The columns of every file; those of the trees follow, as lists of one entry a response token or one value a leaf."""
 
+CALLS = pa.list_(
+    pa.struct(
+        {
+            "number": pa.int32(),
+            "role": pa.string(),
+            "arrived": pa.float64(),
+            "begun": pa.float64(),
+            "first": pa.float64(),
+            "ended": pa.float64(),
+            "read": pa.int32(),
+            "sampled": pa.int32(),
+        }
+    )
+)
+"""Calls of an agent's episode: seconds since it began, and numbers of tokens."""
+
 
 def write_rollouts(path: Path, step: int, trees: Sequence[TokenTree], responses: Sequence[Sequence[str]]) -> None:
     """Write ``trees`` as parquet, one row a leaf path.
@@ -42,7 +58,8 @@ def write_rollouts(path: Path, step: int, trees: Sequence[TokenTree], responses:
     Routes are lists of all layers' experts, a layer after the other; ``prompt_routes`` holds those of the prompt.
     A reward that is NaN (its verifier failed) is null. Rows of pictures have token ids of their own in ``prompt_ids``
     (`media.Picture.ids`); ``pictures``, in files with any, has the digests of their content. ``thumbnails``, in files
-    with any, has small encoded pictures in the row of a tree's first leaf, and null in the others.
+    with any, has small encoded pictures in the row of a tree's first leaf, and null in the others. Files of agents'
+    episodes have their seconds, ``episode_s``, and ``calls`` in the row of the leaf with the last answer.
 
     Args:
         trees: with ``meta`` keys ``prompt_id, task, prompt_text`` and the reward ``rewards["reward"]``; with the key
@@ -135,6 +152,8 @@ def _schema(trees: Sequence[TokenTree]) -> pa.Schema:
     schema = IDENTITY
     if any(tree.pictures for tree in trees):
         schema = schema.append(pa.field("pictures", pa.list_(pa.string())))
+    if any("timeline" in tree.meta for tree in trees):
+        schema = schema.append(pa.field("episode_s", pa.float64())).append(pa.field("calls", CALLS))
     if any("thumbnails" in tree.meta for tree in trees):
         schema = schema.append(pa.field("thumbnails", pa.list_(pa.binary())))
     for name in dict.fromkeys(name for tree in trees for name in tree.columns if name != "status"):
@@ -192,6 +211,8 @@ def _table(schema: pa.Schema, step: int, trees: Sequence[TokenTree], texts: Sequ
         "thumbnails": [
             tree.meta.get("thumbnails") if leaf == 0 else None for tree in trees for leaf in range(tree.num_leaves)
         ],
+        "episode_s": [None if times is None else times["seconds"] for tree in trees for times in _timeline(tree)],
+        "calls": [None if times is None else times["calls"] for tree in trees for times in _timeline(tree)],
         "status": [LeafStatus(status).name.lower() for tree in trees for status in tree.status.tolist()],
     }
     for name in schema.names:
@@ -210,6 +231,13 @@ def _reward(trees: Sequence[TokenTree], name: str) -> pa.Array:
     given = [tree.rewards.get(name, np.full(tree.num_leaves, np.nan, np.float32)) for tree in trees]
     values = np.concatenate(given)
     return pa.array(values, mask=np.isnan(values))
+
+
+def _timeline(tree: TokenTree) -> Iterator[dict[str, Any] | None]:
+    """Yield for each leaf the times of the episode whose last answer it has; None for any other."""
+    known = tree.meta.get("timeline", [])
+    for number, answer in zip(tree.episode.tolist(), tree.answer.tolist(), strict=True):
+        yield known[number] if answer and 0 <= number < len(known) else None
 
 
 def _flat(values: Array) -> Array:  # [n, ...] -> [n, w]

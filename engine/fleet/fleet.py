@@ -267,6 +267,11 @@ class Fleet:
         for engine in self._engines:
             engine.ask(self.workers.clock(), "wake")
 
+    def let_go(self, owners: Sequence[int]) -> None:
+        for engine in self._engines:
+            if engine.serving:
+                engine.ask(self.workers.clock(), "let_go", list(owners))
+
     def forget_prefixes(self) -> None:
         for engine in self._engines:
             if engine.serving:

@@ -210,6 +210,10 @@ class Host:
         """Continue after `rest`."""
         return self.call(self.engine.wake)
 
+    def let_go(self, owners: Sequence[int]) -> Future[None]:
+        """See `Sampler.let_go`."""
+        return self.call(partial(self.engine.let_go, owners))
+
     def forget_prefixes(self) -> Future[None]:
         """Drop the cached keys of prefixes."""
         return self.call(self.engine.forget_prefixes)

@@ -165,6 +165,10 @@ def overlaid(under: Sequence[Span], over: Sequence[Span]) -> list[Span]:
     return [*out, *waiting]
 
 
+AGENTS = ("start", "tools")
+"""Why a sampler waits for agents."""
+
+
 class Idle:
     """Idle time of the device while a run sampled, by cause.
 
@@ -181,8 +185,9 @@ class Idle:
 
         Args:
             times: result of `Stopwatch.read`.
-            work: microseconds of all decode steps so far, with the `Steering.counts` of these steps; and, with engines
-                in other processes, the bytes of all published weights and those that were sent.
+            work: microseconds of all decode steps so far, with the `Steering.counts` of these steps; with engines in
+                other processes, the bytes of all published weights and those that were sent; and with agents, the
+                microseconds in which none of them waited for the sampler.
         """
         since = work - self._before
         self._before = work.copy()
@@ -191,7 +196,9 @@ class Idle:
         full = since["steps"] * self._rows
         bytes_ = since["weight_bytes"]
         sent = {"perf/weights_sent": since["sent_weight_bytes"] / bytes_} if bytes_ else {}
+        agents = {cause: since[f"agent_{cause}_us"] / 1e6 for cause in AGENTS if f"agent_{cause}_us" in work}
         return sent | {
+            **{f"perf/idle/agents_{cause}": seconds for cause, seconds in agents.items()},
             "perf/sampling_s": sampled,
             "perf/overlapped_s": max(0.0, sampled - times["timing_s/gen"]),
             "perf/idle/rewards": times["timing_s/reward"],

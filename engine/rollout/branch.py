@@ -146,6 +146,7 @@ class Request:
         self.params = params
         self.program = program
         self.adapter = 0  # number of the adapter in the engine; 0 is the model without one
+        self.owner = 0  # see `Job.owner`
         self.forks = 0  # branches that the program asks for at the prompt
         self.tree: TokenTree | None = None
         self.error: Exception | None = None

@@ -307,6 +307,10 @@ class RolloutEngine(ABC):
         """
         return
 
+    def let_go(self, owners: Iterable[int]) -> None:
+        """Treat the keys of these owners' requests (`Job.owner`) as those of any others; without effect on samples."""
+        return
+
     @abstractmethod
     def forget_prefixes(self) -> None:
         """Drop the cached keys of prefixes.
@@ -382,8 +386,7 @@ class RolloutEngine(ABC):
         for name, values in given:
             if values is not None and len(values) != len(prompts):
                 raise ValueError(f"Got {len(values)} {name} for {len(prompts)} prompts; give one a prompt.")
-        if isinstance(program, str):
-            program = make_program(program)
+        program = make_program(program) if isinstance(program, str) else program
         requests = []
         for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             if isinstance(prompt, Request):

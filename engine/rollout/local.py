@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -57,6 +58,7 @@ class LocalSampler:
             pictures=[job.pictures for job in jobs],
         )
         for job, request in zip(jobs, requests, strict=True):
+            request.owner = job.owner
             if job.kept is not None:
                 self.engine.abort([request])
                 restore_request(request, dict(job.kept))
@@ -90,6 +92,13 @@ class LocalSampler:
             request = self._flights.pop(flight)
             flight.tree, flight.error = request.tree, request.error
         self._landed += done
+
+    def progress(self, flight: Flight) -> Array | None:  # [n] int32
+        """Return the tokens so far of an unfinished job of one response; None before the engine begins with it."""
+        if not (request := self._flights[flight]).started:
+            return None
+        found = self.engine.progress(request)
+        return next((records["token"] for records in found.values()), np.zeros(0, np.int32))
 
     def kept(self, flights: Sequence[Flight]) -> list[Kept]:
         requests = [self._flights[flight] for flight in flights]
@@ -150,6 +159,9 @@ class LocalSampler:
 
     def wake(self) -> None:
         self.engine.wake()
+
+    def let_go(self, owners: Sequence[int]) -> None:
+        self.engine.let_go(owners)
 
     def forget_prefixes(self) -> None:
         self.engine.forget_prefixes()

@@ -42,6 +42,7 @@ class Job:
         version: policy version of the oldest weights that may sample it.
         near: `Flight.place` of an earlier job with the same prompt, whose keys may still be there.
         pictures: those whose rows are among ``prompt``.
+        owner: a number; until its `Sampler.let_go` the keys are the last that are dropped from the cache. 0: none.
     """
 
     prompt: Sequence[int]
@@ -52,6 +53,7 @@ class Job:
     version: int = 0
     near: int | None = None
     pictures: tuple[Picture, ...] = ()
+    owner: int = 0
 
 
 @dataclass(eq=False)
@@ -171,6 +173,10 @@ class Sampler(Protocol):
 
     def wake(self) -> None:
         """Continue after `rest`."""
+        ...
+
+    def let_go(self, owners: Sequence[int]) -> None:
+        """Keep the keys of these owners' jobs no longer than others."""
         ...
 
     def forget_prefixes(self) -> None:

@@ -65,6 +65,10 @@ OF_AGENTS: tuple[Curve, ...] = (
           (("agent/calls", "calls", BLUE), ("agent/branches", "sequences", GREEN))),
     Curve("Shared by calls", "Tokens of all calls, each with its whole prompt, over tokens of the trees.",
           (("agent/shared_ratio", "of calls / of trees", GREEN),)),
+    Curve("Time of tools", "Mean seconds of an episode in which its agent waited for no call.",
+          (("agent/tool_s", "seconds", ORANGE),)),
+    Curve("Waiting for agents", "Seconds of a step without a call to sample: agents start, or work themselves.",
+          (("perf/idle/agents_start", "start", GREY), ("perf/idle/agents_tools", "tools", ORANGE))),
 )  # fmt: skip
 """Plots of runs of agents alone."""
 

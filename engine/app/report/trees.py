@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from ...data.columns import COLUMNS
 from ...data.store import IDENTITY
+from .time_lines import time_line
 
 MAX_STEPS = 25
 TREES_PER_STEP = 4
@@ -27,7 +28,7 @@ MAX_TOKENS = 80_000
 FIRST = ("advantage", "behaviour_logprob", "entropy")
 """Columns that the explorer lists first; the others follow in alphabetical order."""
 
-SHOWN = ("loss_mask", "thumbnails")
+SHOWN = ("loss_mask", "thumbnails", "episode_s", "calls")
 """Columns beyond those of every file that the page shows by themselves, not as values of tokens."""
 
 Row = dict[str, Any]
@@ -38,10 +39,11 @@ TokenTexts = Callable[[Sequence[int]], list[str]]
 def explorer_data(files: Sequence[Path], token_texts: TokenTexts | None, missing: list[str]) -> dict[str, Any]:
     """Return the data that the page embeds: ``{"trees": [...], "columns": {name: meaning}, "note": sentence}``.
 
-    A tree is ``{step, id, task, reward, leaves, nodes}``; a node ``{parent, tokens, text, mask, values, leaves}``:
-    ``leaves`` are the responses that end there, and ``values`` has for each column of numbers in the file one entry per
-    token, or a single number; both are means over the responses below the node. The first node of a tree may have
-    ``pictures``: URLs that hold the data of thumbnails, empty for pictures that could not be read.
+    A tree is ``{step, id, task, reward, leaves, nodes, episodes}``, the last of `time_line`; a node ``{parent, tokens,
+    text, mask, values, leaves}``: ``leaves`` are the responses that end there, and ``values`` has for each column of
+    numbers in the file one entry per token, or a single number; both are means over the responses below the node. The
+    first node of a tree may have ``pictures``: URLs that hold the data of thumbnails, empty for pictures that could not
+    be read.
 
     Args:
         files: ``rollouts/*.parquet``.
@@ -112,6 +114,7 @@ def build_tree(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str,
         "reward": round(math.fsum(rewards) / len(rewards), 4) if rewards else None,
         "leaves": len(rows),
         "nodes": nodes,
+        "episodes": [time_line(row) for row in rows if row.get("calls") is not None],
     }
 
 

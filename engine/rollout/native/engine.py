@@ -178,6 +178,7 @@ class NativeEngine(RolloutEngine):
     def policy_version(self, version: int) -> None:
         if version != self.loop.version:  # the trainer of the same module has changed its weights
             self.loop.runner.towers.forget()
+            self.cache.tree.let_go_all()  # keys of older weights are not found again
         RolloutEngine.policy_version.fset(self, version)  # type: ignore[attr-defined]
 
     def update_weights(
@@ -219,6 +220,11 @@ class NativeEngine(RolloutEngine):
     def forget_prefixes(self) -> None:
         with self._lock:
             self.cache.forget_prefixes()
+
+    def let_go(self, owners: Iterable[int]) -> None:
+        with self._lock:
+            for owner in owners:
+                self.cache.tree.let_go(owner)
 
     def remember(self, texts: Iterable[Text]) -> None:
         """Draft from texts that were sampled before a restart, or by another engine. No sampled token changes."""

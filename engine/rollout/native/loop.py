@@ -125,13 +125,11 @@ class NativeLoop(Steering):
         self.rows.running[targets] = True
         accepted = int(np.count_nonzero(offset))
         branches = len(targets) - accepted
-        self.counts["steps"] += 1
-        self.counts["sampled_tokens"] += len(targets)
-        self.counts["drafted_tokens"] += drafted
-        self.counts["accepted_tokens"] += accepted
-        self.counts["row_steps"] += branches
         unfinished = sum(len(request.sampling) + len(request.resting) for request in self.requests)
-        self.counts["idle_row_steps"] += unfinished - branches
+        self.counts.update(
+            steps=1, sampled_tokens=len(targets), drafted_tokens=drafted, accepted_tokens=accepted,
+            row_steps=branches, idle_row_steps=unfinished - branches,
+        )  # fmt: skip
         if ends.any():
             if self.scheduler.drafts is not None:
                 self.scheduler.drafts.sampled(self.rows, targets[ends != GO_ON])
@@ -179,10 +177,8 @@ class NativeLoop(Steering):
         for branch in request.unfinished:
             assert branch.saved is not None
             tokens = branch.node.column("token")
-            if branch.node.sealed:
-                branch.kv = self.cache.start(self._key(request), tokens)
-            else:  # the last node is open and continues
-                branch.kv = self.cache.resume(self._key(request), tokens)
+            find = self.cache.start if branch.node.sealed else self.cache.resume  # an open node continues
+            branch.kv = find(self._key(request), tokens)
             table = self.stops.table(request, self.rows)
             branch.slot = self.rows.restore(branch, {**branch.saved, "stop_table": table})
             branch.saved = None
@@ -320,11 +316,8 @@ class NativeLoop(Steering):
     @staticmethod
     def _name_failure(branch: Branch, why: str | None) -> None:
         """Record the reason why a branch has no sampled token."""
-        if why is None:
-            why = "the model's logits were not finite"
-            if branch.request.params.constrained:
-                why += ", or every token was forbidden"
-        branch.request.errors[branch.id] = why
+        forbidden = ", or every token was forbidden" if branch.request.params.constrained else ""
+        branch.request.errors[branch.id] = why or f"the model's logits were not finite{forbidden}"
 
     # -- operations of `Steering` -----------------------------------------------------------------------------------
 
@@ -383,6 +376,8 @@ class NativeLoop(Steering):
         self.rows.remove(branch.slot)
         branch.slot = -1
         if not branch.request.program.rewinds:
+            if branch.request.owner and branch.kv >= 0:
+                self.cache.tree.keep(branch.kv, branch.request.owner)
             self._drop(branch)
 
     def _drop(self, branch: Branch) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +49,13 @@ class Open:
     flights: list[Any]
     stopping: bool = False
     paused: bool = False
+    stepping: threading.Lock = field(default_factory=threading.Lock)
+
+    def pause(self) -> None:
+        """Let the test step the sampler, or nobody."""
+        self.paused = True
+        with self.stepping:  # the present step has ended
+            pass
 
     def client(self, number: int = 0, key: str | None = None, **headers: str) -> httpx.Client:
         episode = self.episodes[number]
@@ -76,10 +82,10 @@ def group(engine: NativeEngine, folder: Path, n: int = 1, params: Any = None, **
 
         def steps() -> None:
             while not opened.stopping:
-                if opened.paused:
-                    time.sleep(0.005)
-                else:
-                    made.step(0.02)
+                with opened.stepping:
+                    if not opened.paused:
+                        made.step(0.02)
+                time.sleep(0.005 if opened.paused else 0)
 
         thread = threading.Thread(target=steps, daemon=True)
         thread.start()
@@ -170,7 +176,7 @@ def test_three_protocols_whole_and_streamed_are_one_conversation(engine: NativeE
 def test_a_client_that_hangs_up_is_not_recorded(engine: NativeEngine, tmp_path: Path) -> None:
     """In a stream or not; the next call of the same conversation is as if there had been none."""
     with group(engine, tmp_path, params={"max_new_tokens": 400}) as opened:
-        opened.paused = True
+        opened.pause()
         port = int(opened.made._door.address(opened.episodes[0]).split(":")[2].split("/")[0])
         for stream in (False, True):
             body = json.dumps(CHAT | {"stream": stream, "max_tokens": 200}).encode()
@@ -206,7 +212,7 @@ def test_a_clients_second_try_is_the_same_call(engine: NativeEngine, tmp_path: P
             assert again.json() == first.json()
             anew = client.post("/v1/chat/completions", json=CHAT, headers={"x-stainless-retry-count": "0"})
             assert anew.json()["id"] != first.json()["id"]
-            opened.paused = True
+            opened.pause()
             with pytest.raises(httpx.ReadTimeout):  # a third call of the same body: its second try is none of the first
                 client.post("/v1/chat/completions", json=CHAT, timeout=0.5)
             until(lambda: not opened.episodes[0].open)
@@ -228,7 +234,7 @@ def test_calls_without_an_answer_do_not_count(engine: NativeEngine, tmp_path: Pa
 
 def test_calls_beyond_those_at_once_are_asked_to_come_back(engine: NativeEngine, tmp_path: Path) -> None:
     with group(engine, tmp_path, at_once=2, params={"max_new_tokens": 400}) as opened:
-        opened.paused = True
+        opened.pause()
         answers: list[httpx.Response] = []
 
         def ask() -> None:
@@ -279,38 +285,3 @@ def test_what_cannot_be_answered_is_refused_and_the_episode_goes_on(
         tree = opened.end()
     assert tree.meta["agent"]["calls"] == 1
     assert "errors" not in tree.meta
-
-
-@pytest.mark.check
-def test_hostile_requests(engine: NativeEngine, tmp_path: Path) -> None:
-    """Bodies, paths and headers of any kind, by those who have the key and those who have not."""
-    rng = random.Random(0)
-    paths = [
-        "/v1/chat/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/reward",
-        "/v1/models",
-    ]
-    paths += ["/../..", "/v1/%2e%2e/reward", "//", "/v1/chat/completions/x"]
-    bodies: list[Any] = [b"", b"\xff", b"[" * 5000, b"null", b"1", b'{"messages":', json.dumps(CHAT).encode(), b"NaN"]
-    bodies += [
-        json.dumps({"messages": [{"role": role, "content": "x"}], "max_tokens": 1}).encode() for role in ("", "tool")
-    ]
-    bodies += [json.dumps({**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}] * 3}).encode()]
-    with group(engine, tmp_path, n=2, params={"max_new_tokens": 300}) as opened:
-        before = threading.active_count()
-        for _ in range(150):
-            key = rng.choice([None, None, "x", opened.episodes[1].key, "x:y:z"])
-            with opened.client(key=key) as client:
-                body, path = rng.choice(bodies), rng.choice(paths)
-                body = body if rng.random() < 0.7 else bytes(rng.randrange(256) for _ in range(rng.randrange(40)))
-                answer = client.request(rng.choice(["POST", "POST", "GET", "PUT"]), path, content=body)
-            assert answer.status_code in (200, 307, 400, 401, 404, 405, 410, 429), (path, body, answer.text)
-            assert "Traceback" not in answer.text
-        assert threading.active_count() < before + 20
-        with opened.client(1) as client:
-            assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
-        tree = opened.end()
-    assert tree.columns["episode"].max() == 1

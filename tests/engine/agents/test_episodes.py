@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rolltree.engine import LeafStatus, TokenTree
-from rolltree.engine.agents.records import EpisodeRecord
+from rolltree.engine.agents.records import EpisodeRecord, Failure, SampledCall, Times
 from rolltree.engine.agents.tree import episode_tree
 from rolltree.engine.app import show
 from rolltree.engine.data.concat import join
@@ -87,7 +87,7 @@ def judged(tree: TokenTree, rewards: Rewards, on_failure: str = "drop") -> Group
 GROUP = (
     said(("Q", "ab"), ("Qab?", "cde"), ("Z", "yy"), ("Qab?cde!", "f")),  # one chain of its own, and another text's
     said(("Q", "g"), ("R", "hijk")),  # rewritten: its last answer stands after another prompt
-    said(("Q", "lm"), failure="it crashed: no module", status=FAILED),
+    said(("Q", "lm"), failure=Failure("raised", "it crashed: no module"), status=FAILED),
     said(("Q", "n"), ("Qn.", "x")),
 )
 
@@ -151,7 +151,10 @@ def test_rewards_that_agents_give_are_taken() -> None:
 
 
 def test_a_failed_episode_never_has_a_reward_and_ends_the_run_if_that_is_asked() -> None:
-    records = [replace_first(said(("Q", "ab"))), replace_first(said(("Q", "c"), failure="it hung", status=FAILED))]
+    records = [
+        replace_first(said(("Q", "ab"))),
+        replace_first(said(("Q", "c"), failure=Failure("timeout", "it hung"), status=FAILED)),
+    ]
     tree = judged(episode_tree(ids("^"), records), Lengths(), "zero").tree
     assert tree.rewards["reward"][0] == 2
     assert np.isnan(tree.rewards["reward"][1])
@@ -169,7 +172,9 @@ def test_roles_texts_are_those_of_the_whole_episode() -> None:
 def test_a_held_out_problem_is_answered_by_one_episode() -> None:
     """And one that failed, with several chains, counts as one."""
     good = episode_tree(ids("^"), [replace_first(said(("Q", "b"), ("R", "c")))])
-    bad = episode_tree(ids("^"), [replace_first(said(("Q", "b"), ("R", "c"), failure="no", status=FAILED))])
+    bad = episode_tree(
+        ids("^"), [replace_first(said(("Q", "b"), ("R", "c"), failure=Failure("raised", "no"), status=FAILED))]
+    )
 
     class Fixed:
         def generate(self, jobs: Any) -> list[TokenTree]:
@@ -299,6 +304,36 @@ def test_metrics_count_episodes_once() -> None:
     assert not any(name.startswith("agent/") for name in b)
 
 
+def timed(one: EpisodeRecord, times: list[Times | None], seconds: float) -> EpisodeRecord:
+    calls = tuple(SampledCall(c.tree, c.role, c.number, t) for c, t in zip(one.calls, times, strict=True))
+    return EpisodeRecord(calls, one.status, one.reward, one.extras, one.failure, seconds)
+
+
+def test_the_agents_own_time_is_what_no_call_takes() -> None:
+    """Calls at the same time count once, those of unknown times not at all; and failures count by their cause."""
+    three = said(("Q", "ab"), ("Qab?", "cde"), ("QZ", "yy"))
+    with_gaps = timed(three, [Times(1, 1, 2, 4), Times(2, 3, 3, 6), Times(7, 7, None, 8)], 10.0)
+    assert with_gaps.own_seconds == 1 + 1 + 2
+    assert timed(three, [Times(0, 0, 0, 9), Times(2, 3, 3, 6), None], 9.5).own_seconds == 0.5
+    assert timed(three, [None] * 3, 3.0).own_seconds == 3.0
+    failed = said(("Q", "lm"), failure=Failure("timeout", "it hung"), status=FAILED)
+    silent = said(failure=Failure("silent", "it said nothing"), status=FAILED)
+    tree, sums = episode_tree(ids("Q"), [with_gaps, failed, silent, failed]), Sums()
+    assert [len(one["calls"]) for one in tree.meta["timeline"]] == [3, 0, 0, 0]
+    assert tree.meta["timeline"][0]["seconds"] == 10.0
+    assert tree.meta["timeline"][0]["calls"][2] == {
+        "number": 3, "role": "", "arrived": 7, "begun": 7, "first": None, "ended": 8, "read": 2, "sampled": 2,
+    }  # fmt: skip
+    tree.rewards["reward"] = np.zeros(tree.num_leaves, np.float32)
+    describe([tree, join([tree, tree])], 12, sums)
+    found = sums.means()
+    assert found["agent/tool_s"] == 4 * 3 / 12
+    assert (found["agent/failed_timeout"], found["agent/failed_silent"]) == (6, 3)
+    assert "agent/failed_raised" not in found
+    twice = join([tree, tree]).meta["timeline"]
+    assert twice == [*tree.meta["timeline"], *tree.meta["timeline"]]
+
+
 def test_groups_that_were_sampled_again_are_joined() -> None:
     """Episodes get new numbers, prompts share their beginning, every leaf keeps its own."""
     agent = RandomAgent(np.random.default_rng(2), words=5)
@@ -321,6 +356,7 @@ def test_groups_that_were_sampled_again_are_joined() -> None:
     first = len(set(trees[0].episode.tolist())) + len(set(trees[1].episode.tolist()))
     assert joined.episode.tolist()[-2:] == [first, first + 1] == [6, 7]
     assert joined.meta["agent"]["calls"] == 24
+    assert [times is None for times in joined.meta["timeline"]] == [False] * 6 + [True] * 2
     assert Episodes(joined).tree.num_leaves == 8
     assert (joined.response_leaves <= 1).all()
     with pytest.raises(ValueError, match="different prompts"):

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rolltree.engine import LeafStatus, Orchestrator, TokenTree, load_config
-from rolltree.engine.agents.records import EpisodeRecord, SampledCall
+from rolltree.engine.agents.records import EpisodeRecord, Failure, SampledCall
 from rolltree.engine.agents.tree import episode_tree
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
@@ -71,7 +71,7 @@ def episodes_of(tree: TokenTree) -> TokenTree:
             part(tree, a, cut, cut, int(lengths[a]), 1),
             part(tree, b, cut, 0, int(lengths[b]), 2),
         ]
-        failure = "it crashed" if tree.token_id[tree.response_rows(b)[0]] % 7 == 0 else None
+        failure = Failure("raised", "it crashed") if tree.token_id[tree.response_rows(b)[0]] % 7 == 0 else None
         status = LeafStatus(int(tree.status[b])) if failure is None else LeafStatus.FAILED
         records.append(EpisodeRecord(tuple(calls), status, failure=failure))
     return episode_tree(tree.token_id[: tree.prompt_length].tolist(), records)

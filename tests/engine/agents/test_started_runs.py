@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 
 from rolltree.engine.app.assembly import run as build_run
@@ -21,6 +24,7 @@ from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.cli import main
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
+from rolltree.engine.fleet.fleet import Fleet
 from rolltree.engine.fleet.workers import InThreads
 
 from ...support.conversations import write_conversations
@@ -77,6 +81,9 @@ def test_a_run_trains_on_episodes(tmp_path: Path) -> None:
         assert row["agent/calls"] >= 1
         assert row["rollout/failed"] == 0
         assert row["rollout/aborted_calls"] == 0
+        assert row["agent/tool_s"] > 0
+        assert row["perf/idle/agents_start"] >= 0
+        assert row["perf/idle/agents_tools"] >= 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rolltree-door")]
 
 
@@ -93,6 +100,14 @@ def test_engines_elsewhere_sample_the_same_episodes(
             return load_model(*args, **options)
 
     monkeypatch.setattr(build_sampling, "load_model", alone)
+    had: dict[int, set[int]] = defaultdict(set)  # engines by the episode
+    land = Fleet._land
+
+    def watched(self: Fleet, engine: Any, flight: Any, future: Any) -> None:
+        had[flight.job.owner].add(engine.index)
+        land(self, engine, flight, future)
+
+    monkeypatch.setattr(Fleet, "_land", watched)
     toml, _ = write(tmp_path)
     steps = "--trainer.steps=2"
     build(load_config(toml, [f"--output_dir={tmp_path / 'alone' / 'runs'}", steps]), console=Console()).run()
@@ -102,6 +117,25 @@ def test_engines_elsewhere_sample_the_same_episodes(
     for mine, wanted in zip(metrics(tmp_path / "fleet")[1:], metrics(tmp_path / "alone")[1:], strict=True):
         for name in ("reward/mean", "rollout/sampled_tokens", "agent/calls", "rollout/failed"):
             assert mine[name] == pytest.approx(wanted[name], rel=1e-6), name
+    assert {len(some) for episode, some in had.items() if episode} == {1}, "an episode stays at one engine"
+    assert set().union(*had.values()) == set(range(engines))
+
+
+def test_an_episode_is_printed(tmp_path: Path, capsys: Any) -> None:
+    toml, _ = write(tmp_path)
+    shown = tmp_path / "shown.parquet"
+    assert main(["rollout", str(toml), "--prompts", "1", "--out", str(shown)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"reward -?\d.*, 4 episodes of [4-8] calls, \d+ leaves, ", printed)
+    assert "<user>" in printed
+    table = pq.read_table(shown).to_pylist()
+    calls = [row["calls"] for row in table if row["answer"]]
+    assert len(calls) == 4
+    for of_episode in calls:
+        assert [call["number"] for call in of_episode] == list(range(1, len(of_episode) + 1))
+        times = [call[name] for call in of_episode for name in ("arrived", "begun", "first", "ended")]
+        assert times == sorted(times)
+    assert all(row["episode_s"] >= row["calls"][-1]["ended"] for row in table if row["answer"])
 
 
 @pytest.mark.check

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltree.engine import LeafStatus, SamplingParams, TokenTree, batch_logprob, batch_loss, pack
-from rolltree.engine.agents.records import EpisodeRecord, SampledCall
+from rolltree.engine.agents.records import EpisodeRecord, Failure, SampledCall
 from rolltree.engine.agents.tree import OTHER_START, episode_tree
 from rolltree.engine.batches.equal_prefixes import share_equal_prefixes
 from rolltree.engine.batches.rows import distinct_rows
@@ -130,7 +130,9 @@ def test_each_sampled_token_is_trained_once(seed: int, episodes: int, calls: int
         said = {c.tree.behaviour_logprob[i] for r in records for c in r.calls if c.role for i in range(*span(c))}
         assert {tree.behaviour_logprob[row] for row in np.flatnonzero(tree.role == 1)} == said
     calls_made = [call for record in records for call in record.calls]
-    assert tree.meta["agent"] == {"calls": len(calls_made), "call_tokens": sum(c.tree.num_tokens for c in calls_made)}
+    assert tree.meta["agent"] == {
+        "calls": len(calls_made), "call_tokens": sum(c.tree.num_tokens for c in calls_made), "tool_s": 0.0
+    }  # fmt: skip
 
 
 def span(call: SampledCall) -> tuple[int, int]:
@@ -203,14 +205,16 @@ def test_statuses_failures_and_episodes_without_calls() -> None:
         [1, 2],
         [
             record(([1, 2], [3]), ([1, 5], [4]), status=LENGTH, reward=0.5, extras={"form": 1.0}),
-            record(([1, 2], [3]), ([1, 5], [4]), failure="it crashed", status=FAILED),
-            record(status=FAILED, failure="it said nothing"),
+            record(([1, 2], [3]), ([1, 5], [4]), failure=Failure("raised", "it crashed"), status=FAILED),
+            record(status=FAILED, failure=Failure("silent", "it said nothing")),
             record(([9, 2], [3])),
         ],
     )
     assert tree.episode.tolist() == [0, 0, 1, 1, 2, 3]
     assert tree.status.tolist() == [STOP, LENGTH, FAILED, FAILED, FAILED, FAILED]
-    assert unsampled(tree) == {2: "it crashed", 3: "it crashed", 4: "it said nothing", 5: OTHER_START}
+    assert unsampled(tree) == {2: "it crashed", 3: "it crashed", 4: "it said nothing", 5: OTHER_START.why}
+    failed = {name: number for name, number in tree.meta["agent"].items() if name.startswith("failed_")}
+    assert failed == {"failed_raised": 1, "failed_silent": 1, "failed_template": 1}
     assert tree.meta["given_rewards"] == {0: 0.5, 1: 0.5}
     assert tree.meta["given_named"] == {0: {"form": 1.0}, 1: {"form": 1.0}}
     assert tree.response_length.tolist()[4:] == [0, 0]
@@ -220,7 +224,10 @@ def test_statuses_failures_and_episodes_without_calls() -> None:
 
 
 def test_a_group_without_any_call_is_its_prompt() -> None:
-    tree = episode_tree([7, 8], [record(failure="x", status=FAILED), record(failure="y", status=FAILED)])
+    tree = episode_tree(
+        [7, 8],
+        [record(failure=Failure("raised", "x"), status=FAILED), record(failure=Failure("raised", "y"), status=FAILED)],
+    )
     assert tree.token_id.tolist() == [7, 8]
     assert tree.response_length.tolist() == [0, 0]
     assert unsampled(tree) == {0: "x", 1: "y"}

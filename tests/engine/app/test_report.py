@@ -62,11 +62,11 @@ def test_a_whole_run_makes_one_self_contained_page(run_dir: Path) -> None:
 def test_a_run_of_agents_has_its_curves_and_counts_episodes_once(run_dir: Path) -> None:
     config = run_dir / "config.toml"
     config.write_text(config.read_text().replace('program = "treepo"', 'program = "agent"'))
-    assert "Not recorded in metrics.jsonl: calls of agents, shared by calls." in missing(
-        write_report(run_dir).read_text()
-    )
+    absent = "calls of agents, shared by calls, time of tools, waiting for agents"
+    assert f"Not recorded in metrics.jsonl: {absent}." in missing(write_report(run_dir).read_text())
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    given = {"agent/calls": 4.0, "agent/branches": 1.5, "agent/shared_ratio": 3.0}
+    given = {"agent/calls": 4.0, "agent/branches": 1.5, "agent/shared_ratio": 3.0, "agent/tool_s": 1.0}
+    given |= {"perf/idle/agents_start": 0.5, "perf/idle/agents_tools": 2.0}
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row | given) + "\n" for row in rows))
     page = write_report(run_dir).read_text()
     assert not missing(page)
@@ -81,6 +81,38 @@ def test_a_run_of_agents_has_its_curves_and_counts_episodes_once(run_dir: Path) 
     assert (tree["reward"], tree["leaves"]) == (0.5, 3)
     assert [node["values"]["episode"] for node in tree["nodes"][1:]] == [0, 0, 1]
     assert trees.build_tree([one | {"episode": -1} for one in leaves], None)["reward"] == pytest.approx(2 / 3, abs=1e-4)
+
+
+def test_the_time_line_of_an_episode_is_its_calls_and_what_is_between() -> None:
+    """Calls at the same time are in lanes of their own; the parts of a lane follow one another."""
+    names = ("number", "role", "arrived", "begun", "first", "ended", "read", "sampled")
+    calls = [
+        dict(zip(names, values, strict=True))
+        for values in [
+            (2, "planner", 1.5, 1.5, 2.5, 3.0, 20, 4),
+            (1, "", 1.0, 1.25, 1.75, 2.0, 10, 3),
+            (3, "", 2.0, 2.0, None, 4.0, 30, 5),
+        ]
+    ]
+    row = {"prompt_id": "p", "response_ids": [1], "node_ids": [1], "status": "stop", "prompt_ids": [2], "leaf": 0}
+    row |= {"episode": 0, "reward": 0.5, "episode_s": 5.0, "calls": calls}
+    other = row | {"leaf": 1, "node_ids": [2], "calls": None, "episode_s": None}
+    (line,) = trees.build_tree([row, other], None)["episodes"]
+    assert (line["seconds"], line["lanes"], line["reward"]) == (5.0, 2, 0.5)
+    parts = [(part["kind"], part["begin"], part["end"], part["lane"]) for part in line["parts"]]
+    assert parts == [
+        ("tool", 0.0, 1.0, 0),
+        ("waiting", 1.0, 1.25, 0), ("prefill", 1.25, 1.75, 0), ("decode", 1.75, 2.0, 0),
+        ("prefill", 1.5, 2.5, 1), ("decode", 2.5, 3.0, 1),
+        ("engine", 2.0, 4.0, 0),
+        ("tool", 4.0, 5.0, 0),
+    ]  # fmt: skip
+    assert [part["about"] for part in line["parts"]][4] == "call 2 of planner: 20 tokens read, 4 sampled"
+    assert trees.build_tree([row | {"calls": []}], None)["episodes"][0]["parts"] == [
+        {"kind": "tool", "begin": 0.0, "end": 5.0, "lane": 0, "about": ""}
+    ]
+    del row["calls"]
+    assert trees.build_tree([row], None)["episodes"] == []
 
 
 def test_headline_is_computed_from_the_metrics(tmp_path: Path) -> None:

@@ -67,6 +67,13 @@ def test_idle_seconds_by_cause():
     assert set(idle.read(times, Counter(us=13_000_000, steps=15, row_steps=60)).values()) == {0.0, 1.5}
 
 
+def test_a_sampler_that_waits_for_agents_says_why():
+    idle, times = Idle(rows=8), {"timing_s/gen": 4.0, "timing_s/reward": 0.0}
+    idle.read(times, Counter(us=1, agent_start_us=500_000, agent_tools_us=0))
+    found = idle.read(times, Counter(us=1, agent_start_us=500_000, agent_tools_us=3_000_000))
+    assert (found["perf/idle/agents_start"], found["perf/idle/agents_tools"]) == (0.0, 3.0)
+
+
 def test_log_is_json_lines_in_order(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.append(0, {"eval/accuracy": 0.1 + 0.2})

@@ -12,6 +12,7 @@ from rolltree.engine.rollout.native._host import KvExhaustedError, KvTree
 from rolltree.engine.rollout.native.kv_cache import KvCache
 
 NAMES = ["insert", "insert", "grow", "grow", "grow", "truncate", "fork", "rewind", "refill", "release", "make_room"]
+NAMES += ["keep", "let_go"]
 EVENTS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 999), st.integers(1, 7)), max_size=80)
 
 
@@ -135,6 +136,12 @@ class Traced:
         if node not in self.paths:
             self.open.discard(node)
 
+    def keep(self, node: int, pick: int, amount: int) -> None:
+        self.tree.keep(node, pick % 3)
+
+    def let_go(self, node: int, pick: int, amount: int) -> None:
+        self.tree.let_go(pick % 3)
+
     def read(self, node: int) -> list[int]:
         """The tokens whose keys a query at the end of ``node`` reads, in order of position."""
         indptr, pages, offset, length, position, begin, end = self.tree.plan(ids(node), ids(1))
@@ -180,6 +187,55 @@ def test_random_traces_keep_the_invariants_and_every_path(
         traced.tree.check()
     check_paths(traced)
     traced.release_all()
+
+
+@pytest.mark.parametrize(("owners", "left"), [([7], [1, 2]), ([], [3, 4]), ([7, 8], [1, 2])])
+def test_what_an_owner_keeps_is_dropped_last(owners: list[int], left: list[int]) -> None:
+    """The oldest of three paths is the last one while any owner keeps it, and goes where nothing else is left."""
+    tree = KvTree(6, 1)
+    for tokens in ([1, 2], [5, 6], [3, 4]):
+        node = tree.insert(0, path(*tokens))
+        fill(tree, node)
+        if tokens == [1, 2]:
+            for owner in owners:
+                tree.keep(node, owner)
+                tree.keep(node, owner)
+        tree.release(node)
+    tree.let_go(8)  # another one still keeps it
+    tree.check()
+    assert tree.make_room(4) == 4
+    tree.start_counting()
+    node = tree.insert(0, path(*left))
+    assert tree.reused == 2
+    tree.release(node)
+    assert tree.make_room(6) == 6
+    tree.check()
+    tree.let_go(7)
+    tree.check()
+
+
+def test_what_an_owner_kept_is_dropped_in_its_turn() -> None:
+    """After `let_go`, of the owner or of all, and in the parts into which a later path has cut it."""
+    for let_go in (lambda tree: tree.let_go(7), lambda tree: tree.let_go_all()):
+        tree = KvTree(8, 1)
+        for tokens in ([1, 2, 3], [4, 5, 6]):
+            node = tree.insert(0, path(*tokens))
+            fill(tree, node)
+            tree.keep(node, 7)
+            tree.release(node)
+        tree.release(tree.insert(0, path(1, 2)))
+        let_go(tree)
+        tree.check()
+        assert tree.make_room(6) == 6
+        tree.start_counting()
+        tree.release(tree.insert(0, path(1, 2)))
+        assert tree.reused == 2
+        tree.release(tree.insert(0, path(4, 5, 6)))
+        assert tree.reused == 2, "kept, it would be here still"
+    node = tree.insert(0, path(1))
+    tree.release(node)
+    with pytest.raises(ValueError, match=r"No sequence holds|has no node"):
+        tree.keep(node, 1)
 
 
 @pytest.mark.slow
