@@ -160,9 +160,13 @@ Product<T> product_into(float* out, const Weight& weight, const Weight& bias, bo
 // x / (1 + e^-x) * up, in place; every element by the same arithmetic, whatever its position.
 template <class T>
 void silu_and_multiply(float* x, const float* up, int64_t count) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(x + i, silu_mul<T>(load(x + i), load(up + i)));
-  if (i < count) store_some(x + i, silu_mul<T>(load_some(x + i, count - i), load_some(up + i, count - i)), count - i);
+  if constexpr (std::is_same_v<T, float>) {
+    silu_mul(x, up, count, x);  // as in training
+  } else {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) store(x + i, silu_mul<T>(load(x + i), load(up + i)));
+    if (i < count) store_some(x + i, silu_mul<T>(load_some(x + i, count - i), load_some(up + i, count - i)), count - i);
+  }
 }
 
 // The data that all layers share in a step: the rows, the slots of their keys, and the nodes that they see.
@@ -174,6 +178,7 @@ struct Step {
   Plan plan;
   float eps;
   double scale;
+  bool library;  // multiplies more than few_rows() rows of fp32
 };
 
 template <class T>
@@ -292,7 +297,7 @@ void run_layers(float* residual, Tensor& out, const std::vector<Weight>& weights
                          {of_layer[kQ]->size(0) / dim, k_pages.size(2), dim, k_pages.size(1)},
                          windows[i] ? std::optional(windows[i]) : std::nullopt};
     if constexpr (std::is_same_v<T, float>) {
-      if (rows > few_rows()) {
+      if (step.library && rows > few_rows()) {
         many_rows_layer(residual, out, layer, step);
         continue;
       }
@@ -308,10 +313,10 @@ void run_layers(float* residual, Tensor& out, const std::vector<Weight>& weights
 template <class T>
 Tensor decoder_of(const Tensor& input_ids, const Tensor& embedding, const std::vector<Weight>& weights, const Tensor& last_norm,
                   std::vector<Tensor>& pages, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& turns,
-                  const int32_t* slots, const Plan& plan, double eps, double scale, const std::vector<int64_t>& windows) {
+                  const int32_t* slots, const Plan& plan, double eps, double scale, const std::vector<int64_t>& windows, bool library) {
   const int64_t rows = input_ids.size(0), width = embedding.size(1), vocabulary = embedding.size(0);
   const Step<T> step{rows,  {data<T>(cos), data<T>(sin), turns ? turns->const_data_ptr<int32_t>() : nullptr}, slots, plan,
-                     static_cast<float>(eps), scale};
+                     static_cast<float>(eps), scale, library};
   Tensor out = torch::stable::new_empty(embedding, {rows, width});
   const Buffer sums(rows * width);
   const int32_t* ids = input_ids.const_data_ptr<int32_t>();
@@ -327,14 +332,14 @@ Tensor decoder(const Tensor& input_ids, const Tensor& embedding, const std::vect
                std::vector<Tensor> pages, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& turns,
                const Tensor& slots, const Tensor& page_indptr, const Tensor& page_ids, const Tensor& node_offset,
                const Tensor& node_length, const Tensor& node_position, const Tensor& row_begin, const Tensor& row_end,
-               const Tensor& query_position, double eps, double scale, std::vector<int64_t> windows) {
+               const Tensor& query_position, double eps, double scale, std::vector<int64_t> windows, bool library) {
   const Plan plan{node_length.size(0), input_ids.size(0), page_indptr.const_data_ptr<int32_t>(), page_ids.const_data_ptr<int32_t>(),
                   node_offset.const_data_ptr<int32_t>(), node_length.const_data_ptr<int32_t>(),
                   node_position.const_data_ptr<int32_t>(), row_begin.const_data_ptr<int32_t>(), row_end.const_data_ptr<int32_t>(),
                   query_position.const_data_ptr<int32_t>()};
   const auto run = embedding.scalar_type() == ScalarType::BFloat16 ? decoder_of<Bf16> : decoder_of<float>;
   return run(input_ids, embedding, weights, last_norm, pages, cos, sin, turns, slots.const_data_ptr<int32_t>(), plan, eps, scale,
-             windows);
+             windows, library);
 }
 
 }  // namespace
@@ -348,7 +353,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
   m.def(
       "decoder(Tensor input_ids, Tensor embedding, Tensor?[] weights, Tensor norm, Tensor(a!)[] pages, Tensor cos, Tensor sin, "
       "Tensor? turns, Tensor slots, Tensor page_indptr, Tensor page_ids, Tensor node_offset, Tensor node_length, "
-      "Tensor node_position, Tensor row_begin, Tensor row_end, Tensor query_position, float eps, float scale, int[] windows) "
+      "Tensor node_position, Tensor row_begin, Tensor row_end, Tensor query_position, float eps, float scale, int[] windows, "
+      "bool library) "
       "-> Tensor");
 }
 

@@ -79,12 +79,35 @@ namespace {
 
 constexpr int64_t kAtOnce = 384;  // rows whose panels stay in the cache
 
-void linear(const Tensor& x, const Tensor& weight, Tensor out) {
-  const int64_t rows = x.size(0), width = weight.size(0), depth = x.size(1);
-  STD_TORCH_CHECK(rows <= few_rows(), "linear: more than ", few_rows(), " rows");
-  const int64_t stride = rows > 1 ? out.stride(0) : width;
-  const Product<float> product{weight.const_data_ptr<float>(), nullptr, width, depth, out.mutable_data_ptr<float>(), stride};
-  FewRows<float>::of(x.const_data_ptr<float>(), rows, depth)->multiply(std::span(&product, 1));
+// out [M, N] = x [M, K] weight [N, K]^T + bias [N], of any number of rows; those of `out` may lie apart.
+template <class T>
+void linear_of(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& out) {
+  const int64_t rows = x.size(0), width = weight.size(0), depth = x.size(1), stride = rows > 1 ? out.stride(0) : width;
+  const T *from = static_cast<const T*>(x.const_data_ptr()), *columns = static_cast<const T*>(weight.const_data_ptr());
+  const T* added = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr;
+  T* to = static_cast<T*>(out.mutable_data_ptr());
+  constexpr bool kWide = std::is_same_v<T, float>;
+  const int64_t most = std::min(rows, kAtOnce);
+  const Buffer widened(kWide ? 0 : most * depth), sums(kWide ? 0 : most * width);
+  for (int64_t first = 0; first < rows; first += kAtOnce) {
+    const int64_t some = std::min(kAtOnce, rows - first);
+    const T* own = from + first * depth;
+    if constexpr (kWide) {
+      const Product<T> product{columns, added, width, depth, to + first * stride, stride};
+      FewRows<T>::of(own, some, depth)->multiply(std::span(&product, 1));
+    } else {
+      widen(own, some * depth, widened.at(0));
+      const Product<T> product{columns, added, width, depth, sums.at(0), width};
+      FewRows<T>::of(widened.at(0), some, depth)->multiply(std::span(&product, 1));
+      for (int64_t r = 0; r < some; ++r) narrow(sums.at(r * width), width, to + (first + r) * stride);
+    }
+  }
+}
+
+// Operands are of one type, fp32 or bf16, and contiguous but for the rows of `out`.
+void linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor out) {
+  const auto run = x.scalar_type() == ScalarType::BFloat16 ? linear_of<Bf16> : linear_of<float>;
+  run(x, weight, bias, out);
 }
 
 bool rows_are_contiguous(const Tensor& t) { return t.size(1) <= 1 || t.stride(1) == 1; }
@@ -116,7 +139,7 @@ void bf16_logits(const Tensor& hidden, const Tensor& weight, Tensor out) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
   m.def("few_rows() -> int");
-  m.def("linear(Tensor x, Tensor weight, Tensor(a!) out) -> ()");
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
   m.def("bf16_logits(Tensor hidden, Tensor weight, Tensor(a!) out) -> ()");
 }
 

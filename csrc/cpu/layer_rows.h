@@ -84,4 +84,7 @@ inline Vec silu_mul(Vec x, Vec up) {
   return rounded<T>(rounded<T>(x / one_plus_exp_of_minus(x)) * up);
 }
 
+// Computes silu_mul of `count` numbers, which may be in place; in silu_mul.cpp, whose contractions give it bits of its own.
+void silu_mul(const float* x, const float* up, int64_t count, float* out);
+
 }  // namespace rolltree

@@ -33,6 +33,15 @@ inline Vec<double> hyperbolic_tangent(Vec<double> x) {
   return x;
 }
 
+// x = softcap(x), in place.
+template <class T>
+void cap(T* x, int64_t width, T softcap) {
+  for (int64_t j = 0; j < width; j += kLanes<T>) {
+    const Vec<T> z = load_some(x + j, width - j, T(0));
+    store_some<T>(x + j, softcap * hyperbolic_tangent(z / softcap), width - j);
+  }
+}
+
 // Logits of type In; arithmetic is in T.
 template <class T, class In>
 struct Tile {
@@ -56,11 +65,7 @@ struct Tile {
     for (int64_t j = 0; j < width; ++j) scratch[j] = static_cast<T>(row[j]);
     if (bias)
       for (int64_t j = 0; j < width; ++j) scratch[j] += bias[j];
-    if (softcap != 0)
-      for (int64_t j = 0; j < width; j += kLanes<T>) {
-        const Vec<T> z = load_some(scratch + j, width - j, T(0));
-        store_some<T>(scratch + j, softcap * hyperbolic_tangent(z / softcap), width - j);
-      }
+    if (softcap != 0) cap(scratch, width, softcap);
     return scratch;
   }
   // Returns z = x / T of row i, likewise.
@@ -224,6 +229,17 @@ void logit_statistics(
   });
 }
 
+// Caps logits in place as the statistics do; rows may lie apart.
+void cap_logits(Tensor logits, double softcap) {
+  using torch::headeronly::ScalarType;
+  STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.dim() == 2, "logits must be fp32, [rows, vocabulary]");
+  float* x = logits.mutable_data_ptr<float>();
+  const int64_t width = logits.size(1), stride = logits.stride(0);
+  torch::stable::parallel_for(0, logits.size(0), std::max<int64_t>(1, 32768 / width), [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) cap(x + i * stride, width, static_cast<float>(softcap));
+  });
+}
+
 void logit_gradient(
     Tensor logits, Tensor bias, Tensor temperature, double softcap, Tensor start, Tensor target, Tensor logsumexp,
     Tensor correction, Tensor grad_logprob, Tensor constant, Tensor per_log, Tensor per_p, Tensor out) {
@@ -245,6 +261,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
   m.def(
       "logit_statistics(Tensor logits, Tensor bias, Tensor temperature, float softcap, Tensor start, Tensor target, "
       "Tensor(a!) logprob, Tensor(b!) logsumexp, Tensor(c!) correction, Tensor(d!) entropy, Tensor(e!) sum_p2) -> ()");
+  m.def("cap_logits(Tensor(a!) logits, float softcap) -> ()");
   m.def(
       "logit_gradient(Tensor logits, Tensor bias, Tensor temperature, float softcap, Tensor start, Tensor target, "
       "Tensor logsumexp, Tensor correction, Tensor grad_logprob, Tensor constant, Tensor per_log, Tensor per_p, "
@@ -253,5 +270,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CPU, m) {
   m.impl("logit_statistics", TORCH_BOX(&logit_statistics));
+  m.impl("cap_logits", TORCH_BOX(&cap_logits));
   m.impl("logit_gradient", TORCH_BOX(&logit_gradient));
 }

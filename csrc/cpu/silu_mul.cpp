@@ -11,6 +11,13 @@
 #include "layer_rows.h"
 
 namespace rolltree {
+
+void silu_mul(const float* x, const float* up, int64_t count, float* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(out + i, silu_mul(load(x + i), load(up + i)));
+  if (i < count) store_some(out + i, silu_mul(load_some(x + i, count - i), load_some(up + i, count - i)), count - i);
+}
+
 namespace {
 
 using torch::stable::Tensor;
@@ -20,9 +27,7 @@ Tensor silu_mul_forward(const Tensor& gate, const Tensor& up) {
   const float *x = gate.const_data_ptr<float>(), *factor = up.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
   torch::stable::parallel_for(0, gate.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    int64_t i = begin;
-    for (; i + kLanes <= end; i += kLanes) store(to + i, silu_mul(load(x + i), load(factor + i)));
-    if (i < end) store_some(to + i, silu_mul(load_some(x + i, end - i), load_some(factor + i, end - i)), end - i);
+    silu_mul(x + begin, factor + begin, end - begin, to + begin);
   });
   return out;
 }

@@ -39,7 +39,7 @@ from .assembly.checks import (
     check_ranks,
     kept_entries,
 )
-from .assembly.learning import corrects, inert, objective
+from .assembly.learning import corrects, inert, objective, spared
 from .assembly.policies import check_policies, check_same_tokens, of_policy, roles_of
 from .assembly.sampling import budget, check_backend, check_hints, group_callback, prompts_of, rollout_program
 from .assembly.workers import check_workers
@@ -208,6 +208,8 @@ def _update_lines(config: TrainConfig, main: Objective) -> Iterator[str]:
     )
     for sentence in inert(config):
         yield f"never acts         {sentence}"
+    for sentence in spared(config):
+        yield f"old log-probs      {sentence}"
 
 
 def _loop_lines(config: TrainConfig) -> Iterator[str]:

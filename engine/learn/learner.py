@@ -70,7 +70,7 @@ class Learner(Learned):
     def judged(self, trees: list[TokenTree], step: int, sums: Sums, score: Score | None = None) -> list[TokenTree]:
         """Begin the update of ``step``: give ``trees`` their credit and return those with verdicts; see `credit`."""
         self.parts.context.at(step, self.metrics)
-        for sentence in self.parts.inert if step == 1 else ():
+        for sentence in self.parts.notes if step == 1 else ():
             self.note(sentence)
         kept = self.credit(trees, step, score)
         with self.watch.part("pack"):

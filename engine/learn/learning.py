@@ -121,7 +121,7 @@ class LearningParts:
         epochs: passes over a batch.
         max_tokens: packed tokens of one micro-batch.
         drop_zero_variance: leave groups out of updates that no loss term and no critic learns from.
-        inert: sentences about parts of loss terms that never act, told at the first update.
+        notes: sentences about what of the configuration has no effect or is not needed, told at the first update.
         self_check: compare some responses as a tree and one by one before the first update.
         score_early: roles of fixed weights score each group by itself, and before its batch is complete.
         replay_routes: train with the experts that the rollouts recorded.
@@ -153,7 +153,7 @@ class LearningParts:
     self_check: bool
     score_early: bool = False
     replay_routes: bool = False
-    inert: Sequence[str] = ()
+    notes: Sequence[str] = ()
     group: Group = ALONE
     context: Context = field(default_factory=Context)
     weights: Callable[[PreTrainedModel], WeightSource] | None = None

@@ -50,8 +50,8 @@ class Policies:
         kept = self.first.judged(trees, step, sums, self._score)
         changed = self.first.learn(_seen(kept, 0), given, step, sums)
         for number, (name, learner) in enumerate(self.policies.items(), start=1):
-            if step == 1 and learner.parts.inert != self.first.parts.inert:
-                for sentence in learner.parts.inert:
+            if step == 1 and learner.parts.notes != self.first.parts.notes:
+                for sentence in learner.parts.notes:
                     learner.note(f"models.{name}: {sentence}")
             own = Sums()
             changed |= learner.learn(_seen(kept, number), [], step, own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from ..batches.pieces import Piece, PieceStore, depth_first
 from . import attention, recurrent, routes
 from .both_ways import Block
 from .head import decoder_of, target_logprob, target_statistics
+from .invariant.install import is_invariant
 from .pictures import Features, both_ways, embedded, encode, family_of, not_touching, rotary_input
 
 
@@ -51,6 +53,8 @@ def decode(
             "The batch holds a tree larger than its budget, to be computed in pieces; use backward, or pack without "
             "in_pieces."
         )
+    if batch.padded is not None and is_invariant(model):
+        batch = replace(batch, padded=None)  # attention of padded batches has another order of sums
     implementation = model.config._attn_implementation
     if implementation != attention.NAME and batch.padded is None:
         raise ValueError(

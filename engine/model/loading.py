@@ -19,6 +19,7 @@ from transformers import (
 from ..errors import UserError
 from . import attention, pictures, recurrent
 from .fused_layers import fuse_layers
+from .invariant.install import make_invariant
 
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")  # names of the list of layers in configurations
@@ -63,6 +64,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     train_tower: bool = False,
+    batch_invariant: bool = False,
 ) -> Any:
     """Load a causal language model with tree attention and fused layers (:func:`.fused_layers.fuse_layers`).
 
@@ -72,10 +74,11 @@ def load_model(
         path: a Hugging Face directory or hub name; the weights must be safetensors.
         dtype: of the parameters.
         train_tower: let the parameters outside of the decoder and its head have gradients; they are frozen by default.
+        batch_invariant: let every token have the same bits whatever is computed with it (`make_invariant`).
 
     Raises:
         UserError: the model cannot be read, its tensors do not match its configuration, or it has layers that do not
-            support tree masks.
+            support tree masks, or that are known not to be batch-invariant.
     """
     local = Path(path).exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") != 1
     if local:
@@ -102,7 +105,8 @@ def load_model(
         for _, parameter in pictures.tower_parameters(model):
             parameter.requires_grad_(train_tower)
     recurrent.install(model, str(path))
-    return fuse_layers(model.to(device))
+    fuse_layers(model.to(device))
+    return make_invariant(model) if batch_invariant else model
 
 
 def auto_class(config: Any) -> Any:

@@ -123,6 +123,26 @@ class Role:
             yield
 
 
+class SampledRole(Role):
+    """The policy before an update, where the log-probs that the sampler recorded have the bits of its own."""
+
+    def score(self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], *, temperature: float) -> None:
+        """Copy the sampler's log-probs of trees that have one for every token in the loss; score all if one lacks
+        some, such as a demonstration or an answer drawn greedily."""
+        if not all(_sampled(tree) for tree in trees):
+            super().score(trees, batches, temperature=temperature)
+            return
+        for tree in trees:
+            tree.set(self.column, tree.behaviour_logprob.copy())
+
+
+def _sampled(tree: TokenTree) -> bool:
+    """Return whether all tokens in the loss were drawn at random, and their log-probs recorded."""
+    own, temperature = tree.loss_mask, tree.columns.get("temperature")
+    drawn = temperature is None or bool((temperature[own] != 0).all())
+    return drawn and not bool(np.isnan(tree.behaviour_logprob[own]).any())
+
+
 @contextmanager
 def swapped(model: PreTrainedModel, weights: dict[str, Tensor]) -> Iterator[None]:
     """Put ``weights`` in place of the parameters of ``model`` in a with-block.

@@ -183,6 +183,12 @@ class TrainConfig(Section):
             )
         if self.model.replay_routes and rollout.compile:
             raise ValueError("`rollout.compile` does not record routes; leave it or `model.replay_routes` out")
+        if self.model.batch_invariant and (rollout.backend == "vllm" or rollout.compile):
+            key = "`rollout.compile`" if rollout.compile else '`rollout.backend` = "vllm"'
+            raise ValueError(
+                f"`model.batch_invariant` does not hold for {key}, whose kernels have orders of sums of their own; "
+                "leave one of them out"
+            )
         if rollout.vllm_options and rollout.backend != "vllm":
             raise ValueError('`rollout.vllm_options` are for `rollout.backend` = "vllm"; set it, or leave them out')
         return self

@@ -58,6 +58,10 @@ class ModelConfig(Section):
     stays as it is."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass; this saves memory and takes about a third more time."""
+    batch_invariant: bool = False
+    """Give the log-prob of a token the same bits wherever it is computed: sampled or trained, among any other rows, as
+    a tree, a sequence or in pieces. On a CPU, with the native backend; what cannot hold it is refused. See
+    docs/exactness.md."""
     lora: LoraConfig | None = None
     """Train a LoRA adapter (needs `peft`) and leave the model's own weights as they are; see docs/models.md."""
     replay_routes: bool = False

@@ -138,6 +138,7 @@ class Decoder:
         eps: of all norms.
         scale: factor of attention scores.
         windows: of each layer, as in `tree_decode_attention`.
+        library: let a library multiply more rows of float32 than csrc/cpu/few_rows.cpp is fastest for.
 
     Raises:
         ValueError, TypeError: a shape, dtype, device or number that does not fit, or a tensor that is not contiguous.
@@ -153,6 +154,7 @@ class Decoder:
         eps: float,
         scale: float,
         windows: Sequence[int | None],
+        library: bool = True,
     ) -> None:
         check = Arguments("Decoder", "embedding", embedding)
         check.require(
@@ -183,6 +185,7 @@ class Decoder:
         self.every_weight = [tensor for weights in layers for tensor in weights.tensors]
         self.every_page = [tensor for layer_pages in pages for tensor in layer_pages]
         self.window_numbers = [window or 0 for window in windows]
+        self.library = library
 
     def __call__(
         self,
@@ -247,7 +250,7 @@ def _compiled_decoder(
     nodes: Nodes,
 ) -> Tensor:  # [N, H]
     """Like `reference.decoder` in csrc/cpu/decoder_layer.cpp."""
-    step = (cos, sin, turns, slots, *nodes, model.eps, model.scale, model.window_numbers)
+    step = (cos, sin, turns, slots, *nodes, model.eps, model.scale, model.window_numbers, model.library)
     out: Tensor = torch.ops.rolltree_cpu.decoder(
         input_ids, model.embedding, model.every_weight, model.norm, model.every_page, *step
     )

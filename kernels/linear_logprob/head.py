@@ -57,8 +57,7 @@ class Head:
         elif self.mixed:
             torch.mm(hidden, self.weight.T, out_dtype=self.accumulator, out=out)
         elif self.weight.dtype == torch.float32 and own_product(hidden, self.weight, out):
-            for rows, part in zip(hidden.split(few_rows()), out.split(few_rows()), strict=True):
-                torch.ops.rolltree_cpu.linear(rows.float().contiguous(), self.weight, part)
+            torch.ops.rolltree_cpu.linear(hidden.float().contiguous(), self.weight, None, out)
         else:
             rows, sizes = self._operand(hidden), column_parts(len(self.weight), out.device)
             for weight, part in zip(self.weight.split(sizes), out.split(sizes, 1), strict=True):
@@ -146,6 +145,14 @@ def column_parts(V: int, device: torch.device) -> list[int]:
     if rest >= LEAST_COLUMNS:
         return [*parts, rest]
     return [*parts[:-1], parts[-1] + rest]
+
+
+def softcapped(logits: Tensor, softcap: float) -> Tensor:  # [N, V] fp32
+    """Return ``softcap tanh(logits / softcap)``; on a CPU in place, with the bits that `linear_logprob` has."""
+    if not dispatch.usable("cpu", logits.device):
+        return softcap * torch.tanh(logits / softcap)
+    torch.ops.rolltree_cpu.cap_logits(logits, softcap)
+    return logits
 
 
 def has_equal_bits(weight: Tensor) -> bool:

@@ -149,7 +149,7 @@ def test_the_library_has_the_order_that_is_found() -> None:
     for H in (64, 576, 1536):
         hidden, weight = operands(300, H, torch.float32)
         own = torch.empty(few_rows(), 300)
-        torch.ops.rolltree_cpu.linear(hidden[: few_rows()], weight, own)
+        torch.ops.rolltree_cpu.linear(hidden[: few_rows()], weight, None, own)
         assert torch.equal(own, (hidden @ weight.T)[: few_rows()])
 
 

@@ -27,9 +27,10 @@ from ...methods.losses import LOSSES
 from ...methods.schedules import Schedule, find_schedule, scheduled
 from ...methods.selections import PAIRINGS, SELECTIONS
 from ...methods.shaping import SHAPINGS, Shaping
+from ...model.invariant.install import is_invariant
 from ...model.loading import choose_device, load_model
 from ...model.lora import Alone, Merged, has_lora
-from ...model.roles import Role
+from ...model.roles import Role, SampledRole
 from ...model.sharding import shard
 from ...parts.calling import ask
 from ...parts.context import OF_TREES, Changing, Context, now
@@ -100,7 +101,7 @@ def learning_parts(
         self_check=trainer.self_check,
         score_early=loop.score_early,
         replay_routes=config.model.replay_routes,
-        inert=inert(config),
+        notes=[*inert(config), *spared(config)],
         group=group,
         context=context,
         weights=adapter if own_weights and has_lora(model) else None,
@@ -151,6 +152,29 @@ def rescores(config: TrainConfig) -> bool:
     """
     asked = config.algorithm.old_logprob == "recompute"
     return asked or (corrects(config) and config.trainer.updates > 1)
+
+
+def samples_alike(config: TrainConfig) -> bool:
+    """Return whether the log-probs that the sampler records are, to the last bit, those of the policy before the
+    update."""
+    rollout = config.rollout
+    return (
+        config.model.batch_invariant
+        and config.loop.staleness == 0
+        and config.loop.train_context != "plain"
+        and not mixes_policies(config)
+        and not (rollout.top_p < 1 or rollout.top_k or rollout.min_p)
+    )
+
+
+def spared(config: TrainConfig) -> list[str]:
+    """Return a sentence about the pass for old log-probs, if the sampler's are copied instead."""
+    if not (rescores(config) and samples_alike(config)):
+        return []
+    return [
+        '`algorithm.old_logprob` = "recompute" takes the sampler\'s log-probs, which have the same bits '
+        "(`model.batch_invariant`): the pass is saved."
+    ]
 
 
 def credit(config: TrainConfig, context: Context | None = None) -> CreditFunction:
@@ -387,12 +411,17 @@ def roles(config: TrainConfig, model: PreTrainedModel, spread: Spread) -> list[R
     """
     found = []
     if rescores(config):
-        found.append(Role("proximal_logprob", model, replays_routes=True))
+        role = SampledRole if samples_alike(config) else Role
+        found.append(role("proximal_logprob", model, replays_routes=True))
     if config.roles.reference is not None:
         found.append(_reference(config.roles.reference, model, spread))
     if config.roles.teacher is not None:
         teacher = (
-            load_model(config.roles.teacher.path, dtype=model.dtype, device=model.device).eval().requires_grad_(False)
+            load_model(
+                config.roles.teacher.path, dtype=model.dtype, device=model.device, batch_invariant=is_invariant(model)
+            )
+            .eval()
+            .requires_grad_(False)
         )
         if len(teacher.get_output_embeddings().weight) != len(model.get_output_embeddings().weight):
             raise UserError(
@@ -416,7 +445,8 @@ def _reference(reference: ReferenceConfig, model: PreTrainedModel, spread: Sprea
                 "roles.reference.path cannot become the policy of [model.lora], whose weights it does not have; leave "
                 "reset_every and ema out, or the path."
             )
-        other = load_model(path, dtype=model.dtype, device=model.device).eval().requires_grad_(False)
+        other = load_model(path, dtype=model.dtype, device=model.device, batch_invariant=is_invariant(model))
+        other.eval().requires_grad_(False)
         spread(other)
         return Role(column, other)
     weights = Role.snapshot(model) if path is None else _weights(path, "roles.reference.path", model, spread)
@@ -438,7 +468,12 @@ def critic(config: TrainConfig, group: Group, spread: Spread) -> Critic | None:
     if chosen is None:
         return None
     device = choose_device(config.model.device)
-    model = load_model(chosen.path or config.model.path, dtype=getattr(torch, config.model.dtype), device=device)
+    model = load_model(
+        chosen.path or config.model.path,
+        dtype=getattr(torch, config.model.dtype),
+        device=device,
+        batch_invariant=config.model.batch_invariant,
+    )
     return Critic(model, config.trainer.optimizer(chosen.lr), clip=chosen.clip, group=group, spread=spread)
 
 

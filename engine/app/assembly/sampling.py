@@ -23,6 +23,8 @@ from ...loop.sampling import SamplingParts
 from ...methods.groups import GROUP_CALLBACKS, GroupCallback, HintLadder
 from ...methods.schedules import Schedule, at_step, find_schedule, scheduled
 from ...model import routes
+from ...model.invariant.check import RESPONSES, TOKENS, differing, sample_prompts
+from ...model.invariant.install import make_invariant
 from ...model.loading import choose_device, load_model, load_tokenizer
 from ...model.lora import add_lora
 from ...parts.calling import call
@@ -152,7 +154,7 @@ def load_policy(config: TrainConfig) -> PreTrainedModel:
         routes.install(model)
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
+    return make_invariant(model) if config.model.batch_invariant else model
 
 
 def check_backend(config: RolloutConfig) -> None:
@@ -179,7 +181,7 @@ def make_engine(
     """Make a rollout engine of the run; vLLM loads the model itself.
 
     Raises:
-        UserError: vLLM is asked for but not installed.
+        UserError: vLLM is asked for but not installed, or `model.batch_invariant` does not hold.
     """
     rollout = config.rollout
     if rollout.backend == "native":
@@ -192,6 +194,8 @@ def make_engine(
             compile=rollout.compile,
             drafts=DraftConfig(**rollout.drafts.model_dump()) if rollout.drafts.rows else None,
         )
+        if config.model.batch_invariant:
+            check_sampler(model)
         return NativeEngine(model, tokenizer, own)
     check_backend(rollout)
     from ...rollout.vllm.engine import VllmEngine
@@ -219,6 +223,22 @@ def vllm_adapter(config: TrainConfig) -> Any:
     lora = config.model.lora
     assert lora is not None
     return Adapter(lora.rank, lora.alpha / (lora.rank**0.5 if lora.rslora else lora.rank))
+
+
+def check_sampler(model: PreTrainedModel) -> None:
+    """Compare the bits of log-probs that a native engine of ``model`` records with those that training computes.
+
+    Raises:
+        UserError: they differ.
+    """
+    engine = NativeEngine(model, config=EngineConfig(kv_tokens=4096))
+    params = SamplingParams(n=RESPONSES, max_new_tokens=TOKENS, ignore_eos=True, seed=0)
+    where = differing(model, engine.generate(sample_prompts(model), params))
+    if where is not None:
+        raise UserError(
+            f"model.batch_invariant does not hold for {type(model).__name__}: {where} gives a token other bits among "
+            "other rows; leave the key out, or use another model."
+        )
 
 
 def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedModel:

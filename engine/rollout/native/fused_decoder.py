@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rolltree.kernels.decoder_layer import Decoder, LayerWeights, add_rms_norm_, rotate_and_store_
+from rolltree.kernels.linear import library_agrees
 from rolltree.kernels.tree_decode import tree_decode_attention
 
+from ...model.invariant.install import is_invariant
 from .kv_cache import KvCache
 from .step_buffer import StepVector
 
@@ -62,6 +64,7 @@ class FusedDecoder:
 
     def __init__(self, decoder: Any, cache: KvCache) -> None:
         self._decoder, self._cache = decoder, cache
+        self._invariant = is_invariant(decoder)
         self._found: Snapshot | None = None
         self._whole: tuple[Snapshot, Any, Decoder] | None = None
         """The snapshot and the pages from which the decoder as one call was built, and the decoder."""
@@ -74,6 +77,8 @@ class FusedDecoder:
             self._found = _snapshot(self._decoder)
         if not self._found.known or torch.is_autocast_enabled("cpu"):
             return None
+        if self._invariant and self._found.layers is None:
+            return None  # modules are computed as in training
         decoder, input_ids, positions = self._decoder, vector.view("input_ids"), vector.view("query_position")
         cos, sin, turns = self._turns(input_ids, positions, vector.positions)
         if cos.shape[1] != decoder.layers[0].self_attn.head_dim:
@@ -106,6 +111,7 @@ class FusedDecoder:
                 eps=decoder.norm.variance_epsilon,
                 scale=decoder.layers[0].self_attn.scaling,
                 windows=[_window(layer) for layer in decoder.layers],
+                library=not self._invariant or _library_agrees(found.layers),
             )
             self._whole = found, pages, whole
         return self._whole[2]
@@ -145,6 +151,12 @@ class FusedDecoder:
         seen, _ = tree_decode_attention(q, step.k, step.v, step.plan, scale=attention.scaling, window=_window(layer))
         x = add_rms_norm_(residual, attention.o_proj(seen.flatten(1)), after.weight, after.variance_epsilon)
         return residual.add_(mlp.down_proj(F.silu(mlp.gate_proj(x), inplace=True).mul_(mlp.up_proj(x))))
+
+
+def _library_agrees(layers: list[LayerWeights]) -> bool:
+    products = [(w, b) for la in layers for w, b in ((la.q, la.q_bias), (la.k, la.k_bias), (la.v, la.v_bias))]
+    products += [(w, None) for la in layers for w in (la.o, la.gate, la.up, la.down)]
+    return all(library_agrees(len(w), w.shape[1], w.dtype, b is not None) for w, b in products)
 
 
 def _window(layer: Any) -> int | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rolltree.kernels import kept_tokens
-from rolltree.kernels.linear_logprob.head import Head
+from rolltree.kernels.linear_logprob.head import Head, softcapped
 
 from ...model.attention import Tree, computing, keywords, tree_mask
 from ...model.both_ways import Block
@@ -226,7 +226,7 @@ class Runner:
         if scale != 1:
             logits = logits * scale
         if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
+            logits = softcapped(logits, softcap)
         return logits
 
     def _to_device(self, values: Array) -> Tensor:

@@ -1,0 +1,133 @@
+"""Finds out whether a model's tokens have the same bits wherever they are computed, and if not, which layer is why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rolltree.kernels.linear_logprob.head import few_rows
+
+from ...batches.batch import TreeBatch
+from ...batches.pack import pack
+from ...data.columns import Array
+from ...data.tree import TokenTree
+from ..decoder import unchecked_logprob
+from ..head import decoder_of
+from ..self_check import usual_tokens
+
+LENGTH, RESPONSES, TOKENS = 60, 4, 9
+"""Tokens of a prompt at most, responses to each, and tokens of a response in a sample."""
+PIECE = 50
+"""Rows of a piece of a tree."""
+DECODING = "decoding"
+"""The answer of `differing` where only the sampler's log-probs are others."""
+
+
+def sample_prompts(model: PreTrainedModel) -> list[list[int]]:
+    """Return prompts of random tokens, so many that the rows of all are more than those of own products."""
+    usual = usual_tokens(model.config)
+    draw = np.random.default_rng(0)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LENGTH + TOKENS
+    longest = max(min(LENGTH, positions - TOKENS), 1)
+    lengths = [max(longest - i % 7, 1) for i in range(few_rows() // longest + 1)]
+    return [usual[draw.integers(len(usual), size=n)].tolist() for n in lengths]
+
+
+@torch.no_grad()
+def differing(model: PreTrainedModel, trees: Sequence[TokenTree]) -> str | None:
+    """Return where the log-probs of sampled tokens first have other bits: the class of a layer, or `DECODING`; None if
+    they are the same as trees, in pieces, each sequence alone, and as the sampler recorded them at temperature 1."""
+    was_training = model.training
+    model.eval()
+    try:
+        whole = _values(model, trees, pack(trees, max_tokens=1 << 20))
+        alone = {
+            (index, leaf): _values(model, [chain], pack([chain], max_tokens=1 << 20))[0, 0]
+            for index, tree in enumerate(trees)
+            for leaf in range(tree.num_leaves)
+            for chain in [tree.chain(leaf)]
+        }
+        pieces = _values(model, trees, pack(trees, max_tokens=PIECE, in_pieces=True))
+        if not (_equal(whole, alone) and _equal(whole, pieces)):
+            return _first_layer(model, trees) or "attention"
+        for (index, leaf), values in whole.items():
+            recorded = trees[index].behaviour_logprob[trees[index].response_rows(leaf)]
+            drawn = ~np.isnan(recorded)  # the others were given
+            if not np.array_equal(recorded[drawn], values[drawn]):
+                return DECODING
+        return None
+    finally:
+        model.train(was_training)
+
+
+Values = dict[tuple[int, int], Array]  # log-probs of a response, by tree and leaf
+
+
+def _equal(some: Values, others: Values) -> bool:
+    return all(np.array_equal(values, others[key]) for key, values in some.items())
+
+
+def _values(model: PreTrainedModel, trees: Sequence[TokenTree], batches: Sequence[TreeBatch]) -> Values:
+    found: Values = {}
+    for batch in batches:
+        leaves = batch.to_leaves(unchecked_logprob(model, batch).logprob)
+        for index, which, values in zip(batch.tree_index, batch.leaf_index, leaves, strict=True):
+            for leaf, own in zip(which, values, strict=True):
+                found[index, int(leaf)] = own.numpy()
+    return found
+
+
+def _first_layer(model: PreTrainedModel, trees: Sequence[TokenTree]) -> str | None:
+    """Return the class of the first module whose rows differ between a sequence among others and alone."""
+    among = pack(trees, max_tokens=1 << 20)[0]
+    tree = trees[among.tree_index[0]]
+    paths = ((leaf, tree.token_id[tree.path_rows(leaf)]) for leaf in range(tree.num_leaves))
+    ids = among.input_ids.numpy()
+    first = next(leaf for leaf, path in paths if np.array_equal(ids[: len(path)], path))  # rows are depth-first
+    (alone,) = pack([tree.chain(first)], max_tokens=1 << 20)
+    with _outputs(model) as shared:
+        unchecked_logprob(model, among)
+    with _outputs(model) as own:
+        unchecked_logprob(model, alone)
+    rows = {name: (kind, of_rows(alone.num_tokens)) for name, kind, of_rows in own}
+    for name, kind, of_rows in shared:
+        mine, theirs = rows[name][1] if name in rows else None, of_rows(among.num_tokens)
+        if mine is not None and theirs is not None and not torch.equal(mine, theirs[: len(mine)]):
+            return kind
+    return None
+
+
+Output = tuple[str, str, Callable[[int], Tensor | None]]
+
+
+@contextmanager
+def _outputs(model: PreTrainedModel) -> Iterator[list[Output]]:
+    """Collect the outputs of all modules in the order in which they end: name, class, and the output by rows."""
+    found: list[Output] = []
+
+    def keep(name: str, module: nn.Module, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(tensor, Tensor):
+            found.append((name, type(module).__name__, lambda rows: _by_rows(tensor, rows)))
+
+    handles = [
+        module.register_forward_hook(lambda module, _, output, name=name: keep(name, module, output))
+        for name, module in decoder_of(model).named_modules()
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _by_rows(output: Tensor, rows: int) -> Tensor | None:
+    """Return an output with its rows first; None if it is not of rows."""
+    at = next((dim for dim in range(min(output.dim(), 2)) if output.shape[dim] == rows), None)
+    return None if at is None else output.movedim(at, 0)

@@ -1,0 +1,100 @@
+"""``x weight^T + bias`` with the same bits for a row whatever the other rows are, and its gradients."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import dispatch
+from ..checks import Arguments
+from ..linear_logprob.head import few_rows
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def linear(
+    x: Tensor,  # [..., K]
+    weight: Tensor,  # [N, K]
+    bias: Tensor | None = None,  # [N]
+) -> Tensor:  # [..., N]
+    """Compute ``x weight^T + bias`` on a CPU, each row with the same bits whatever the number of rows.
+
+    csrc/cpu/few_rows.cpp multiplies up to `few_rows` rows. More rows are the library's where its product of this width
+    and depth was found to have the same bits (`library_agrees`), and its own elsewhere. Gradients are products of the
+    library, whose bits may depend on the number of rows.
+
+    Args:
+        x: [..., K] float32 or bfloat16; copied where it is not contiguous.
+        weight: [N, K], of the same dtype; copied where it is not contiguous.
+        bias: [N], of the same dtype.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype or device that does not fit.
+        BackendError: the C++ kernels are not built, another backend is named, or the tensors are not on a CPU.
+    """
+    check = Arguments("linear", "x", x)
+    check.floats("x", x, dtypes=DTYPES)
+    check.require(x.dim() > 0, "x must be [..., K], got a number")
+    check.floats("weight", weight, ("N", x.shape[-1]), " like x", (x.dtype,))
+    if bias is not None:
+        check.floats("bias", bias, (len(weight),), " like weight", (x.dtype,))
+    dispatch.choose("linear", {"cpu": linear}, x.device)
+    out: Tensor = _Linear.apply(x, weight, bias)
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        rows = x.reshape(-1, x.shape[-1])
+        return _product(rows, weight.contiguous(), bias).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy = dys[0].reshape(-1, len(weight))
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        dx = (dy @ weight).view(x.shape) if need_x else None
+        dweight = dy.T @ x.reshape(-1, x.shape[-1]) if need_weight else None
+        return dx, dweight, dy.sum(0) if need_bias else None
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # [M, K], [N, K], [N] -> [M, N]
+    if len(rows) > few_rows() and library_agrees(len(weight), weight.shape[1], weight.dtype, bias is not None):
+        return F.linear(rows.contiguous(), weight, bias)
+    return _own(rows, weight, bias)
+
+
+def _own(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = rows.new_empty(len(rows), len(weight))
+    if out.numel():
+        own_bias = None if bias is None else bias.contiguous()
+        torch.ops.rolltree_cpu.linear(rows.contiguous(), weight, own_bias, out)
+    return out
+
+
+def library_agrees(width: int, depth: int, dtype: torch.dtype, biased: bool) -> bool:
+    """Return whether torch's products of more than `few_rows` rows with a weight ``[width, depth]`` have the bits of
+    csrc/cpu/few_rows.cpp, as two products of random numbers have shown; their first use costs these."""
+    return _agrees(width, depth, dtype, biased, torch.get_num_threads())
+
+
+@functools.cache
+def _agrees(width: int, depth: int, dtype: torch.dtype, biased: bool, threads: int) -> bool:
+    """Compare sums whose terms cancel: only their rounding is left, which any other order changes, in any dtype."""
+    random = torch.Generator().manual_seed(width * depth)
+    most, half = few_rows(), depth // 2
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        rows, weight = (torch.randn(n, half, generator=random) for n in (3 * most + 5, width))
+        order = torch.randperm(half, generator=random)
+        rest = 2**-20 * torch.randn(depth - 2 * half, generator=random)
+        rows = torch.cat([rows, rows[:, order], rest.expand(len(rows), -1)], 1).to(dtype)
+        weight = torch.cat([weight, -weight[:, order], rest.expand(width, -1)], 1).to(dtype)
+        bias = (2**-20 * torch.randn(width, generator=random)).to(dtype) if biased else None
+        own = _own(rows, weight, bias)
+        return all(torch.equal(F.linear(rows[:n], weight, bias), own[:n]) for n in (most + 1, len(rows)))
