@@ -52,10 +52,12 @@ def datum(tokens: list[int], target: Array, **inputs: Array) -> Datum:
 
 
 @contextmanager
-def serving(root: Path, engine: NativeEngine | None = None, **options: Any) -> Iterator[str]:
-    """A server's URL."""
+def serving(
+    root: Path, engine: NativeEngine | None = None, source: str = "/models/tiny", **options: Any
+) -> Iterator[str]:
+    """A server's URL; clients load the tokenizer from the directory ``source``."""
     engine = engine or make_engine()
-    app = make_app(engine, "tiny", training=training_of(engine, "tiny", "/models/tiny", root), **options)
+    app = make_app(engine, "tiny", training=training_of(engine, "tiny", source, root), **options)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

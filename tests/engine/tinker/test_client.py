@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import runpy
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,8 @@ import peft
 import pytest
 import torch
 
-from ...support.serving import model
+from ...support.serving import model, save
+from ...support.tiny import ROOT
 from .served import client, example, serving, tinker, tokens, types
 
 IDS = [10, 200, 31, 42, 53, 64, 75, 86, 97, 108]
@@ -231,3 +234,16 @@ def test_two_adapters_in_turns_are_each_alone(service: tinker.ServiceClient) -> 
         step.result()
     for m, options in ((one, {"seed": 1}), (two, {"seed": 2, "rank": 8, "train_unembed": False})):
         assert losses[id(m)] == train(made(service, **options), 3)
+
+
+@pytest.mark.check
+def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(save(tmp_path / "model"))
+    with serving(tmp_path / "states", source=source) as own:
+        monkeypatch.setenv("TINKER_BASE_URL", own)
+        monkeypatch.setenv("TINKER_API_KEY", "tml-any")
+        monkeypatch.setattr("sys.argv", ["tinker_loop.py", "2"])
+        runpy.run_path(str(ROOT / "examples" / "tinker_loop.py"))
+    printed = capsys.readouterr().out
+    assert re.fullmatch(r"step 0: reward 0\.\d+\nstep 1: reward 0\.\d+\n", printed), printed
+    assert len((ROOT / "examples" / "tinker_loop.py").read_text(encoding="utf-8").splitlines()) <= 40
