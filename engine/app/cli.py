@@ -169,6 +169,14 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--kv_tokens", type=_integer(1, 2**31 - 1), default=65536, help="capacity of the KV cache (default 65536)"
     )
+    serve.add_argument("--tinker", action="store_true", help="also train adapters for clients of Tinker's API")
+    serve.add_argument(
+        "--tinker_dir",
+        type=Path,
+        metavar="DIR",
+        default=Path("rolltree-tinker"),
+        help="where --tinker keeps saved states (default rolltree-tinker)",
+    )
     report = command("report", _report, "Write report.html of a run, or one page that compares several.")
     report.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+")
     report.add_argument(
@@ -310,6 +318,8 @@ def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
 def _serve(args: argparse.Namespace, _: list[str]) -> int:
     if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn")):
         raise UserError("serve needs fastapi and uvicorn; install rolltree[serve].")
+    if args.tinker and any(importlib.util.find_spec(name) is None for name in ("tinker", "peft")):
+        raise UserError("serve --tinker needs tinker and peft; install rolltree[tinker].")
     from .server.serve import serve
 
     _quiet_transformers()
@@ -323,6 +333,7 @@ def _serve(args: argparse.Namespace, _: list[str]) -> int:
         device=args.device,
         kv_tokens=args.kv_tokens,
         debug=args.debug,
+        tinker=args.tinker_dir if args.tinker else None,
     )
     return 0
 

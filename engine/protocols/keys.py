@@ -18,6 +18,8 @@ VARIABLE = "ROLLTREE_API_KEY"
 """Environment variable with the key; unlike an argument, other users of the machine cannot read it."""
 OPEN = "/health"
 """The only path that needs no key, because probes send none; it tells counts and the engine's state."""
+SIGNED = "/api/v1/files/"
+"""Beginning of addresses that need no key, because each has a signature of the server's own."""
 
 
 def key_of(headers: Headers) -> bytes:
@@ -33,7 +35,7 @@ def same_key(given: bytes, expected: bytes) -> bool:
 
 
 class KeyGate:
-    """Middleware that refuses requests without the key (`key_of`), whatever their path but `OPEN`."""
+    """Middleware that refuses requests without the key (`key_of`), whatever their path but `OPEN` and `SIGNED`."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._expected = app, key.encode()
@@ -42,6 +44,7 @@ class KeyGate:
         if (
             scope["type"] == "lifespan"
             or scope["path"] == OPEN
+            or scope["path"].startswith(SIGNED)
             or same_key(key_of(Headers(scope=scope)), self._expected)
         ):
             await self._app(scope, receive, send)

@@ -79,7 +79,7 @@ class Trainer:
 
     Args:
         model: trained on the device of its parameters.
-        config: of the optimiser.
+        config: of the optimiser; another one may be set before a step.
         phases: records which part of an update the device computes when.
         group: the ranks that train the model, which is sharded over them (`shard`); each takes a share of the batches.
     """
@@ -330,8 +330,9 @@ class Trainer:
             parameter.grad = None
 
     def _apply(self) -> None:
+        its = self.config
         for group in self._optimizer.param_groups:
-            group["lr"] = self._lr()
+            group |= {"lr": self._lr(), "betas": its.betas, "eps": its.eps, "weight_decay": its.weight_decay}
         self._optimizer.step()
         self.updates += 1
         with torch.no_grad():

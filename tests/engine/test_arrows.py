@@ -25,7 +25,7 @@ FLOORS = (
     {"prompts", "protocols", "record"},
     {"learn"},
     {"fleet"},
-    {"agents"},
+    {"agents", "tinker"},
     {"loop"},
     {"plan"},
     {"app"},

@@ -135,6 +135,16 @@ adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
 batch_loss(adapted, batch, Objective.preset("grpo"), normalizer=2.0).loss.backward()
 assert any(p.grad is not None for p in adapted.parameters())
 """,
+    ("tinker",): TINY
+    + """
+from pathlib import Path
+from rolltree.engine import NativeEngine
+from rolltree.engine.app.server import make_app
+from rolltree.engine.tinker.serving import training_of
+engine = NativeEngine(model, tokenizer)
+app = make_app(engine, "m", training=training_of(engine, "m", "model", Path("states")))
+assert "/api/v1/forward_backward" in {route.path for route in app.routes}
+""",
     ("pictures",): """
 import io
 from PIL import Image

@@ -11,7 +11,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 from transformers import PreTrainedTokenizerBase
 
 from ...data.segment import LeafStatus
+from ...fleet.rollouts import EngineFailedError, Job, Rollouts
 from ...protocols.calls import CHATS, COUNT, AnswerForm, parse, read_call, refusal
 from ...protocols.form import Form, Scored
 from ...protocols.grammar import Grammars
@@ -32,16 +33,24 @@ from ...protocols.prompts import answer_schema, chat_prompt, completion_prompts
 from ...protocols.schema import CompletionBody, Sampling
 from ...protocols.streamed import Streamed
 from ...rollout import Completion, RolloutEngine, SamplingParams
-from .rollouts import EngineFailedError, Job, Rollouts
 
 Body = TypeVar("Body", bound=Sampling)
 T = TypeVar("T")
 MOST_TOKENS = 4096
 """Longest answer of a chat, in tokens, if neither the request nor the engine has a limit."""
 LOOK_S = 0.5  # between checks whether a client is still connected
+Training = Callable[[FastAPI, Rollouts], Callable[[], AbstractAsyncContextManager[None]]]
+"""Adds endpoints to a server and returns what is entered for its life, once the engine's thread runs."""
 
 
-def make_app(engine: RolloutEngine, name: str, *, api_key: str | None = None, stalled_after_s: float = 60.0) -> FastAPI:
+def make_app(
+    engine: RolloutEngine,
+    name: str,
+    *,
+    api_key: str | None = None,
+    stalled_after_s: float = 60.0,
+    training: Training | None = None,
+) -> FastAPI:
     """Make the server of ``engine``.
 
     Args:
@@ -49,6 +58,7 @@ def make_app(engine: RolloutEngine, name: str, *, api_key: str | None = None, st
         name: name of the model for clients.
         api_key: key that clients must send (`KeyGate`); None: they need none.
         stalled_after_s: ``/health`` answers 503 if a step takes longer, in seconds.
+        training: adds the endpoints of a training service of the same engine; None: there is none.
 
     Raises:
         ValueError: the engine has no tokenizer.
@@ -58,10 +68,12 @@ def make_app(engine: RolloutEngine, name: str, *, api_key: str | None = None, st
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.rollouts.start()
-        yield
+        async with nullcontext() if trains is None else trains():
+            yield
         service.rollouts.stop()
 
     app = FastAPI(title="rolltree", lifespan=lifespan)
+    trains = None if training is None else training(app, service.rollouts)
     if api_key is not None:
         app.add_middleware(KeyGate, key=api_key)
     handle_errors(app)

@@ -54,6 +54,7 @@ def serve(
     device: str,
     kv_tokens: int,
     debug: bool,
+    tinker: Path | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -67,6 +68,7 @@ def serve(
         device: "auto", "cpu" or "cuda".
         kv_tokens: capacity of the KV cache, in tokens.
         debug: log all requests.
+        tinker: directory of what a training service with Tinker's API keeps; None: no such service.
 
     Raises:
         UserError: the model, its tokenizer, the sizes, the address or the key cannot be used, or the address is not a
@@ -79,11 +81,19 @@ def serve(
     api_key = os.environ.get(VARIABLE) if api_key is None else api_key
     listening = _listen(host, port)
     check_key(api_key, listening)
+    if tinker is not None and api_key is not None and not api_key.startswith("tml-"):
+        raise UserError("Tinker's client sends no key that does not begin with 'tml-'; give --api_key one that does.")
     tokenizer = load_tokenizer(path)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes this of a directory without a tokenizer
         raise UserError(f"'{path}' has no tokenizer, which a server needs; save the tokenizer in the same directory.")
     model = load_model(path, dtype=getattr(torch, dtype), device=choose_device(device))
-    app = make_app(NativeEngine(model, tokenizer, config), name or Path(path).resolve().name, api_key=api_key)
+    engine, name = NativeEngine(model, tokenizer, config), name or Path(path).resolve().name
+    training = None
+    if tinker is not None:
+        from ...tinker.serving import training_of
+
+        training = training_of(engine, name, str(Path(path).resolve()), tinker)
+    app = make_app(engine, name, api_key=api_key, training=training)
     level = "debug" if debug else "warning"
     settings = uvicorn.Config(app, log_level=level, timeout_graceful_shutdown=GRACE_S)
     address = f"[{host}]" if ":" in host else host

@@ -34,6 +34,8 @@ from .stops import Stops
 
 Array = npt.NDArray[Any]
 log = logging.getLogger("rolltree.rollout")
+MOST_ADAPTERS = 1 << 16
+"""Numbers of adapters, 0 being the model without one; cached keys are told apart by them (`NativeLoop`)."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,8 @@ class NativeEngine(RolloutEngine):
             max_prefill_tokens=self.config.max_prefill_tokens,
             drafts=Drafts(drafts) if drafts else None,
         )
-        self._adapters: list[str] = []
-        self._adapter = 0
+        self._adapters: dict[str, int] = {}  # by name; numbers are not given again, because cached keys have them
+        self._numbered = self._adapter = 0
         self._digests: dict[int, str] = {}  # of pictures, by their first token ids, for cached keys tell ids only
 
     def step(self) -> list[Request]:
@@ -241,19 +243,42 @@ class NativeEngine(RolloutEngine):
         Raises:
             ValueError: an adapter of that name exists.
         """
-        with self._lock:
+        with self.changing_adapters():
             if name in self._adapters:
                 raise ValueError(f"There is an adapter '{name}' already; give this one another name.")
             self.model.load_adapter(path, adapter_name=name)
-            use_adapter(self.model, None)
-            self._adapters.append(name)
-            self.loop.runner.forget_graphs()
-            self._adapter = 0
+            self.add_adapter(name)
+
+    def add_adapter(self, name: str) -> None:
+        """Make a LoRA adapter that the module has already, and whose weights stay, available by its name."""
+        with self._lock:
+            if self._numbered == MOST_ADAPTERS - 1:  # the keys of adapters that had the numbers must not be found
+                self.cache.forget_prefixes()
+                self._numbered = 0
+            free = set(range(self._numbered + 1, MOST_ADAPTERS)).difference(self._adapters.values())
+            self._numbered = self._adapters[name] = min(free)
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter that no request samples with."""
+        with self._lock:
+            del self._adapters[name]
+
+    @contextmanager
+    def changing_adapters(self) -> Iterator[None]:
+        """Add or delete adapters of the module, or compute with one of them, in a with-block between two steps."""
+        with self._lock:
+            try:
+                yield
+            finally:
+                use_adapter(self.model, None)
+                self.loop.runner.forget_graphs()
+                self._adapter = 0
 
     def _use_adapter(self, number: int) -> None:
         if number == self._adapter:
             return
-        use_adapter(self.model, self._adapters[number - 1] if number else None)
+        named = {n: name for name, n in self._adapters.items()}
+        use_adapter(self.model, named[number] if number else None)
         self._adapter = number
 
     @property
@@ -325,7 +350,7 @@ class NativeEngine(RolloutEngine):
             if name not in self._adapters:
                 known = ", ".join(self._adapters) or "none"
                 raise ValueError(f"There is no adapter '{name}'; load_adapter has been called for: {known}.")
-            request.adapter = self._adapters.index(name) + 1
+            request.adapter = self._adapters[name]
 
     def _check_pictures(self, index: int, media: PromptMedia) -> None:
         """Raise ValueError if the pictures of prompt ``index`` cannot be computed."""

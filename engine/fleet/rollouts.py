@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from ...fleet.host import Host, sentence
-from ...programs import BranchId
-from ...rollout import Request as Rollout
-from ...rollout import RolloutEngine, SamplingParams
+from ..programs import BranchId
+from ..rollout import Request as Rollout
+from ..rollout import RolloutEngine, SamplingParams
+from .host import Host, sentence
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")

@@ -1,0 +1,172 @@
+"""Samples of a prompt from the base model or saved weights, and the log-probs of the prompt's own tokens."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from tinker.types import EncodedTextChunk, ModelInput, SampleRequest
+
+from ..data.segment import LeafStatus
+from ..fleet.rollouts import Rollouts
+from ..rollout import NativeEngine, SamplingParams
+from ..rollout.native.score import prompt_logprobs
+from ..rollout.sampling_params import MOST_TOP_LOGPROBS
+from .adapters import Adapters, Lora
+from .faults import FaultError
+from .losses import STABLE
+from .store import Checkpoint
+from .wire import Array, Sampled, Top, check_ids, write_samples
+
+MOST_SAMPLES = 1024
+"""Most samples of a request."""
+
+
+def token_ids(prompt: ModelInput, vocabulary: int) -> list[int]:
+    """Return the ids of a prompt.
+
+    Raises:
+        FaultError: it is empty, or holds something other than ids of the vocabulary.
+    """
+    ids: list[int] = []
+    for chunk in prompt.chunks:
+        if not isinstance(chunk, EncodedTextChunk):
+            raise FaultError(f"The prompt holds a {type(chunk).__name__}; this server samples after token ids alone.")
+        ids += chunk.tokens
+    if not ids:
+        raise FaultError("The prompt is empty; give at least one token.")
+    check_ids("The prompt", np.asarray(ids, np.int64), vocabulary)
+    return ids
+
+
+def params_of(request: SampleRequest, room: int, prompt_tokens: int, vocabulary: int) -> SamplingParams:
+    """Return the sampling parameters of a request.
+
+    Args:
+        room: most tokens of a response.
+        vocabulary: of the model.
+
+    Raises:
+        FaultError: something cannot be done; the message names it.
+    """
+    asked = request.sampling_params
+    if not 1 <= request.num_samples <= MOST_SAMPLES:
+        raise FaultError(f"num_samples is {request.num_samples}; give 1 to {MOST_SAMPLES}.")
+    if request.record_stability_info:
+        raise FaultError(f"record_stability_info is for what is not here: {STABLE}")
+    if request.prompt_alt_tokens_k:
+        raise FaultError("prompt_alt_tokens_k is not served; sample after each prefix of the prompt instead.")
+    if request.target_prompt_logprobs is not None:
+        raise FaultError("target_prompt_logprobs is not served; use forward with cross_entropy and 2-D target_tokens.")
+    most = room if asked.max_tokens is None else asked.max_tokens
+    if most < 1:
+        raise FaultError(f"The prompt of {prompt_tokens} tokens leaves room for {most} more; shorten it.")
+    for name, k in (("prompt", request.topk_prompt_logprobs), ("sample", request.topk_sample_logprobs)):
+        if not 0 <= k <= min(MOST_TOP_LOGPROBS, vocabulary):
+            raise FaultError(f"topk_{name}_logprobs is {k}; give 0 to {min(MOST_TOP_LOGPROBS, vocabulary)}.")
+    last = request.prompt_logprobs_last_n
+    if last is not None and not (request.prompt_logprobs and 1 <= last <= prompt_tokens - 1):
+        raise FaultError(
+            f"prompt_logprobs_last_n is {last}; give 1 to {prompt_tokens - 1}, and prompt_logprobs with it."
+        )
+    stop = [asked.stop] if isinstance(asked.stop, str) else list(asked.stop or ())
+    texts = [one for one in stop if isinstance(one, str)]
+    ids = [one for one in stop if not isinstance(one, str)]
+    try:
+        return SamplingParams(
+            n=request.num_samples,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=None if asked.top_k == -1 else asked.top_k,
+            max_new_tokens=most,
+            stop=texts,
+            stop_token_ids=ids,
+            top_logprobs=request.topk_sample_logprobs,
+            ignore_eos=asked.stop is not None and not stop,
+            seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+        )
+    except ValueError as wrong:
+        raise FaultError(str(wrong)) from None
+
+
+class Sampling:
+    """Carries out sampling requests.
+
+    Args:
+        engine: samples; only its thread may call it.
+        rollouts: submits to the engine.
+        adapters: the saved adapters.
+    """
+
+    def __init__(self, engine: NativeEngine, rollouts: Rollouts, adapters: Adapters) -> None:
+        self._engine, self._rollouts, self._adapters = engine, rollouts, adapters
+
+    async def sample(
+        self, request: SampleRequest, ids: Sequence[int], params: SamplingParams, weights: Checkpoint | None
+    ) -> bytes:
+        """Return the samples of a request in the client's protobuf.
+
+        Args:
+            ids: the prompt.
+            weights: the adapter to sample with; None: the base model.
+
+        Raises:
+            FaultError: the engine refuses the request.
+        """
+        lora = None if weights is None else Lora(**weights.meta["lora"])
+        async with self._adapters.lent(None if weights is None else weights.place, lora) as name:
+            scored = None
+            if request.prompt_logprobs or request.topk_prompt_logprobs:
+                scored = await self._rollouts.call(partial(self._score, ids, request.topk_prompt_logprobs, name))
+            sequences = await self._sampled(ids, replace(params, adapter=name))
+        known, top = _of_prompt(scored, request)
+        return write_samples(sequences, known, top, request.topk_sample_logprobs, request.topk_prompt_logprobs)
+
+    async def _sampled(self, ids: Sequence[int], params: SamplingParams) -> list[Sampled]:
+        try:
+            job = await self._rollouts.submit([ids], [params], [params.seed], watched=False)
+        except ValueError as wrong:
+            raise FaultError(str(wrong)) from None
+        try:
+            while not job.done:
+                await job.changed.wait()
+        finally:
+            self._rollouts.finished(job)
+        failed = job.error or next((rollout.error for rollout in job.rollouts if rollout.error is not None), None)
+        if failed is not None:
+            raise failed
+        completions = job.rollouts[0].completions()
+        if broken := next((one.error for one in completions if one.error is not None), None):
+            raise RuntimeError(broken)
+        return [
+            Sampled(
+                one.token_ids,
+                one.raw_logprobs,
+                one.status == LeafStatus.STOP,
+                one.top if params.top_logprobs else None,
+            )
+            for one in completions
+        ]
+
+    def _score(self, ids: Sequence[int], top: int, name: str | None) -> Array:
+        with self._adapters.sampling(name):
+            logits = self._engine.loop.runner.logits
+            return prompt_logprobs(self._adapters.model, logits, np.asarray(ids, np.int32), top)
+
+
+def _of_prompt(scored: Array | None, request: SampleRequest) -> tuple[Array | None, Top | None]:
+    """Return the log-probs of the prompt's tokens, NaN where there are none, and the likeliest tokens."""
+    if scored is None:
+        return None, None
+    known = np.concatenate([[np.nan], scored["raw_logprob"]]).astype(np.float32)
+    k = request.topk_prompt_logprobs
+    top: list[dict[int, float]] = [{}]
+    for record in scored if k else ():
+        top.append(dict(zip(record["top_id"].tolist(), record["top_raw"].tolist(), strict=True)))
+    if request.prompt_logprobs_last_n is not None:
+        known[: -request.prompt_logprobs_last_n] = np.nan
+        top = [{} if i < len(known) - request.prompt_logprobs_last_n else likeliest for i, likeliest in enumerate(top)]
+    return (known if request.prompt_logprobs else None), (top if k else None)
