@@ -263,7 +263,7 @@ for turn in range(1 + number % 3):
 if number % 7 == 3:
     raise RuntimeError("it broke")
 text = "".join(message["content"] for message in messages if message["role"] == "assistant")
-json.dump(sum(map(ord, text)) % 3 / 2, open(os.environ["ROLLTREE_REWARD"], "w"))
+json.dump((number + sum(map(ord, text))) % 3 / 2, open(os.environ["ROLLTREE_REWARD"], "w"))
 """
 COUNTED = ("reward/mean", "rollout/sampled_tokens", "agent/calls", "agent/failed_exit", "rollout/failed")
 

@@ -134,7 +134,7 @@ def test_an_agent_that_nobody_here_wrote(
 
 @pytest.mark.skipif(MODEL is None, reason="ROLLTREE_AGENT_MODEL names no directory of a model with a chat template")
 @pytest.mark.parametrize(
-    ("name", "words"), [("anthropic_loop", ["stream", "talk"]), ("openai_agents", ["responses", "talk"])]
+    ("name", "words"), [("anthropic_loop", ["stream", "talk"]), ("openai_agents", ["chat", "talk"])]
 )
 def test_a_model_of_ones_own(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its words, unconstrained, in a talk of three turns; the log-probs are those of Transformers too."""
