@@ -72,7 +72,7 @@ attack: $(VENV)/.ready-dev
 
 # The vLLM backend with the real vLLM, in an environment of its own: it pins what others use too. One thread, as threads of
 # a tiny model mostly wait for each other.
-VLLM_TESTS ?= $(addprefix tests/engine/integrations/,test_vllm.py test_vllm_run.py test_vllm_adapter.py)
+VLLM_TESTS ?= $(patsubst %,tests/engine/integrations/test_%.py,vllm vllm_run vllm_adapter vllm_agents)
 vllm: $(VENV)/.ready-dev $(VENV)-vllm/.ready
 	mkdir -p build/vllm/rolltree && ln -sfn "$(CURDIR)/engine" "$(CURDIR)/kernels" "$(CURDIR)/bench" build/vllm/rolltree/
 	PYTHONPATH=build/vllm OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
@@ -84,7 +84,8 @@ vllm-scale: $(VENV)/.ready-dev $(VENV)-vllm/.ready build/ray/ray
 	PYTHONPATH=build/vllm:build/ray OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
 		$(VENV)-vllm/bin/python -m pytest -m "vllm and slow" -s tests/engine/integrations/test_vllm_scale.py $(ARGS)
 
-# Episodes of agents of the registry, unmodified, ROLLTREE_EPISODES of each (50), in an environment of their own.
+# Episodes of agents of the registry, unmodified, ROLLTREE_EPISODES of each (50), in an environment of their own; and talks
+# with the model in the directory ROLLTREE_AGENT_MODEL, if that is set.
 agents: $(VENV)/.ready-dev build/agents/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m agents tests/engine/agents/test_real_agents.py $(ARGS)
 

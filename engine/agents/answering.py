@@ -53,8 +53,9 @@ class Answering:
         self._news = asyncio.Event()
         self._answer: asyncio.Future[TokenTree] = asyncio.wrap_future(call.answer)
         self._answer.add_done_callback(lambda _: self._news.set())
+        self._watch = partial(asyncio.get_running_loop().call_soon_threadsafe, self._news.set)
         if stream and form.tool is None:
-            call.watch = partial(asyncio.get_running_loop().call_soon_threadsafe, self._news.set)
+            call.watch = self._watch
 
     async def response(self, http: Request) -> Response:
         """Return the response, as soon as the call has an answer or a stream has tokens to tell.
@@ -89,6 +90,7 @@ class Answering:
                 said = self.form.part(0, self._choice, text, ids)
                 self._told += said
                 yield said
+            self.call.watch = self._watch
             await self._news.wait()
         try:
             _, whole, _ = self._record()

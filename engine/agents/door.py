@@ -157,7 +157,7 @@ class Door:
         raw = await read_body(http)
         try:
             episode.rewarded(json.loads(raw))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter: too many brackets
             raise RefusedError(f"The body is no reward: {str(error).rstrip('.')}.") from error
         return JSONResponse({"reward": episode.reward})
 

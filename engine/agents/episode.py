@@ -41,7 +41,7 @@ class PendingCall:
         flight: the engine's job; None before.
         seconds: time that the engine has had for it.
         sampled: [n] int32, its tokens so far, where the sampler knows them.
-        watch: called in any thread when there are more of them; None where nobody waits for them.
+        watch: called once, in the sampler's thread, when there are more of them; None where nothing waits for them.
         arrived, begun, first, ended: as `Times` has them, by the monotonic clock.
     """
 

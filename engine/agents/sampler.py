@@ -244,8 +244,9 @@ class AgentSampler:
             elif len(sampled) > len(call.sampled):
                 call.sampled = sampled
                 call.first = now if call.first is None else call.first
-                if call.watch is not None:
-                    call.watch()
+                watch, call.watch = call.watch, None  # until the client has been told
+                if watch is not None:
+                    watch()
 
     def _expire(self, passed: float) -> None:
         """Refuse calls and end episodes that take too long."""

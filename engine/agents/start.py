@@ -35,27 +35,35 @@ LOOK_S = 0.02
 END_S = 5.0
 """Seconds in which what is asked to end must do so."""
 REAPER = """
-import os, shutil, signal, sys
+import os, shutil, signal, sys, time
 alive = {}
 for line in sys.stdin:
     sign, pid, mark, folder = line[0], *line[1:].rstrip("\\n").split(" ", 2)
     if sign == "+":
-        alive[int(pid)] = mark, folder
+        alive[mark] = int(pid), folder
     else:
-        alive.pop(int(pid), None)
-marks = {("ROLLTREE_EPISODE=" + mark).encode() for mark, _ in alive.values()}
-for pid in alive:
+        alive.pop(mark, None)
+for pid, _ in alive.values():
     try:
-        os.killpg(pid, signal.SIGKILL)
+        if pid:
+            os.killpg(pid, signal.SIGKILL)
     except OSError:
         pass
-for name in os.listdir("/proc") if marks and os.path.isdir("/proc") else ():
-    try:
-        with open("/proc/" + name + "/environ", "rb") as file:
-            if name.isdigit() and marks & set(file.read().split(b"\\0")):
-                os.kill(int(name), signal.SIGKILL)
-    except OSError:
-        pass
+marks = {("ROLLTREE_EPISODE=" + mark).encode() for mark in alive}
+quiet = 0
+for _ in range(100):  # one may be about to start, or start another
+    if not marks or quiet == 3 or not os.path.isdir("/proc/self"):
+        break
+    quiet += 1
+    for name in os.listdir("/proc"):
+        try:
+            with open("/proc/" + name + "/environ", "rb") as file:
+                if name.isdigit() and marks & set(file.read().split(b"\\0")):
+                    os.kill(int(name), signal.SIGKILL)
+                    quiet = 0
+        except OSError:
+            pass
+    time.sleep(0.1)
 for _, folder in alive.values():
     shutil.rmtree(folder, ignore_errors=True)
 """
@@ -198,10 +206,12 @@ class Agents:
 
     def _command(self, episode: Episode, address: str) -> Any:
         folder = Path(tempfile.mkdtemp(prefix="rolltree-agent-"))
+        self._tell("+", 0, episode, folder)
         try:
             return self._run(episode, address, folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            self._tell("-", 0, episode, folder)
 
     def _run(self, episode: Episode, address: str, folder: Path) -> Any:
         assert self.program.command is not None
@@ -241,7 +251,6 @@ class Agents:
             code = process.poll()
         finally:
             _end_all(process, episode)
-            self._tell("-", process.pid, episode, folder)
         if stopped:
             raise _AgentError(*stopped[0])
         if code:
@@ -253,11 +262,11 @@ class Agents:
             return None
         try:
             return json.loads(reward.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _AgentError("reward", "the file of ROLLTREE_REWARD holds no JSON") from error
 
     def _tell(self, sign: str, pid: int, episode: Episode, folder: Path) -> None:
-        """Tell the reaper, which is started first, of a process group that begins or has ended."""
+        """Tell the reaper, which is started first, of a process group that begins (0: is about to) or has ended."""
         with self._lock:
             if self._reaper is None:
                 self._reaper = subprocess.Popen(

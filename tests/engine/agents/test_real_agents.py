@@ -14,11 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import Qwen3ForCausalLM
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from rolltree.engine import LeafStatus
 from rolltree.engine.agents.records import EpisodeRecord, SampledCall
+from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.rollout import EngineConfig, NativeEngine
+from rolltree.engine.rollout.sampler import Job
 
 from ...support import serving
 from ...support.agents import job, sampler
@@ -28,6 +31,7 @@ from .calls import sampled_tokens
 
 pytestmark = [pytest.mark.agents, pytest.mark.timeout(1800)]
 PYTHON = ROOT / "build" / "agents" / "bin" / "python"
+MODEL = os.environ.get("ROLLTREE_AGENT_MODEL")
 EPISODES = int(os.environ.get("ROLLTREE_EPISODES", "50"))
 
 
@@ -75,18 +79,15 @@ def one_of(words: Any, texts: Sequence[str]) -> Callable[[Any], Any]:
     return allowed
 
 
-@pytest.mark.parametrize(("name", "words", "texts"), AGENTS, ids=[f"{name} {' '.join(w)}" for name, w, _ in AGENTS])
-def test_an_agent_that_nobody_here_wrote(
-    engine: NativeEngine, name: str, words: list[str], texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = [str(PYTHON), str(Path(__file__).parents[2] / "support" / "real_agents" / f"{name}.py"), *words]
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    asked = job(
-        engine, EPISODES, max_new_tokens=30000, allowed_token_ids=None,
-        prefix_allowed_tokens_fn=one_of(engine.tokenizer, texts),
-    )  # fmt: skip
+def episodes(
+    engine: NativeEngine, asked: Job, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[TokenTree, int]:
+    """The tree of a group of which no episode failed, and the number of its calls.
+
+    What is trained is checked to be what the engine has sampled: ids, log-probs and all tokens before them.
+    """
     seen: list[Any] = []
-    with sampler(engine, command=command, episodes=4) as made:
+    with sampler(engine, **options) as made:
         step = made.inner.step
 
         def watched(seconds: float) -> Any:
@@ -111,7 +112,46 @@ def test_an_agent_that_nobody_here_wrote(
                 before = tuple(tree.token_id[rows[:place]].tolist())
                 trained.append((int(tree.token_id[rows[place]]), float(tree.behaviour_logprob[rows[place]]), before))
     assert sorted(trained) == sorted(wanted)
-    assert tree.meta["agent"]["calls"] == len(seen) >= EPISODES
     assert tree.meta["counts"] == {"aborted_calls": 0}
+    return tree, len(seen)
+
+
+@pytest.mark.parametrize(("name", "words", "texts"), AGENTS, ids=[f"{name} {' '.join(w)}" for name, w, _ in AGENTS])
+def test_an_agent_that_nobody_here_wrote(
+    engine: NativeEngine, name: str, words: list[str], texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [str(PYTHON), str(Path(__file__).parents[2] / "support" / "real_agents" / f"{name}.py"), *words]
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    asked = job(
+        engine, EPISODES, max_new_tokens=30000, allowed_token_ids=None,
+        prefix_allowed_tokens_fn=one_of(engine.tokenizer, texts),
+    )  # fmt: skip
+    tree, calls = episodes(engine, asked, monkeypatch, command=command, episodes=4)
+    assert tree.meta["agent"]["calls"] == calls >= EPISODES
     if not f"{name} {' '.join(words)}".startswith(REWRITE):
         assert tree.num_leaves == EPISODES, "each episode is one sequence"
+
+
+@pytest.mark.skipif(MODEL is None, reason="ROLLTREE_AGENT_MODEL names no directory of a model with a chat template")
+@pytest.mark.parametrize(
+    ("name", "words"), [("anthropic_loop", ["stream", "talk"]), ("openai_agents", ["chat", "talk"])]
+)
+def test_a_model_of_ones_own(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its words, unconstrained, in a talk of three turns; the log-probs are those of Transformers too."""
+    assert MODEL is not None
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    command = [str(PYTHON), str(Path(__file__).parents[2] / "support" / "real_agents" / f"{name}.py"), *words]
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    engine = NativeEngine(model, tokenizer, EngineConfig(kv_tokens=16384))
+    asked = job(engine, 4, max_new_tokens=4000, allowed_token_ids=None)
+    tree, calls = episodes(engine, asked, monkeypatch, command=command, episodes=4, call_tokens=32)
+    assert (calls, tree.num_leaves) == (12, 4)
+    plain = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="eager").eval()
+    for leaf in range(4):
+        rows = tree.path_rows(leaf)
+        ids, mask = torch.from_numpy(tree.token_id[rows]).long(), tree.loss_mask[rows]
+        with torch.no_grad():
+            logprob = plain(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        np.testing.assert_allclose(tree.behaviour_logprob[rows][mask], logprob[mask[1:]].numpy(), atol=1e-3)
+    print(f"{calls} calls, {int(tree.loss_mask.sum())} tokens sampled and trained")
