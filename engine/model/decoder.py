@@ -49,10 +49,7 @@ def decode(
             ``store`` is None, or it has pictures that the model does not take.
     """
     if batch.pieces and store is None:
-        raise ValueError(
-            "The batch holds a tree larger than its budget, to be computed in pieces; use backward, or pack without "
-            "in_pieces."
-        )
+        raise ValueError("The batch holds a tree that is computed in pieces; use backward, or pack without in_pieces.")
     if batch.padded is not None and is_invariant(model):
         batch = replace(batch, padded=None)  # attention of padded batches has another order of sums
     implementation = model.config._attn_implementation
