@@ -24,6 +24,7 @@ from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.cli import main
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
+from rolltree.engine.app.report import write_report
 from rolltree.engine.fleet.fleet import Fleet
 from rolltree.engine.fleet.workers import InThreads
 
@@ -85,6 +86,14 @@ def test_a_run_trains_on_episodes(tmp_path: Path) -> None:
         assert row["perf/idle/agents_start"] >= 0
         assert row["perf/idle/agents_tools"] >= 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rolltree-door")]
+    (directory,) = (tmp_path / "runs").iterdir()
+    page = write_report(directory).read_text()
+    (trees,) = re.findall(r'<script type="application/json" id="trees">(.*?)</script>', page, re.DOTALL)
+    for tree in json.loads(trees):
+        assert sorted(line["episode"] for line in tree["episodes"]) == [0, 1, 2, 3]
+        for line in tree["episodes"]:
+            assert {part["kind"] for part in line["parts"]} >= {"prefill", "tool"}
+            assert all(0 <= part["begin"] <= part["end"] <= line["seconds"] + 1e-6 for part in line["parts"])
 
 
 @pytest.mark.check
