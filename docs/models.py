@@ -25,9 +25,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, TokenTree, UserError, batch_logprob, pack
+from rolltree.engine.app.assembly.sampling import other_bits
 from rolltree.engine.integrations.trees import odd_layers
 from rolltree.engine.model import attention
-from rolltree.engine.model.recurrent import FAMILIES
+from rolltree.engine.model.invariant.install import make_invariant
+from rolltree.engine.model.recurrent import FAMILIES, scanned
 from rolltree.engine.model.routes import ROUTERS
 from rolltree.engine.model.self_check import own_logprobs
 
@@ -174,9 +176,17 @@ def answers_differ(ours: Any, plain: Any) -> bool:
     return False
 
 
+def equal_bits(ours: Any) -> str:
+    """Return whether `model.batch_invariant` holds in fp32 and in bf16, or the layer that it does not hold for."""
+    if names := scanned(ours):
+        return f"no: `{names[0]}`"
+    found = [other_bits(make_invariant(ours.to(dtype))) for dtype in (torch.float32, torch.bfloat16)]
+    return "yes" if found == [None, None] else f"no: `{found[0] or found[1]}`"
+
+
 def measured(name: str) -> dict[str, Any]:
     """Return a type's row: what is exact, the errors, and a remark."""
-    row: dict[str, Any] = {"type": name, "state": REFUSED, "logprob": None, "gradient": None, "remark": ""}
+    row: dict[str, Any] = {"type": name, "state": REFUSED, "logprob": None, "gradient": None, "bits": "", "remark": ""}
     try:
         ours, plain = models(name)
     except Exception as error:  # a type may need a package, or sizes of its own
@@ -202,7 +212,7 @@ def measured(name: str) -> dict[str, Any]:
             return row | {"remark": "greedy answers of the native engine differ"}
     except Exception as error:
         return row | {"remark": f"native engine: {_sentence(error)}"}
-    return row | {"state": ENGINE}
+    return row | {"state": ENGINE, "bits": equal_bits(ours)}
 
 
 def _sentence(error: Exception) -> str:
@@ -228,7 +238,7 @@ def rows(names: list[str]) -> list[dict[str, Any]]:
             got = [json.loads(line) for line in done.splitlines() if line.startswith("{")]
             if len(got) < len(some):
                 got.append({"type": some[len(got)], "state": "not made", "logprob": None, "gradient": None,
-                            "remark": "stops or fills its process"})  # fmt: skip
+                            "bits": "", "remark": "stops or fills its process"})  # fmt: skip
             found += got
             some = some[len(got) :]
     return found
@@ -243,7 +253,9 @@ def page(found: list[dict[str, Any]]) -> str:
         by `make models`. Errors compare a tree of three levels with its sequences under plain Transformers: the largest
         difference of a log-prob in nats, and of a parameter's gradient relative to the norm of the whole gradient. A
         type is exact where both are below {EXACT:g}; in the native engine where greedy answers equal those of
-        `generate`, token for token. Types that are refused, or for plain sequences only, raise an error that says so.
+        `generate`, token for token. Bits are equal where the log-probs of sampled tokens are, with
+        `model.batch_invariant` (docs/exactness.md), those of training in fp32 and bf16, to the last bit; elsewhere the
+        layer is named. Types that are refused, or for plain sequences only, raise an error that says so.
 
         Nemotron-H does not agree to rounding in float64 either, since Transformers casts to float32 there: `A_log`, the
         inputs of the scan (`mamba2_chunk_scan`; those of trees stay float64), norms and the softmax of attention.
@@ -263,10 +275,12 @@ def page(found: list[dict[str, Any]]) -> str:
         - A reference without a path is the model with its adapter off, and needs no copy. With `reset_every` or `ema`
           it is a copy of the adapter.
         - A sampler that shares the trained model samples with the adapter. One with weights of its own (sampling during
-          updates, `rollout.engines`, vLLM) gets `W + s B A` after every update, computed in fp32 and rounded to the
-          model's dtype: in bfloat16 it does not see a change that is smaller than the rounding of W. Digests and the
-          canary prompt check it as they check other weights.
-        - A checkpoint holds the adapter, its moments and a digest of W; a run does not resume on another W.
+  updates, `rollout.engines`, vLLM) has the adapter too and gets A and B after every update, a small part of the
+  weights' bytes. vLLM takes ranks up to 512. With `vllm_options = { enable_lora = false }`, for models whose
+  adapters it does not support, and with an adapter in the head it gets `W + s B A`, computed in fp32 and rounded to
+  the model's dtype: in bfloat16 it does not see a change that is smaller than the rounding of W. Digests and the
+  canary prompt check what was sent.
+- A checkpoint holds the adapter, its moments and a digest of W; a run does not resume on another W.
         - `export` holds `W + s B A` for plain Transformers, and `export/adapter` the adapter for
           `peft.PeftModel.from_pretrained`.
         - A head that shares its weight with the embedding and a vision tower have no adapter.
@@ -280,10 +294,10 @@ def page(found: list[dict[str, Any]]) -> str:
     for state in sorted({row["state"] for row in found}, key=[ENGINE, TREES, PLAIN, REFUSED, "not made"].index):
         some = [row for row in found if row["state"] == state]
         lines += [f"## {state[0].upper()}{state[1:]} ({len(some)})", ""]
-        lines += ["| type | log-probs | gradients | remark |", "|---|---|---|---|"]
+        lines += ["| type | log-probs | gradients | equal bits | remark |", "|---|---|---|---|---|"]
         for row in some:
             numbers = ["" if row[k] is None else f"{row[k]:.1e}" for k in ("logprob", "gradient")]
-            lines.append(f"| `{row['type']}` | {' | '.join(numbers)} | {row['remark']} |")
+            lines.append(f"| `{row['type']}` | {' | '.join(numbers)} | {row['bits']} | {row['remark']} |")
         lines.append("")
     return "\n".join(lines)
 

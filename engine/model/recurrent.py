@@ -100,6 +100,11 @@ def unfit(model: nn.Module) -> list[str]:
     return sorted({_name(m) for m in model.modules() if _is_mixer(m) and not _fits(m)})
 
 
+def scanned(model: nn.Module) -> list[str]:
+    """Return the names of the model's recurrent classes that scan chunks of tokens, not those that only convolve."""
+    return sorted({_name(m) for m in model.modules() if len(MIXERS.get(_name(m), ())) > 1})
+
+
 def _prepare(decoder: nn.Module, what: str) -> bool:
     wrong = unfit(decoder)
     if wrong:

@@ -10,7 +10,7 @@ from torch import Tensor
 from rolltree.kernels import Objective, PolicyFields, Term, linear_logprob, linear_terms_loss, sample_tokens
 from rolltree.kernels.libraries import load_library
 from rolltree.kernels.linear_logprob import logprob_from_logits
-from rolltree.kernels.linear_logprob.head import Head, column_parts, few_rows, has_equal_bits
+from rolltree.kernels.linear_logprob.head import Head, column_parts, few_rows, has_equal_bits, softcapped
 from rolltree.kernels.sampling import SampleOutput
 
 pytestmark = pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
@@ -81,6 +81,40 @@ def test_sampled_is_trained(V: int, dtype: torch.dtype, rows: int) -> None:
     assert torch.equal(few.logprob, scored.logprob[some])  # sampled among few rows, trained among many
     narrow = linear_logprob(hidden[some], weight, whole.token[some], temperature=its)
     assert torch.equal(whole.logprob[some], narrow.logprob)  # the other way round
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [5.0, 30.0])
+def test_capped_logits(softcap: float, dtype: torch.dtype) -> None:
+    """As the native engine caps them, and as the loss does; torch's own tanh has other bits."""
+    hidden, weight = operands(1003, 200, dtype, rows=40)
+    temperature = torch.tensor(TEMPERATURES)[torch.arange(40) % 3]
+    plain = logits_of(hidden, weight)
+    logits = softcapped(plain.clone(), softcap)
+    torch.testing.assert_close(logits, softcap * torch.tanh(plain / softcap), rtol=1e-6, atol=1e-6)
+    assert torch.equal(softcapped(plain[3:4].clone(), softcap), logits[3:4])
+    options = {"temperature": temperature, "seed": torch.arange(40), "step": torch.zeros(40, dtype=torch.int64)}
+    out = sample_tokens(logits, **options)  # type: ignore[arg-type]
+    trained = linear_logprob(hidden, weight, out.token, temperature=temperature, softcap=softcap, want=("entropy",))
+    assert torch.equal(out.logprob, trained.logprob)
+    assert trained.entropy is not None
+    assert torch.equal(out.entropy, trained.entropy)
+    other = sample_tokens(softcap * torch.tanh(plain / softcap), **options)  # type: ignore[arg-type]
+    assert not torch.equal(other.logprob, trained.logprob)
+
+
+@pytest.mark.parametrize("scale", [0.0625, 8.0])
+def test_logits_scaled_by_powers_of_two(scale: float) -> None:
+    """A factor of the logits where tokens are sampled is a temperature where they are trained (`Head.options`)."""
+    hidden, weight = operands(1003, 200, torch.float32, rows=40)
+    out = sample_tokens(
+        logits_of(hidden, weight / scale) * scale,
+        temperature=0.7,
+        seed=torch.arange(40),
+        step=torch.zeros(40, dtype=torch.int64),
+    )
+    trained = linear_logprob(hidden, weight / scale, out.token, temperature=torch.tensor(0.7 / scale).expand(40))
+    assert torch.equal(out.logprob, trained.logprob)
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 0}, {"top_k": 5000}, {"top_p": 1.0, "min_p": 0.0}])

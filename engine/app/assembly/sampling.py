@@ -231,14 +231,18 @@ def check_sampler(model: PreTrainedModel) -> None:
     Raises:
         UserError: they differ.
     """
-    engine = NativeEngine(model, config=EngineConfig(kv_tokens=4096))
-    params = SamplingParams(n=RESPONSES, max_new_tokens=TOKENS, ignore_eos=True, seed=0)
-    where = differing(model, engine.generate(sample_prompts(model), params))
-    if where is not None:
+    if (where := other_bits(model)) is not None:
         raise UserError(
             f"model.batch_invariant does not hold for {type(model).__name__}: {where} gives a token other bits among "
             "other rows; leave the key out, or use another model."
         )
+
+
+def other_bits(model: PreTrainedModel) -> str | None:
+    """Return where log-probs that a native engine of ``model`` samples have other bits in training, as `differing`."""
+    engine = NativeEngine(model, config=EngineConfig(kv_tokens=4096))
+    params = SamplingParams(n=RESPONSES, max_new_tokens=TOKENS, ignore_eos=True, seed=0)
+    return differing(model, engine.generate(sample_prompts(model), params))
 
 
 def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedModel:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -84,40 +84,59 @@ def _values(model: PreTrainedModel, trees: Sequence[TokenTree], batches: Sequenc
 
 
 def _first_layer(model: PreTrainedModel, trees: Sequence[TokenTree]) -> str | None:
-    """Return the class of the first module whose rows differ between a sequence among others and alone."""
+    """Return the class of the first module that gives a sequence other bits among others than alone, from the same
+    input; None if none does."""
     among = pack(trees, max_tokens=1 << 20)[0]
     tree = trees[among.tree_index[0]]
     paths = ((leaf, tree.token_id[tree.path_rows(leaf)]) for leaf in range(tree.num_leaves))
     ids = among.input_ids.numpy()
     first = next(leaf for leaf, path in paths if np.array_equal(ids[: len(path)], path))  # rows are depth-first
     (alone,) = pack([tree.chain(first)], max_tokens=1 << 20)
-    with _outputs(model) as shared:
+    with _calls(model) as shared:
         unchecked_logprob(model, among)
-    with _outputs(model) as own:
+    with _calls(model) as own:
         unchecked_logprob(model, alone)
-    rows = {name: (kind, of_rows(alone.num_tokens)) for name, kind, of_rows in own}
-    for name, kind, of_rows in shared:
-        mine, theirs = rows[name][1] if name in rows else None, of_rows(among.num_tokens)
-        if mine is not None and theirs is not None and not torch.equal(mine, theirs[: len(mine)]):
-            return kind
+    known = {call.name: call for call in own}
+    for call in shared:
+        mine = known.get(call.name)
+        if mine is None or not call.same(mine, "given", among.num_tokens, alone.num_tokens):
+            continue
+        if not call.same(mine, "output", among.num_tokens, alone.num_tokens):
+            return call.kind
     return None
 
 
-Output = tuple[str, str, Callable[[int], Tensor | None]]
+class _Call(NamedTuple):
+    """What a module was given and gave."""
+
+    name: str
+    kind: str  # its class
+    given: list[Tensor]
+    output: list[Tensor]
+
+    def same(self, alone: _Call, field: str, among_rows: int, alone_rows: int) -> bool:
+        """Return whether all tensors of rows begin with the bits of those of the sequence alone."""
+        for tensor, other in zip(getattr(self, field), getattr(alone, field), strict=False):
+            rows, first = _by_rows(tensor, among_rows), _by_rows(other, alone_rows)
+            if rows is not None and first is not None and not torch.equal(rows[: len(first)], first):
+                return False
+        return True
 
 
 @contextmanager
-def _outputs(model: PreTrainedModel) -> Iterator[list[Output]]:
-    """Collect the outputs of all modules in the order in which they end: name, class, and the output by rows."""
-    found: list[Output] = []
+def _calls(model: PreTrainedModel) -> Iterator[list[_Call]]:
+    """Collect the calls of all modules of the decoder in the order in which they end."""
+    found: list[_Call] = []
 
-    def keep(name: str, module: nn.Module, output: Any) -> None:
-        tensor = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(tensor, Tensor):
-            found.append((name, type(module).__name__, lambda rows: _by_rows(tensor, rows)))
+    def keep(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
+        out = output if isinstance(output, tuple) else (output,)
+        found.append(_Call(name, type(module).__name__, given, [t for t in out if isinstance(t, Tensor)]))
 
     handles = [
-        module.register_forward_hook(lambda module, _, output, name=name: keep(name, module, output))
+        module.register_forward_hook(
+            lambda module, args, kwargs, output, name=name: keep(name, module, args, kwargs, output), with_kwargs=True
+        )
         for name, module in decoder_of(model).named_modules()
     ]
     try:
@@ -128,6 +147,6 @@ def _outputs(model: PreTrainedModel) -> Iterator[list[Output]]:
 
 
 def _by_rows(output: Tensor, rows: int) -> Tensor | None:
-    """Return an output with its rows first; None if it is not of rows."""
+    """Return a tensor with its rows first; None if it is not of rows."""
     at = next((dim for dim in range(min(output.dim(), 2)) if output.shape[dim] == rows), None)
     return None if at is None else output.movedim(at, 0)

@@ -15,6 +15,7 @@ from rolltree.kernels import dispatch
 from rolltree.kernels.linear_logprob.head import has_equal_bits
 
 from ...errors import UserError
+from .. import recurrent
 from ..fused_layers import fuse_layers
 from ..head import decoder_of, head
 from .functions import fixed_order
@@ -88,6 +89,11 @@ def unfit(model: Any) -> str | None:
         )
     if not dispatch.usable("cpu", weight.device):
         return "it needs the CPU kernels, which are not built here or not chosen; see `rolltree doctor`"
+    if names := recurrent.scanned(model):
+        return (
+            f"the scan of {', '.join(names)} (tree_recurrence) sums in chunks that begin where a part of a tree does; "
+            "leave the key out, or use another model"
+        )
     if own.lora is not None:
         return "products of an adapter on the head depend on the number of rows; leave lm_head out of its targets"
     if not has_equal_bits(weight):

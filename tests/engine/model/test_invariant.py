@@ -22,6 +22,7 @@ from rolltree.engine.model.invariant.functions import OF_NUMBERS, fixed_order, w
 from rolltree.engine.model.invariant.install import is_invariant, make_invariant
 from rolltree.kernels.libraries import load_library
 
+from ...support import moe_models
 from ..rollout.test_fused_decoder import made
 
 pytestmark = pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
@@ -159,6 +160,19 @@ def test_what_is_known_not_to_fit_is_refused_at_once(case: str, monkeypatch: pyt
     with pytest.raises(UserError, match=f"model.batch_invariant does not hold for LlamaForCausalLM: {match}"):
         make_invariant(model)
     assert not is_invariant(model)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "lfm2_moe"])
+def test_other_families(family: str) -> None:
+    """Experts, sinks, latent attention, short convolutions."""
+    model = make_invariant(moe_models.make(family))
+    assert differing(model, sampled(model)) is None
+
+
+def test_scans_are_refused() -> None:
+    with pytest.raises(UserError, match=r"the scan of Qwen3NextGatedDeltaNet .tree_recurrence. sums in chunks"):
+        make_invariant(moe_models.make("qwen3_next"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
