@@ -148,6 +148,7 @@ class Adapters:
             use_adapter(self.model, None)
             for _, layer in adapted_layers(self.model):
                 if name in layer.lora_A:
+                    layer.set_adapter([])  # else peft would choose another one, and warn
                     layer.delete_adapter(name)
             getattr(self.model, "peft_config", {}).pop(name, None)
 
