@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import warnings
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -148,6 +148,7 @@ class Adapters:
             use_adapter(self.model, None)
             for _, layer in adapted_layers(self.model):
                 if name in layer.lora_A:
+                    layer.set_adapter([])  # else peft would choose another one, and warn
                     layer.delete_adapter(name)
             getattr(self.model, "peft_config", {}).pop(name, None)
 
@@ -173,13 +174,18 @@ class Adapters:
             with torch.inference_mode():
                 yield
 
-    def write(self, name: str, lora: Lora, directory: Path, base: str) -> None:
-        """Write an adapter as a directory that ``peft.PeftModel.from_pretrained`` loads onto the base model."""
+    def writer(self, name: str, lora: Lora, base: str) -> Callable[[Path], None]:
+        """Return a function that writes an adapter, in any thread and before its weights change again, as a directory
+        that ``peft.PeftModel.from_pretrained`` loads onto the base model."""
         tensors = {f"{PREFIX}{n}": p.detach().cpu().contiguous() for n, p in self.parameters(name).items()}
-        save_file(tensors, directory / FILE, metadata={"format": "pt"})
         config = _config(self.model, lora)
         config.base_model_name_or_path, config.inference_mode = base, True
-        config.save_pretrained(str(directory))
+
+        def write(directory: Path) -> None:
+            save_file(tensors, directory / FILE, metadata={"format": "pt"})
+            config.save_pretrained(str(directory))
+
+        return write
 
     def read(self, name: str, directory: Path) -> None:
         """Copy the weights of a directory into an adapter of the same shapes.

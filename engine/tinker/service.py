@@ -228,6 +228,7 @@ class Service:
                 "state.",
                 404,
             )
+        self.sessions.find(found.name.partition(":")[0], owner).beat = time.monotonic()
         return found
 
     def info(self, owner: str, name: str) -> dict[str, Any]:
@@ -353,8 +354,10 @@ class Service:
         overwrite: bool = False,
         ephemeral: bool = False,
     ) -> Checkpoint:
+        writes = await self._rollouts.call(partial(model.writer, self.source, optimizer))
+
         def write(directory: Path) -> dict[str, Any]:
-            return model.write(directory, self.source, optimizer) | {"ephemeral": ephemeral}
+            return writes(directory) | {"ephemeral": ephemeral}
 
         save = partial(
             self.store.save,
@@ -366,7 +369,7 @@ class Service:
             user_metadata=getattr(body, "user_metadata", None),
             overwrite=overwrite,
         )
-        saved = await self._rollouts.call(save)
+        saved = await asyncio.to_thread(save)
         if overwrite:
             await self.adapters.forget(saved.place)
         return saved
@@ -409,7 +412,11 @@ class Service:
     def _trainable(self, body: LoadWeightsRequest, owner: str) -> Checkpoint:
         if body.base_model is not None:
             self._check_base(body.base_model)
-        checkpoint = self.store.find(body.path, owner)
+        return self._weights(body.path, owner)
+
+    def _weights(self, path: str, owner: str) -> Checkpoint:
+        """Return a checkpoint of this server's model."""
+        checkpoint = self.store.find(path, owner)
         if checkpoint.meta["base_model"] not in (self.source, self.name):
             raise FaultError(
                 f"The checkpoint is of '{checkpoint.meta['base_model']}', and this server has '{self.name}'."
@@ -450,21 +457,13 @@ class Service:
         body = read(CreateSamplingSessionRequest, raw)
         session = self._alive(body.session_id, owner)
         if body.model_path is not None:
-            self._trainable_sampler(body.model_path, owner)
+            self._weights(body.model_path, owner)
         elif body.base_model is None:
             raise FaultError("A sampling session needs base_model or model_path.")
         if body.base_model is not None:
             self._check_base(body.base_model)
         name = self.sessions.add_sampler(session, body.sampling_session_seq_id, Sampler(body.model_path))
         return {"type": "create_sampling_session", "sampling_session_id": name}
-
-    def _trainable_sampler(self, path: str, owner: str) -> Checkpoint:
-        checkpoint = self.store.find(path, owner)
-        if checkpoint.meta["base_model"] not in (self.source, self.name):
-            raise FaultError(
-                f"The weights are of '{checkpoint.meta['base_model']}', and this server has '{self.name}'."
-            )
-        return checkpoint
 
     def join_sampler(self, owner: str, name: str) -> dict[str, Any]:
         sampler = self.sessions.sampler(name, owner)
@@ -486,7 +485,7 @@ class Service:
         if (known := self.futures.known(request_id, owner)) is not None:
             return known
         path = sampler.path if sampler.inflight is None else self._published.get(sampler.inflight, sampler.path)
-        weights = None if path is None else self.store.find(path, owner)
+        weights = None if path is None else self._weights(path, owner)
         vocabulary = self.engine.vocabulary
         ids = token_ids(body.prompt, vocabulary)
         params = params_of(body, self.engine.room(len(ids)), len(ids), vocabulary)

@@ -188,19 +188,22 @@ class Model:
 
     # -- states -------------------------------------------------------------------------------------------------------
 
-    def write(self, directory: Path, base: str, optimizer: bool) -> dict[str, Any]:
-        """Write the adapter, and the optimiser's state if asked for; returns what else belongs to it.
-
-        Called in the engine's thread.
+    def writer(self, base: str, optimizer: bool) -> Callable[[Path], dict[str, Any]]:
+        """Return a function that writes the adapter, and the optimiser's state if asked for, and returns what else
+        belongs to it. It is called before the model's next request, in any thread; this in the engine's.
         """
-        self._adapters.write(self.adapter, self.lora, directory, base)
-        if not optimizer:
-            return {"lora": vars(self.lora), "base_model": base}
+        adapter = self._adapters.writer(self.adapter, self.lora, base)
         tensors, counters = self.trainer.state_dict()
         moments = {name: tensor for name, tensor in tensors.items() if not name.startswith(WEIGHT)}
         plain = {name.replace(f".{self.adapter}.", "."): t.detach().cpu().contiguous() for name, t in moments.items()}
-        save_file(plain, directory / OPTIMIZER)
-        return {"lora": vars(self.lora), "base_model": base, "counters": counters}
+
+        def write(directory: Path) -> dict[str, Any]:
+            adapter(directory)
+            if optimizer:
+                save_file(plain, directory / OPTIMIZER)
+            return {"lora": vars(self.lora), "base_model": base, "counters": counters}
+
+        return write
 
     def read(self, directory: Path, meta: Mapping[str, Any], optimizer: bool) -> None:
         """Take the weights of a saved state, with its optimiser or with a new one; pending gradients are dropped.

@@ -64,6 +64,7 @@ def downloaded(service: tinker.ServiceClient, url: str, trained: tinker.Training
     return peft.PeftModel.from_pretrained(copy.deepcopy(model()), str(to))
 
 
+@pytest.mark.check
 def test_steps_are_those_of_adamw(service: tinker.ServiceClient, url: str, tmp_path: Path) -> None:
     trained = made(service, seed=4)
     judge = downloaded(service, url, trained, tmp_path / "before")
@@ -88,6 +89,7 @@ def test_steps_are_those_of_adamw(service: tinker.ServiceClient, url: str, tmp_p
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.check
 def test_samples_come_from_the_weights_that_are_trained(service: tinker.ServiceClient) -> None:
     trained = made(service)
     before = trained.save_weights_and_get_sampling_client().result()
@@ -167,6 +169,7 @@ def test_training_goes_on_from_a_saved_state_as_if_it_had_not_stopped(service: t
     assert again.get_info().lora_rank == 4
 
 
+@pytest.mark.check
 def test_a_custom_loss_has_the_same_gradients_in_two_passes_and_as_a_graph(service: tinker.ServiceClient) -> None:
     def loss(logprobs: Any, weights: Any) -> Any:
         value = ((logprobs * weights) ** 2).sum()
@@ -222,6 +225,7 @@ def test_what_cannot_be_honoured_is_refused(service: tinker.ServiceClient, optio
         service.create_lora_training_client(**{"base_model": "tiny", **options}).result()
 
 
+@pytest.mark.check
 def test_two_adapters_in_turns_are_each_alone(service: tinker.ServiceClient) -> None:
     one, two = made(service, seed=1), made(service, seed=2, rank=8, train_unembed=False)
     some = [example(IDS, 5), example([*IDS[:4], 7, 8, 9], 3)]

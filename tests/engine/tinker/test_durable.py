@@ -294,6 +294,7 @@ def said(response: httpx.Response) -> str:
     return text
 
 
+@pytest.mark.check
 def test_ids_of_one_key_are_unknown_to_another(url: str, service: tinker.ServiceClient) -> None:
     mine = service.create_lora_training_client("tiny", rank=2).result()
     state = mine.save_state("mine").result().path
@@ -347,6 +348,7 @@ def test_ids_of_one_key_are_unknown_to_another(url: str, service: tinker.Service
     assert ours.list_checkpoints(mine.model_id).result().checkpoints == []
 
 
+@pytest.mark.check
 def test_a_request_that_is_sent_twice_is_carried_out_once(url: str, service: tinker.ServiceClient) -> None:
     one, two = (service.create_lora_training_client("tiny", rank=2, seed=1).result() for _ in range(2))
     for trained, times in ((one, 1), (two, 3)):
@@ -449,6 +451,7 @@ def hostile() -> Iterator[tuple[str, Any]]:
     yield "no loss_fn_inputs['target_tokens']", without
 
 
+@pytest.mark.check
 def test_what_cannot_be_computed_fails_alone(url: str, service: tinker.ServiceClient) -> None:
     trained, judge = (service.create_lora_training_client("tiny", rank=2, seed=1).result() for _ in range(2))
     count = 0
