@@ -274,13 +274,13 @@ def page(found: list[dict[str, Any]]) -> str:
         - The optimiser has masters and moments of A and B alone.
         - A reference without a path is the model with its adapter off, and needs no copy. With `reset_every` or `ema`
           it is a copy of the adapter.
-        - A sampler that shares the trained model samples with the adapter. One with weights of its own (sampling during
-  updates, `rollout.engines`, vLLM) has the adapter too and gets A and B after every update, a small part of the
-  weights' bytes. vLLM takes ranks up to 512. With `vllm_options = { enable_lora = false }`, for models whose
-  adapters it does not support, and with an adapter in the head it gets `W + s B A`, computed in fp32 and rounded to
-  the model's dtype: in bfloat16 it does not see a change that is smaller than the rounding of W. Digests and the
-  canary prompt check what was sent.
-- A checkpoint holds the adapter, its moments and a digest of W; a run does not resume on another W.
+        - A sampler that shares the trained model samples with the adapter. One with weights of its own (sampling
+          during updates, `rollout.engines`, vLLM) has the adapter too and gets A and B after every update, a small part
+          of the weights' bytes. vLLM takes ranks up to 512. With `enable_lora = false` in `rollout.vllm_options`, for
+          models whose adapters it does not support, and with an adapter in the head it gets `W + s B A`, computed in
+          fp32 and rounded to the model's dtype: in bfloat16 it does not see a change that is smaller than the rounding
+          of W. Digests and the canary prompt check what was sent.
+        - A checkpoint holds the adapter, its moments and a digest of W; a run does not resume on another W.
         - `export` holds `W + s B A` for plain Transformers, and `export/adapter` the adapter for
           `peft.PeftModel.from_pretrained`.
         - A head that shares its weight with the embedding and a vision tower have no adapter.
