@@ -62,9 +62,8 @@ def describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> Non
             sums.add("agent/branches", tree.num_leaves, some.num_leaves)
             sums.add("agent/shared_ratio", made["call_tokens"], tree.num_tokens)
             sums.add("agent/tool_s", made["tool_s"], some.num_leaves)
-            for name in made:
-                if name.startswith("failed_"):
-                    sums.count(f"agent/{name}", made[name])
+            for cause in (name.removeprefix("failed_") for name in made if name.startswith("failed_")):
+                sums.count(f"agent/failed_{cause}", made[f"failed_{cause}"])
     sums.count("rollout/sampled_tokens", sum(tree.sampled_tokens for tree in trees))
     logical, unique = sum(t.logical_tokens for t in trees), sum(t.num_tokens for t in trees)
     sums.add("tree/token_ratio", float(logical), float(unique))
