@@ -103,9 +103,11 @@ def unfit(model: Any) -> str | None:
 
 def _parts(decoder: nn.Module) -> Iterator[nn.Module]:
     """Yield what a decoder calls, and what its layers call: these are recomputed without the layer's ``forward``. What
-    computes by one fused op is left out."""
+    computes by one fused op is left out, and rotary embeddings, which have no parameters."""
     for child in decoder.children():
         layers = list(child) if isinstance(child, nn.ModuleList) else []
+        if not layers and next(child.parameters(), None) is None:
+            continue
         for module in (*(layers or [child]), *(part for layer in layers for part in layer.children())):
             if "forward" not in vars(module) or any(True for _ in module.children()):
                 yield module

@@ -54,10 +54,21 @@ def weights(steps: Steps) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_first_ratio_of_a_step_is_one(dtype: str, toml: Path, tmp_path: Path, updates: list[Metrics]) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--model.dtype=float32",),
+        ("--model.dtype=bfloat16",),
+        ("--model.lora={rank=4, alpha=8.0}",),
+        ("--model.gradient_checkpointing=true",),
+    ],
+    ids=lambda flags: flags[0].partition("=")[2],
+)
+def test_the_first_ratio_of_a_step_is_one(
+    flags: tuple[str, ...], toml: Path, tmp_path: Path, updates: list[Metrics]
+) -> None:
     weighted = "--algorithm.objective_options={mismatch='truncate'}"  # by exp(log-prob - the sampler's)
-    steps = run(toml, tmp_path, EXACT, f"--model.dtype={dtype}", weighted)
+    steps = run(toml, tmp_path, EXACT, weighted, *flags)
     assert [metrics["actor/ppo_kl"][1] > 0 for metrics in updates] == [True] * 4
     for first, second in (updates[:2], updates[2:]):
         assert first["actor/ppo_kl"][0] == first["actor/pg_clipfrac"][0] == 0
