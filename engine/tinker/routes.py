@@ -213,6 +213,10 @@ def add_routes(app: FastAPI, service: Service) -> None:
     on("GET", f"{of_checkpoint}/external_weights_urls", urls)
     on("GET", f"{SIGNED.removeprefix(V1)}{{place:path}}", file)
 
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics(), media_type="text/plain; version=0.0.4")
+
     async def nothing(http: Request) -> Response:
         raise RefusedError(f"{http.method} {http.url.path} is not served here; docs/tinker.md lists what is.", 404)
 

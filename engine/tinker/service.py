@@ -94,6 +94,21 @@ class Service:
                 await self._unload_models(session)
             await asyncio.sleep(SWEEP_S)
 
+    def metrics(self) -> str:
+        """Return the state of the service as text of Prometheus."""
+        numbers = {
+            "sessions": sum(not session.facts["finished"] for session in self.sessions.all.values()),
+            "models": len(self.models),
+            "resident_adapters": self.adapters.resident,
+            "waiting_requests": self.futures.waiting,
+            "waiting_bytes": self.futures.held_bytes,
+        }
+        lines = [f"# TYPE rolltree_{name} gauge\nrolltree_{name} {value}" for name, value in numbers.items()]
+        lines.append("# TYPE rolltree_requests_total counter")
+        for kind in ("ok", "user", "server"):
+            lines.append(f'rolltree_requests_total{{result="{kind}"}} {self.futures.answered[kind]}')
+        return "\n".join([*lines, ""])
+
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     def create_session(self, owner: str, raw: bytes) -> dict[str, Any]:

@@ -153,3 +153,21 @@ def test_a_layer_of_no_known_part_is_refused() -> None:
     engine.model.model.layers[0].odd = torch.nn.Linear(4, 4)
     with pytest.raises(Exception, match=r"layer 'model.layers.0.odd' is part of neither attention nor MLP"):
         Adapters(engine, None).create(Lora(rank=1, seed=0))  # type: ignore[arg-type]
+
+
+def test_metrics_count_what_there_is(url: str, engine: NativeEngine) -> None:
+    def read() -> dict[str, int]:
+        text = httpx.get(f"{url}/metrics").text
+        return {name: int(n) for name, n in (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")}
+
+    before = read()
+    trained = client(url).create_lora_training_client("tiny", rank=2, seed=1).result()
+    with pytest.raises(tinker.RequestFailedError):
+        trained.optim_step(types.AdamParams()).result()
+    after = read()
+    assert {name: after[name] - before[name] for name in after if after[name] != before[name]} == {
+        "rolltree_sessions": 1,
+        "rolltree_models": 1,
+        'rolltree_requests_total{result="ok"}': 1,
+        'rolltree_requests_total{result="user"}': 1,
+    }
