@@ -119,6 +119,20 @@ class Futures:
             log.error("A request of a client failed.", exc_info=error)
             self.settle(future, failure(f"{sentence(error)}.", "server"))
 
+    def once(self, name: str, owner: str, size: int, work: Coroutine[Any, Any, Reply], **extra: Any) -> Future:
+        """Return the future of a request without a place in an order, which is begun unless it was before."""
+        known = self.known(f"{name}:0", owner)
+        if known is not None:
+            work.close()
+            return known
+        try:
+            future = self.open(f"{name}:0", owner, size, **extra)
+        except FaultError:
+            work.close()
+            raise
+        self.start(future, work)
+        return future
+
     def start(self, future: Future, work: Coroutine[Any, Any, Reply]) -> None:
         """Run ``work`` in a task of its own."""
         future.task = asyncio.get_running_loop().create_task(self.run(future, work))

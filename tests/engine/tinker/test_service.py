@@ -116,7 +116,7 @@ def test_more_requests_than_fit_are_sent_again_later(url: str, monkeypatch: pyte
             refused = httpx.post(f"{url}/api/v1/create_model", json=body, headers=key)
             assert refused.status_code == 429
             assert "send this one again later" in refused.json()["error"]["message"]
-    monkeypatch.setattr("rolltree.engine.tinker.service.MOST_MODELS", 0)
+    monkeypatch.setattr("rolltree.engine.tinker.models.MOST_MODELS", 0)
     with pytest.raises(tinker.RequestFailedError, match="trains 0 models already"):
         service.create_lora_training_client("tiny", rank=1).result()
 
