@@ -171,3 +171,24 @@ def test_metrics_count_what_there_is(url: str, engine: NativeEngine) -> None:
         'rolltree_requests_total{result="ok"}': 1,
         'rolltree_requests_total{result="user"}': 1,
     }
+
+
+def test_a_request_that_comes_again_long_after_its_answer_changes_nothing(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolltree.engine.tinker.futures.FETCHED_S", 0.0)
+    service = client(url)
+    trained = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+    trained.forward_backward([example(IDS, 5)], "cross_entropy").result()
+    trained.optim_step(types.AdamParams(learning_rate=3e-2)).result()
+    before = trained.forward([example(IDS, 5)], "cross_entropy").result().metrics
+    session, _, seq_id = trained.model_id.partition(":train:")
+    made = {"session_id": session, "model_seq_id": int(seq_id), "base_model": "tiny", "lora_config": {"rank": 2}}
+    step = {"model_id": trained.model_id, "adam_params": {}, "seq_id": 2}
+    key = {"X-API-Key": "tml-tests"}
+    again = httpx.post(f"{url}/api/v1/create_model", json=made, headers=key).json()["request_id"]
+    found = httpx.post(f"{url}/api/v1/retrieve_future", json={"request_id": again}, headers=key).json()
+    assert found == {"type": "create_model", "model_id": trained.model_id}
+    refused = httpx.post(f"{url}/api/v1/optim_step", json=step, headers=key)
+    assert (refused.status_code, "was answered already" in refused.text) == (400, True)
+    assert trained.forward([example(IDS, 5)], "cross_entropy").result().metrics == before
