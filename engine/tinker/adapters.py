@@ -122,6 +122,11 @@ class Adapters:
         self._saved: dict[str, _Resident] = {}  # by place, the least recently used first
         self._lock = asyncio.Lock()
 
+    @property
+    def resident(self) -> int:
+        """The number of saved adapters in the module."""
+        return len(self._saved)
+
     # -- in the engine's thread ---------------------------------------------------------------------------------------
 
     def create(self, lora: Lora) -> str:

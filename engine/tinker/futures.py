@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +66,12 @@ class Futures:
         self._futures: dict[str, Future] = {}
         self._finished: dict[str, Future] = {}  # the oldest first
         self._bytes = 0
+        self.answered: Counter[str] = Counter()  # requests by what became of them: ok, user, server
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the bodies of unfinished requests."""
+        return self._bytes
 
     @property
     def waiting(self) -> int:
@@ -95,6 +102,7 @@ class Futures:
             return
         future.reply, future.at = reply, time.monotonic()
         self._bytes -= future.size
+        self.answered["ok" if isinstance(reply, bytes) else reply.get("category", "ok")] += 1
         self._finished[future.id] = future
         future.done.set()
 
@@ -110,6 +118,20 @@ class Futures:
         except Exception as error:
             log.error("A request of a client failed.", exc_info=error)
             self.settle(future, failure(f"{sentence(error)}.", "server"))
+
+    def once(self, name: str, owner: str, size: int, work: Coroutine[Any, Any, Reply], **extra: Any) -> Future:
+        """Return the future of a request without a place in an order, which is begun unless it was before."""
+        known = self.known(f"{name}:0", owner)
+        if known is not None:
+            work.close()
+            return known
+        try:
+            future = self.open(f"{name}:0", owner, size, **extra)
+        except FaultError:
+            work.close()
+            raise
+        self.start(future, work)
+        return future
 
     def start(self, future: Future, work: Coroutine[Any, Any, Reply]) -> None:
         """Run ``work`` in a task of its own."""

@@ -102,22 +102,22 @@ def add_routes(app: FastAPI, service: Service) -> None:
     # -- training
 
     for path, begin in (
-        ("/create_model", service.create_model),
+        ("/create_model", service.models.create),
         ("/forward_backward", service.forward_backward),
         ("/optim_step", service.optim_step),
         ("/create_custom_loss", service.create_custom_loss),
-        ("/save_weights", service.save_weights),
-        ("/save_weights_for_sampler", service.save_for_sampler),
-        ("/save_weights_external", service.save_external),
-        ("/load_weights", service.load_weights),
+        ("/save_weights", service.saving.save_weights),
+        ("/save_weights_for_sampler", service.saving.save_for_sampler),
+        ("/save_weights_external", service.saving.save_external),
+        ("/load_weights", service.saving.load_weights),
     ):
         on("POST", path, lambda owner, raw, http, begin=begin: begin(owner, raw).promise)  # type: ignore[misc]
-    on("POST", "/get_info", lambda owner, raw, http: service.info(owner, read(GetInfoRequest, raw).model_id))
-    on(
-        "POST",
-        "/unload_model",
-        lambda owner, raw, http: service.unload_model(owner, read(UnloadModelRequest, raw).model_id, len(raw)).promise,
-    )
+    on("POST", "/get_info", lambda owner, raw, http: service.models.info(owner, read(GetInfoRequest, raw).model_id))
+
+    def unload(owner: str, raw: bytes, http: Request) -> dict[str, Any]:
+        return service.models.unload_model(owner, read(UnloadModelRequest, raw).model_id, len(raw)).promise
+
+    on("POST", "/unload_model", unload)
 
     # -- sampling
 
@@ -157,7 +157,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         return f"{SCHEME}{parts['run']}/{parts['kind']}/{parts['name']}"
 
     async def delete(owner: str, raw: bytes, http: Request) -> Response:
-        await service.delete_checkpoint(owner, checkpoint_path(http))
+        await service.saving.delete(service.store.find(checkpoint_path(http), owner))
         return Response(status_code=204)
 
     def set_ttl(owner: str, raw: bytes, http: Request) -> Response:
@@ -178,7 +178,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     of_run = "/training_runs/{run}"
     of_checkpoint = f"{of_run}/checkpoints/{{kind}}/{{name}}"
     on("GET", "/training_runs", lambda owner, raw, http: _runs(service, owner, http))
-    on("GET", of_run, lambda owner, raw, http: service.run_facts(owner, http.path_params["run"]))
+    on("GET", of_run, lambda owner, raw, http: service.saving.run_facts(owner, http.path_params["run"]))
     on("GET", f"{of_run}/checkpoints", checkpoints)
     on("GET", "/checkpoints", lambda owner, raw, http: _checkpoints(service, owner, http))
     on("DELETE", of_checkpoint, delete)
@@ -213,6 +213,10 @@ def add_routes(app: FastAPI, service: Service) -> None:
     on("GET", f"{of_checkpoint}/external_weights_urls", urls)
     on("GET", f"{SIGNED.removeprefix(V1)}{{place:path}}", file)
 
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics(), media_type="text/plain; version=0.0.4")
+
     async def nothing(http: Request) -> Response:
         raise RefusedError(f"{http.method} {http.url.path} is not served here; docs/tinker.md lists what is.", 404)
 
@@ -243,7 +247,7 @@ def _page(http: Request, found: list[Any]) -> tuple[list[Any], dict[str, int]]:
 
 def _runs(service: Service, owner: str, http: Request) -> dict[str, Any]:
     page, cursor = _page(http, [run for run, _ in service.store.runs(owner)])
-    return {"training_runs": [service.run_facts(owner, run) for run in page], "cursor": cursor}
+    return {"training_runs": [service.saving.run_facts(owner, run) for run in page], "cursor": cursor}
 
 
 def _checkpoints(service: Service, owner: str, http: Request) -> dict[str, Any]:

@@ -88,6 +88,17 @@ class Sessions:
             raise FaultError(f"There is no session '{name[:80]}'.", 404)
         return found
 
+    def alive(self, name: str, owner: str) -> Session:
+        """Return a session that has not finished.
+
+        Raises:
+            FaultError: it has, or there is none of that name and owner.
+        """
+        session = self.find(name, owner)
+        if session.facts["finished"]:
+            raise FaultError(f"Session '{name}' has finished.", 410)
+        return session
+
     def of(self, owner: str) -> list[Session]:
         """Return the sessions of an owner, the newest first."""
         mine = [session for session in self.all.values() if session.owner == owner]
@@ -112,3 +123,8 @@ class Sessions:
             session.samplers[name] = sampler
             self.keep(session)
         return name
+
+
+def texts(values: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return metadata as the client reads it."""
+    return {key: str(value) for key, value in (values or {}).items()}

@@ -116,7 +116,7 @@ def test_more_requests_than_fit_are_sent_again_later(url: str, monkeypatch: pyte
             refused = httpx.post(f"{url}/api/v1/create_model", json=body, headers=key)
             assert refused.status_code == 429
             assert "send this one again later" in refused.json()["error"]["message"]
-    monkeypatch.setattr("rolltree.engine.tinker.service.MOST_MODELS", 0)
+    monkeypatch.setattr("rolltree.engine.tinker.models.MOST_MODELS", 0)
     with pytest.raises(tinker.RequestFailedError, match="trains 0 models already"):
         service.create_lora_training_client("tiny", rank=1).result()
 
@@ -153,3 +153,42 @@ def test_a_layer_of_no_known_part_is_refused() -> None:
     engine.model.model.layers[0].odd = torch.nn.Linear(4, 4)
     with pytest.raises(Exception, match=r"layer 'model.layers.0.odd' is part of neither attention nor MLP"):
         Adapters(engine, None).create(Lora(rank=1, seed=0))  # type: ignore[arg-type]
+
+
+def test_metrics_count_what_there_is(url: str, engine: NativeEngine) -> None:
+    def read() -> dict[str, int]:
+        text = httpx.get(f"{url}/metrics").text
+        return {name: int(n) for name, n in (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")}
+
+    before = read()
+    trained = client(url).create_lora_training_client("tiny", rank=2, seed=1).result()
+    with pytest.raises(tinker.RequestFailedError):
+        trained.optim_step(types.AdamParams()).result()
+    after = read()
+    assert {name: after[name] - before[name] for name in after if after[name] != before[name]} == {
+        "rolltree_sessions": 1,
+        "rolltree_models": 1,
+        'rolltree_requests_total{result="ok"}': 1,
+        'rolltree_requests_total{result="user"}': 1,
+    }
+
+
+def test_a_request_that_comes_again_long_after_its_answer_changes_nothing(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolltree.engine.tinker.futures.FETCHED_S", 0.0)
+    service = client(url)
+    trained = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+    trained.forward_backward([example(IDS, 5)], "cross_entropy").result()
+    trained.optim_step(types.AdamParams(learning_rate=3e-2)).result()
+    before = trained.forward([example(IDS, 5)], "cross_entropy").result().metrics
+    session, _, seq_id = trained.model_id.partition(":train:")
+    made = {"session_id": session, "model_seq_id": int(seq_id), "base_model": "tiny", "lora_config": {"rank": 2}}
+    step = {"model_id": trained.model_id, "adam_params": {}, "seq_id": 2}
+    key = {"X-API-Key": "tml-tests"}
+    again = httpx.post(f"{url}/api/v1/create_model", json=made, headers=key).json()["request_id"]
+    found = httpx.post(f"{url}/api/v1/retrieve_future", json={"request_id": again}, headers=key).json()
+    assert found == {"type": "create_model", "model_id": trained.model_id}
+    refused = httpx.post(f"{url}/api/v1/optim_step", json=step, headers=key)
+    assert (refused.status_code, "was answered already" in refused.text) == (400, True)
+    assert trained.forward([example(IDS, 5)], "cross_entropy").result().metrics == before
