@@ -42,7 +42,8 @@ def sample_prompts(model: PreTrainedModel) -> list[list[int]]:
 @torch.no_grad()
 def differing(model: PreTrainedModel, trees: Sequence[TokenTree]) -> str | None:
     """Return where the log-probs of sampled tokens first have other bits: the class of a layer, or `DECODING`; None if
-    they are the same as trees, in pieces, each sequence alone, and as the sampler recorded them at temperature 1."""
+    they are the same as trees, in pieces, as sequences alone (the first and the last response of each tree), and as the
+    sampler recorded them at temperature 1."""
     was_training = model.training
     model.eval()
     try:
@@ -50,11 +51,11 @@ def differing(model: PreTrainedModel, trees: Sequence[TokenTree]) -> str | None:
         alone = {
             (index, leaf): _values(model, [chain], pack([chain], max_tokens=1 << 20))[0, 0]
             for index, tree in enumerate(trees)
-            for leaf in range(tree.num_leaves)
+            for leaf in {0, tree.num_leaves - 1}
             for chain in [tree.chain(leaf)]
         }
         pieces = _values(model, trees, pack(trees, max_tokens=PIECE, in_pieces=True))
-        if not (_equal(whole, alone) and _equal(whole, pieces)):
+        if not (_equal(alone, whole) and _equal(pieces, whole)):
             return _first_layer(model, trees) or "attention"
         for (index, leaf), values in whole.items():
             recorded = trees[index].behaviour_logprob[trees[index].response_rows(leaf)]
