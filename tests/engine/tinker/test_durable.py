@@ -520,3 +520,16 @@ def test_finishing_a_session_unloads_its_models(url: str, tmp_path: Path) -> Non
         assert names == ["kept"]
         sampler = client(own).create_sampling_client(model_path=kept).result()
         assert len(sampler.sample(tokens(IDS), 1, types.SamplingParams(max_tokens=3, stop=[])).result().sequences) == 1
+
+
+def test_a_server_that_clients_could_not_use_does_not_start(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve_it = ["serve", str(directory), "--port", "0", "--device", "cpu", "--tinker"]
+    (tmp_path / "file").touch()
+    for more, words in (
+        (["--api_key", "secret"], "sends no key that does not begin with 'tml-'"),
+        (["--tinker_dir", str(tmp_path / "file")], "Cannot keep states in"),
+    ):
+        assert main([*serve_it, *more]) == 2
+        assert words in capsys.readouterr().err
