@@ -35,6 +35,8 @@ class TrainerSection(Section):
     """Options of the schedule function."""
     betas: tuple[Beta, Beta] = TrainerConfig.betas
     """AdamW's decay rates of the first and second moment."""
+    eps: PositiveFloat = TrainerConfig.eps
+    """Added by AdamW to the root of the second moment."""
     weight_decay: NonNegativeFloat = TrainerConfig.weight_decay
     """AdamW's decoupled weight decay."""
     max_grad_norm: PositiveFloat = TrainerConfig.max_grad_norm
