@@ -35,7 +35,7 @@ MOST_RESIDENT = 8
 
 @dataclass(frozen=True)
 class Lora:
-    """What a client asks of an adapter."""
+    """An adapter as a client asks for it."""
 
     rank: int
     seed: int

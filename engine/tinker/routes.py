@@ -59,7 +59,7 @@ class CancelBody(BaseModel):
 
 
 def owner_of(http: Request) -> str:
-    """Return who sends a request: a digest of the key, so that ids of one key are unknown to others."""
+    """Return the sender of a request: a digest of the key, so that ids of one key are unknown to others."""
     return hashlib.sha256(key_of(http.headers)).hexdigest()
 
 
@@ -224,7 +224,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
 
 CONFIG = ClientConfigResponse(custom_loss_server_side=True, sample_join_sampling_session=True)
-"""What clients are told to do: upload traced losses, and let the server number their copies."""
+"""The settings that clients get: upload traced losses, and let the server number their copies."""
 DYNAMIC = ClientDynamicConfigResponse(sample_cancel_enabled=True)
 
 

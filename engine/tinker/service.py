@@ -1,4 +1,4 @@
-"""What each request of a client does: sessions, training and sampling; `models` and `saving` have the rest.
+"""The work of each request of a client: sessions, training and sampling; `models` and `saving` have the rest.
 
 Every method is called in the event loop with the owner, a digest of the key that the client sent. Ids of other owners
 are answered like ids that do not exist.

@@ -18,7 +18,7 @@ KEPT_S = 7 * 24 * 3600.0
 
 @dataclass
 class Sampler:
-    """What a sampling session samples from.
+    """The source of a sampling session's samples.
 
     Attributes:
         path: of the weights; None: the base model.

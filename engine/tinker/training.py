@@ -40,7 +40,7 @@ MOST_AHEAD = 4096
 GAP_S = 600.0
 """Seconds after which requests fail whose predecessor has not come."""
 CONFIG = TrainerConfig(max_grad_norm=math.inf, max_bad_steps=2**31)
-"""Of a new optimiser; each step brings numbers of its own."""
+"""The configuration of a new optimiser; each step brings numbers of its own."""
 
 Work = Callable[[], Awaitable[Reply]]
 

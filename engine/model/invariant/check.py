@@ -108,7 +108,7 @@ def _first_layer(model: PreTrainedModel, trees: Sequence[TokenTree]) -> str | No
 
 
 class _Call(NamedTuple):
-    """What a module was given and gave."""
+    """The inputs and outputs of a module."""
 
     name: str
     kind: str  # its class
