@@ -29,6 +29,8 @@ from rolltree.engine.tinker.wire import Array, Datum
 from ...support.serving import make_engine
 
 KEY = "tml-tests"
+CLIENTS: list[tinker.ServiceClient] = []
+"""The clients of the servers that run."""
 
 
 def adapted(lora: Lora | None = None) -> tuple[NativeEngine, Adapters, str]:
@@ -66,12 +68,15 @@ def serving(
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
+        while CLIENTS:
+            CLIENTS.pop().holder.close()  # or its heartbeat goes on and tells of failures
         server.should_exit = server.force_exit = True
         thread.join(10)
 
 
 def client(url: str, key: str = KEY) -> tinker.ServiceClient:
-    return tinker.ServiceClient(base_url=url, api_key=key)
+    CLIENTS.append(tinker.ServiceClient(base_url=url, api_key=key))
+    return CLIENTS[-1]
 
 
 def tokens(ids: list[int]) -> types.ModelInput:
