@@ -282,7 +282,7 @@ def test_an_address_that_others_reach_needs_a_key(
     monkeypatch.delenv("ROLLTREE_API_KEY", raising=False)
     if variable is not None:
         monkeypatch.setenv("ROLLTREE_API_KEY", variable)
-    assert main(["serve", "no-model", "--host", host, "--port", "0", *flags]) == 2
+    assert main(["serve", "/no-model", "--host", host, "--port", "0", *flags]) == 2
     assert said in capsys.readouterr().err
 
 
