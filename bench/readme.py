@@ -67,7 +67,15 @@ GPU = (
     Line("sampling 512 rows, vocabulary 151,936, top_p = 0.9", "sample_tokens", "N=512 V=151936 T=0.7 top_p=0.9",
          "forward", "rolltree", "transformers", "Transformers"),
 )  # fmt: skip
-SUMMARIES = {"epyc-avx2-2-cores": CPU, "h200": GPU}
+SMOL = "SmolLM2-135M-Instruct 2 x "
+PRETRAINED = tuple(
+    Line(f"{dtype}, 2 prompts of {prompt}, {group} responses of {new} each", "rollout",
+         f"{SMOL}({prompt} + {group}x{new}) {dtype}", "generate", "rolltree", "vllm", "vLLM 0.32, CPU")
+    for dtype, shapes in (("bfloat16", ((128, 8, 128), (512, 16, 64), (512, 64, 64))),
+                          ("float32", ((128, 8, 128), (512, 16, 64))))
+    for prompt, group, new in shapes
+)  # fmt: skip
+SUMMARIES = {"epyc-avx2-2-cores": CPU, "epyc-zen4-2-cores": PRETRAINED, "h200": GPU}
 
 
 def markdown(rows: Sequence[Row]) -> str:
