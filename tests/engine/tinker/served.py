@@ -29,8 +29,8 @@ from rolltree.engine.tinker.wire import Array, Datum
 from ...support.serving import make_engine
 
 KEY = "tml-tests"
-CLIENTS: list[tinker.ServiceClient] = []
-"""The clients of the servers that run."""
+CLIENTS: dict[str, list[tinker.ServiceClient]] = {}
+"""The clients of the servers that run, by their URLs."""
 
 
 def adapted(lora: Lora | None = None) -> tuple[NativeEngine, Adapters, str]:
@@ -65,18 +65,20 @@ def serving(
     thread.start()
     while not server.started:
         time.sleep(0.01)
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield url
     finally:
-        while CLIENTS:
-            CLIENTS.pop().holder.close()  # or its heartbeat goes on and tells of failures
+        for own in CLIENTS.pop(url, []):
+            own.holder.close()  # or its heartbeat goes on and tells of failures
         server.should_exit = server.force_exit = True
         thread.join(10)
 
 
 def client(url: str, key: str = KEY) -> tinker.ServiceClient:
-    CLIENTS.append(tinker.ServiceClient(base_url=url, api_key=key))
-    return CLIENTS[-1]
+    made = tinker.ServiceClient(base_url=url, api_key=key)
+    CLIENTS.setdefault(url, []).append(made)
+    return made
 
 
 def tokens(ids: list[int]) -> types.ModelInput:
