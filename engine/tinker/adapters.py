@@ -148,7 +148,7 @@ class Adapters:
         return name
 
     def delete(self, name: str) -> None:
-        """Remove an adapter that nobody uses."""
+        """Remove an adapter that is not in use."""
         with self._engine.changing_adapters():
             use_adapter(self.model, None)
             for _, layer in adapted_layers(self.model):

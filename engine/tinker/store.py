@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..train.checkpoint import sync
 from .faults import FaultError
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -181,13 +182,13 @@ class Store:
             }
             (new / META).write_text(json.dumps(meta), encoding="utf-8")
             for file in new.iterdir():
-                _sync(file)
-            _sync(new)
+                sync(file)
+            sync(new)
             old = folder / f"{OLD}{name}~{secrets.token_hex(4)}"
             if place.exists():
                 os.rename(place, old)
             os.rename(new, place)
-            _sync(folder)
+            sync(folder)
         finally:
             _remove(new)
         _remove(old)
@@ -261,7 +262,7 @@ def check_ttl(ttl: int | None) -> None:
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:
     new = file.with_name(f"{NEW}{secrets.token_hex(8)}")
     new.write_text(json.dumps(value), encoding="utf-8")
-    _sync(new)
+    sync(new)
     os.replace(new, file)
 
 
@@ -271,14 +272,6 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return read
-
-
-def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _remove(path: Path) -> None:

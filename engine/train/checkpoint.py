@@ -113,9 +113,9 @@ def save(
         manifest = {"format": FORMAT, "step": step, "files": files}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for path in (*(temporary / name for name in (RUN, STATE, MANIFEST, LEARNER)), temporary):
-            _sync(path)
+            sync(path)
         temporary.rename(final)
-        _sync(directory)
+        sync(directory)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         before = latest(directory)
@@ -242,9 +242,9 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: Group =
         )
     mine: Files = {}
     for path in directory.glob(f"shard-{group.rank + 1:05d}-*"):
-        _sync(path)
+        sync(path)
         mine[path.name] = _fingerprint(path)
-    _sync(directory)
+    sync(directory)
     return {name: file for files in group.gather(mine) for name, file in files.items()}
 
 
@@ -301,7 +301,8 @@ def _fingerprint(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or a directory's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
 """Agents that crash, hang, are killed or hang up, requests of any kind, and runs that are killed.
 
-Each failure stays in its episode and is told, nothing is lost or counted twice, and no process is left.
+Each failure stays in its episode and is reported, nothing is lost or counted twice, and no process is left.
 
 `make attack` runs 200 episodes, 10,000 requests and 10 kills.
 """
@@ -314,7 +314,7 @@ def test_a_run_of_agents_is_killed_and_resumed(tmp_path: Path, cases: int) -> No
 
 
 def counted(folder: Path) -> list[dict[str, Any]]:
-    """What the steps of a run have counted, with the episodes in their files."""
+    """Return the counts of a run's steps, with the episodes in their files."""
     (log,) = folder.rglob("metrics.jsonl")
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(len(rows)))

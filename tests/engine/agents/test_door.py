@@ -52,7 +52,7 @@ class Open:
     stepping: threading.Lock = field(default_factory=threading.Lock)
 
     def pause(self) -> None:
-        """Let the test step the sampler, or nobody."""
+        """Let the test alone step the sampler."""
         self.paused = True
         with self.stepping:  # the present step has ended
             pass

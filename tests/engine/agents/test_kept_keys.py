@@ -31,7 +31,7 @@ def others(engine: NativeEngine, count: int = 12) -> None:
 
 
 def found(engine: NativeEngine, ids: list[int]) -> int:
-    """How many of the tokens the cache has keys of, the last aside, which is computed in any case."""
+    """Return the number of the tokens whose keys are cached, without the last one, which is computed in any case."""
     tree = engine.cache.tree
     before = tree.reused
     tree.release(tree.insert(engine.policy_version << 16, np.array(ids, np.int32)))

@@ -1,4 +1,4 @@
-"""What users of other trainers have met with agents, by the number of the public report, through the run's server.
+"""Faults that users of other trainers met with agents, by the number of the public report, through the run's server.
 
 Two are in `test_sampler`: NeMo-RL 2176 (given messages of the assistant were trained), by words that are put into the
 model's mouth, and the review of UniRL 214 (an outage was taken for an answer), by an outage.

@@ -188,7 +188,7 @@ REWRITTEN: dict[str, Callable[[Talk, Talk], bool]] = {
     "llama3_1": lambda talk, given: any(map(called_beside_text, given)),  # without its text
     "gptoss": lambda talk, given: thought_before_an_answer(talk),
 }
-"""Whether a template writes what was before in another way, by the conversation and the turns that the agent gives."""
+"""True where a template writes earlier turns in another way, by the conversation and the turns that the agent gives."""
 
 
 def check_tokens(agent: Agent, tokenizer: PreTrainedTokenizerFast, rewritten: Callable[[dict[str, Any]], bool]) -> None:

@@ -479,6 +479,21 @@ def test_the_parts_of_drafts_that_are_kept(seed: int) -> None:
 ACTIONS = st.lists(st.sampled_from(["step", "step", "step", "abort", "preempt", "update", "sleep"]), max_size=30)
 
 
+def come_between(native: NativeEngine, requests: list[Request], action: str, seed: int) -> None:
+    """Do something to a running engine, which changes no sample, and step it."""
+    if action == "abort":
+        left = [request for request in requests if not request.done]
+        native.submit(native.abort(left[: 1 + seed % 3]))
+    elif action == "update":  # to the same weights: all keys are computed again
+        native.update_weights()
+    elif action == "sleep":
+        native.sleep()
+        native.wake()
+    elif action == "preempt":
+        native.loop.preempt_all()
+    native.step()
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     program=st.sampled_from(list(PROGRAMS)),
@@ -503,17 +518,7 @@ def test_anything_may_come_between(
     native = drafting(NativeEngine(model("qwen3"), letters(), config), Told(watched.known, wrong, seed=seed))
     requests = native.submit(prompts, params, PROGRAMS[program], seeds=seeds)
     for action in actions:
-        if action == "abort":
-            left = [request for request in requests if not request.done]
-            native.submit(native.abort(left[: 1 + seed % 3]))
-        elif action == "update":  # to the same weights: all keys are computed again
-            native.update_weights()
-        elif action == "sleep":
-            native.sleep()
-            native.wake()
-        elif action == "preempt":
-            native.loop.preempt_all()
-        native.step()
+        come_between(native, requests, action, seed)
         native.cache.tree.check()
     assert_same(finished(native, requests), expected, 4e-6)
     assert_all_free(native)

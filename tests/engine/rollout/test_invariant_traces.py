@@ -16,7 +16,7 @@ from rolltree.engine.model.invariant.install import make_invariant
 from rolltree.engine.rollout import EngineConfig, NativeEngine, SamplingParams
 from rolltree.kernels.libraries import load_library
 
-from .test_drafts import ACTIONS, PROGRAMS, Told, Watched, assert_same, drafting, finished
+from .test_drafts import ACTIONS, PROGRAMS, Told, Watched, assert_same, come_between, drafting, finished
 from .test_native_engine import PROMPTS, letters, model
 
 pytestmark = pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
@@ -60,17 +60,7 @@ def test_no_bit_depends_on_what_comes_between(
     native = drafting(NativeEngine(exact(name), letters(), config), Told(watched.known, wrong, seed=seed))
     requests = native.submit(prompts, params, PROGRAMS[program], seeds=seeds)
     for action in actions:
-        if action == "abort":
-            left = [request for request in requests if not request.done]
-            native.submit(native.abort(left[: 1 + seed % 3]))
-        elif action == "update":  # to the same weights: all keys are computed again
-            native.update_weights()
-        elif action == "sleep":
-            native.sleep()
-            native.wake()
-        elif action == "preempt":
-            native.loop.preempt_all()
-        native.step()
+        come_between(native, requests, action, seed)
     assert_same(finished(native, requests), expected, 0)
     trees = [request.tree for request in requests if request.tree is not None]
     assert sum(np.isfinite(tree.behaviour_logprob).sum() for tree in trees) > 30

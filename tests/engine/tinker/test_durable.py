@@ -1,4 +1,4 @@
-"""What is saved outlives the process, and only its owner can reach it."""
+"""Saved states outlive the process, and only their owner can reach them."""
 
 from __future__ import annotations
 
