@@ -5,7 +5,7 @@ measurement), ``schema`` and ``journal`` (rows and failures in files), ``cli`` (
 with one ``BENCH``: of the kernels ``linear_logprob``, ``linear_policy_loss``, ``logprob_from_logits``, ``policy_loss``,
 ``tree_attention``, ``tree_recurrence``, ``tree_decode``, ``layer_ops``, ``sample_tokens`` and ``ceilings``; of whole
 programs ``tree_step``, ``picture_step``, ``rl_step``, ``trl_step``, ``rollout``, ``treepo``, ``speculation`` (and
-``recorded``) and ``loop`` (and ``long_tail``).
+``recorded``), ``loop`` (and ``long_tail``), ``agents`` and ``agent_calls``.
 
 ``suite`` runs the same cases with pytest-benchmark, ``job`` whole jobs by several trainers, ``gpu`` the tests and
 figures of a machine with a GPU, ``sweep`` tile sizes. ``readme`` and ``plot`` make tables and pictures of recorded

@@ -46,6 +46,7 @@ ROOMS = {
         "speculation",
         "loop",
         "agents",
+        "agent_calls",
     ),
 }
 """The ops by the folder of their file."""
@@ -78,7 +79,9 @@ def load(op: str, recorded: Path | None = None, model: Path | None = None) -> Be
     bench: Bench = importlib.import_module(f".{room}.{op}" if room else f".{op}", __package__).BENCH
     if model is not None:
         if bench.model_cases is None:
-            raise UserError(f"--model works with rollout, tree_step and agents, not with {op}; name these.")
+            raise UserError(
+                f"--model works with rollout, tree_step, trl_step, agents and agent_calls, not with {op}; name these."
+            )
         if not (model / "config.json").is_file():
             raise UserError(f"--model: '{model}' is no directory of a model; it has no config.json.")
         return replace(bench, cases=partial(bench.model_cases, model.resolve()))
@@ -143,7 +146,10 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds that one provider may take for a case; default %(default)s",
     )
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="run rollout, tree_step or agents on this pretrained model"
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="run rollout, tree_step, trl_step, agents or agent_calls on this pretrained model",
     )
     parser.add_argument("--recorded", type=Path, metavar="RUN", help="run speculation over the rollouts of this run")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep rows here; cases found there do not run again")

@@ -2,8 +2,8 @@
 
 Three jobs: tools, whose calls append to one another; a repository, whose 16 episodes share a long beginning; and
 compaction, whose calls append until the context is full and go on after a summary. A merged conversation is what
-trainers without trees make of calls that append: a chain. The lengths are those of the name over ``SMALLER``, for a
-small model; ``rolltree bench agents --model DIR`` times a model of your own at full length.
+trainers without trees make of calls that append: a chain. On a CPU the lengths are those of the name over ``SMALLER``;
+``rolltree bench agents --model DIR`` times a model of your own, on CUDA at full length.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from rolltree.engine import CostModel, TokenTree, pack
 from rolltree.engine.agents.records import EpisodeRecord, SampledCall
 from rolltree.engine.agents.tree import episode_tree
 from rolltree.engine.data.segment import LeafStatus, Segment
-from rolltree.engine.model.loading import load_model
 from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.engine.train.trainer import Trainer, Weighted
 from rolltree.kernels import Objective
 
+from .. import workloads
 from ..runner import Bench, Calls, Case
 from ..workloads import VOCABULARY
 from . import tree_step
 from .tree_step import MAX_TOKENS, MAX_TREE_TOKENS, _qwen3, on_policy, own_model, step_of
 
 SMALLER, QUICK = 32, 128
-"""The lengths are divided by this for the small model, and with --quick."""
+"""The lengths are divided by this on a CPU, and with --quick."""
 ALONE, MERGED = "each call", "merged conversations"
 
 
@@ -122,11 +122,14 @@ class Inputs:
 
 
 def model_cases(path: Path, device: torch.device, quick: bool) -> Iterator[Case]:
-    """Yield the jobs at full length, or shorter ones, for the model at ``path``."""
-    model = cache(lambda: load_model(str(path), device=device).train())
-    for name, job in JOBS.items():
-        some = f"{name}, all / {QUICK}" if quick else name
-        yield Case(f"{some}, {path.name}", partial(Inputs.of, model, job.smaller(QUICK) if quick else job))
+    """Yield the jobs for the model at ``path`` in bf16 and fp32: at full length on CUDA, shorter ones elsewhere."""
+    by = QUICK if quick else 1 if device.type == "cuda" else SMALLER
+    for dtype in (torch.bfloat16, torch.float32):
+        model = cache(partial(workloads.pretrained, path, dtype, device))
+        for name, job in JOBS.items():
+            some = name if by == 1 else f"{name}, all / {by}"
+            case = f"{path.name} {some} {str(dtype).removeprefix('torch.')}"
+            yield Case(case, partial(Inputs.of, lambda model=model: model().train(), job.smaller(by)))  # type: ignore[misc]
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:

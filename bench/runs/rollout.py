@@ -111,20 +111,25 @@ def native(x: Inputs, *, compile: bool = False) -> Calls:
     return {"generate": call}
 
 
-def vllm(x: Inputs) -> Calls:
-    """Time vLLM as its users call it: `n` samples of each prompt, prefix caching, compiled."""
+def vllm_engine(model: PreTrainedModel, longest: int, **options: Any) -> Any:
+    """Return vLLM's engine in this process, with prefix caching unless ``options`` say otherwise, compiled."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    import vllm
-
     from rolltree.engine.rollout.vllm.engine import VllmEngine
 
     directory = tempfile.mkdtemp(prefix="rolltree-bench-")
-    x.model.save_pretrained(directory)
-    longest = len(x.prompts[0]) + x.new_tokens
-    options: dict[str, Any] = {"gpu_memory_utilization": 0.5} if x.model.device.type == "cuda" else {}
-    if not options:
-        options = {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": True}
-    llm = VllmEngine(directory, dtype=str(x.model.dtype).removeprefix("torch."), max_model_len=longest, **options).llm
+    model.save_pretrained(directory)
+    if model.device.type == "cuda":
+        options["gpu_memory_utilization"] = 0.5
+    else:
+        options |= {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": True}
+    return VllmEngine(directory, dtype=str(model.dtype).removeprefix("torch."), max_model_len=longest, **options).llm
+
+
+def vllm(x: Inputs) -> Calls:
+    """Time vLLM as its users call it: `n` samples of each prompt, prefix caching, compiled."""
+    llm = vllm_engine(x.model, len(x.prompts[0]) + x.new_tokens)
+    import vllm
+
     params = vllm.SamplingParams(
         n=x.group,
         max_tokens=x.new_tokens,

@@ -1,19 +1,21 @@
 """A step of TRL's GRPO trainer, plain and accelerated: the update alone, and with the group that it samples.
 
-On a CPU a case with the full vocabulary takes TRL minutes: give ``--limit 900``.
+On a CPU a case with the full vocabulary takes TRL minutes: give ``--limit 900``. With ``--model DIR`` the policy is the
+pretrained model in this directory, and the prompts have words that hold one token each.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rolltree.engine import CostModel
 
@@ -30,51 +32,61 @@ class Inputs:
     prompt: int
     group: int
     response: int
-    width: int
-    ffn: int
-    layers: int
-    heads: int
-    vocabulary: int
+    make: Callable[[], PreTrainedModel]
+    """Makes the policy."""
     checkpointing: bool = True  # TRL's default
 
-    @property
-    def config(self) -> Qwen3Config:
-        return Qwen3Config(
-            vocab_size=self.vocabulary,
-            hidden_size=self.width,
-            intermediate_size=self.ffn,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=max(self.heads // 2, 1),
-            head_dim=128 if self.device.type == "cuda" else 32,
-            max_position_embeddings=self.prompt + self.response,
-            tie_word_embeddings=True,
-            eos_token_id=1,
-            pad_token_id=0,
-            bos_token_id=None,
-        )
+
+def small(
+    device: torch.device, longest: int, width: int, ffn: int, layers: int, heads: int, vocabulary: int
+) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(heads // 2, 1),
+        head_dim=128 if device.type == "cuda" else 32,
+        max_position_embeddings=longest,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config)
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     """Yield long and short prompts, for a small model with a large vocabulary on the CPU, for Qwen3 0.6B's shape on
     CUDA."""
     if quick:
-        yield Case("64+4x16 layers 2 width 64 V=2048", partial(Inputs, device, 64, 4, 16, 64, 128, 2, 2, 2048))
+        model = partial(small, device, 80, 64, 128, 2, 2, 2048)
+        yield Case("64+4x16 layers 2 width 64 V=2048", partial(Inputs, device, 64, 4, 16, model))
         return
     if device.type == "cpu":
         for prompt in (512, 32):
-            make = partial(Inputs, device, prompt, 8, 128, 256, 768, 4, 8, 151936)
-            yield Case(f"{prompt}+8x128 layers 4 width 256 V=151936", make)
+            model = partial(small, device, prompt + 128, 256, 768, 4, 8, 151936)
+            yield Case(f"{prompt}+8x128 layers 4 width 256 V=151936", partial(Inputs, device, prompt, 8, 128, model))
         return
     for prompt, group in ((1024, 8), (4096, 8), (4096, 16)):
-        make = partial(Inputs, device, prompt, group, 1024, 1024, 3072, 28, 16, 151936)
-        yield Case(f"{prompt}+{group}x1024 Qwen3 0.6B", make)
+        model = partial(small, device, prompt + 1024, 1024, 3072, 28, 16, 151936)
+        yield Case(f"{prompt}+{group}x1024 Qwen3 0.6B", partial(Inputs, device, prompt, group, 1024, model))
+
+
+def model_cases(path: Path, device: torch.device, quick: bool) -> Iterator[Case]:
+    """Yield cases of a pretrained model in bf16 and fp32: its weights have this dtype for both providers."""
+    prompt, group, response = (32, 4, 8) if quick else (512, 8, 64)
+    for dtype in (torch.bfloat16, torch.float32):
+        model = partial(workloads.pretrained, path, dtype, device)
+        name = f"{path.name} {prompt}+{group}x{response} {str(dtype).removeprefix('torch.')}"
+        yield Case(name, partial(Inputs, device, prompt, group, response, model))
 
 
 def trainer(x: Inputs, parts: dict[str, bool] | None) -> Calls:
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import Qwen3ForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
     from rolltree.engine.integrations.trl import accelerate
@@ -88,10 +100,11 @@ def trainer(x: Inputs, parts: dict[str, bool] | None) -> Calls:
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 3 + WORDS, (x.prompt,), generator=g)
     rows = [{"prompt": " ".join(f"w{i - 3}" for i in ids.tolist())}] * x.group
-    torch.manual_seed(0)
+    policy = x.make()
+    vocabulary = policy.config.get_text_config().vocab_size
     with tempfile.TemporaryDirectory() as directory:
         made: Any = GRPOTrainer(
-            Qwen3ForCausalLM(x.config),
+            policy,
             reward_funcs=lambda completions, **_: [float(i % 3) for i, _ in enumerate(completions)],
             args=GRPOConfig(
                 output_dir=directory,
@@ -108,7 +121,7 @@ def trainer(x: Inputs, parts: dict[str, bool] | None) -> Calls:
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
         )
-    made.eos_token_ids = [x.vocabulary - 1]  # hardly ever sampled, so all completions have one length
+    made.eos_token_ids = [vocabulary - 1]  # hardly ever sampled, so all completions have one length
     made.generation_config.eos_token_id = made.eos_token_ids
     if parts is not None:
         accelerate(made, **parts)
@@ -116,7 +129,7 @@ def trainer(x: Inputs, parts: dict[str, bool] | None) -> Calls:
     if x.checkpointing:
         made.model.gradient_checkpointing_enable()
     model, optimizer = made.model.train(), made.create_optimizer()
-    of_batch = {k: v.to(x.device) for k, v in batch(x, ids, g).items()}
+    of_batch = {k: v.to(x.device) for k, v in batch(x, ids, vocabulary, g).items()}
 
     def update() -> None:
         made.compute_loss(model, dict(of_batch)).backward()
@@ -135,13 +148,13 @@ def trainer(x: Inputs, parts: dict[str, bool] | None) -> Calls:
     return {"update": update, "step": step}
 
 
-def batch(x: Inputs, prompt: Tensor, g: torch.Generator) -> dict[str, Tensor]:
+def batch(x: Inputs, prompt: Tensor, vocabulary: int, g: torch.Generator) -> dict[str, Tensor]:
     """Return the inputs that TRL makes of a group, with random tokens."""
     G, C = x.group, x.response
     return {
         "prompt_ids": prompt.expand(G, -1),
         "prompt_mask": torch.ones(G, x.prompt, dtype=torch.long),
-        "completion_ids": torch.randint(3, x.vocabulary - 1, (G, C), generator=g),
+        "completion_ids": torch.randint(3, vocabulary - 1, (G, C), generator=g),
         "completion_mask": torch.ones(G, C, dtype=torch.long),
         "advantages": torch.randn(G, generator=g),
         "num_items_in_batch": torch.tensor(G * C),
@@ -154,10 +167,7 @@ def flop_ratio(x: Inputs) -> float:
     TRL multiplies the head four times (it forms the logits again), and on a CPU for every token of the prompts too.
     Layers count three times, or four with checkpointing.
     """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        cost = CostModel.of(AutoModelForCausalLM.from_config(x.config))
+    cost = CostModel.of(x.make())
     tree = workloads.group(x.prompt, x.response, x.group)
     layers = 4 if x.checkpointing else 3
     scored, positions = x.group * x.response, x.group * (x.prompt + x.response - 1)
@@ -170,6 +180,7 @@ BENCH = Bench(
     op="trl_step",
     directions=("update", "step"),
     cases=cases,
+    model_cases=model_cases,
     providers={
         TRL: partial(trainer, parts=None),
         "rolltree, head": partial(trainer, parts={"tree": False, "layers": False, "rollouts": False}),

@@ -61,6 +61,6 @@ def test_a_model_of_ones_own(
     few = {name: job.smaller(400) for name, job in list(agents.JOBS.items())[:1]}
     monkeypatch.setattr(agents, "JOBS", few)
     assert main(["agents", f"--model={tmp_path}/mine", "--seconds=0", "--device=cpu", "--providers=tree"]) == 0
-    assert "tools 2500+4x20 calls to 6000, mine" in capsys.readouterr().out
+    assert "mine tools 2500+4x20 calls to 6000, all / 32 bfloat16" in capsys.readouterr().out
     assert main(["agents", f"--model={tmp_path}/no"]) == 2
     assert main(["sample_tokens", f"--model={tmp_path}/mine"]) == 2
