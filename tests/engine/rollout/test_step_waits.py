@@ -36,10 +36,10 @@ class Counted(DecodeGraphs):
     steps = 0
     launching: list[str]
 
-    def decode(self, step: Step, draws: Draws) -> Decoded:
+    def decode(self, step: Step, draws: Draws, adapter: Any) -> Decoded:
         self.steps += 1
         with HostWaits() as seen:
-            decoded = self.run(self.pad(step, draws, 32, 256), draws.filters)
+            decoded = self.run(self.pad(step, draws, 32, 256, adapter), draws.filters)
         self.launching += seen.calls
         return decoded
 
