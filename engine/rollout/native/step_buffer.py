@@ -69,7 +69,7 @@ class StepVector:
             **({"rotary": 3 * rows} if rotary else {}),
             **words,
             **({"sample_rows": head_rows, "head_row": samples} if head_rows else {}),
-            **({"tiles": 3 * rows, "head_tiles": 3 * head_rows} if adapted and device.type != "cpu" else {}),
+            **({"tiles": 3 * rows, "head_tiles": 3 * head_rows} if adapted else {}),
             "page_indptr": nodes + 1,
             **dict.fromkeys(("node_offset", "node_length", "node_position", "row_begin", "row_end"), nodes),
             "partial_begin": rows + 1,
@@ -146,11 +146,10 @@ class StepVector:
         if adapter is not None:
             self.runs = self._runs(adapter, self.sizes[0], "tiles", values)
             self.head_runs = self.runs
+            values["head_tiles"] = np.zeros(0, np.int32)
             if len(step.sample_rows) < len(adapter):
                 own = adapter[step.sample_rows]
                 self.head_runs = self._runs(own, len(own), "head_tiles", values)
-            elif "head_tiles" in self._columns:
-                values["head_tiles"] = np.zeros(0, np.int32)
         for name, column in self._columns.items():
             new = values[name]
             if new is self._taken.get(name):
@@ -169,9 +168,7 @@ class StepVector:
 
     def _runs(self, adapter: Array, rows: int, name: str, values: dict[str, Array]) -> Runs:
         """Return the runs of ``rows`` rows, the last of which may be padding, with their tiles on the device."""
-        runs = Runs(rows, Runs.of(adapter).numbers)
-        if name not in self._columns:
-            return runs
+        runs = Runs.of(adapter)
         values[name] = tiles_of(runs).ravel()
         return Runs(rows, runs.numbers, self._views[name].view(-1, 3))
 

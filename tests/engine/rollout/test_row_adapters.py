@@ -21,7 +21,9 @@ from rolltree.engine.rollout.native.drafts import DraftConfig
 from rolltree.engine.rollout.native.loop import NativeLoop
 from rolltree.kernels.decoder_layer import Decoder
 from rolltree.kernels.libraries import load_library
+from rolltree.kernels.low_rank import api as low_rank_api
 
+from ...kernels.on_device import needs_triton
 from ..programs.test_programs import rescored
 from .test_graphs import Uncaptured
 from .test_native_engine import PROMPTS, assert_all_free, model, responses
@@ -137,6 +139,27 @@ def test_padded_steps_have_the_same_rows() -> None:
     runner.graphs = Uncaptured(native.cache, runner.decode_logits, torch.device("cpu"))
     assert_same(together(native), expected, 1e-5)
     assert runner.graphs.steps > 0
+
+
+@needs_triton
+@pytest.mark.parametrize("graphs", [True, False])
+def test_tiles_of_a_step_give_triton_the_same_rows(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's products, which read the tiles of the step's vector, in place of the CPU's; padded and as they are."""
+    some: dict[str, Any] = {"n": 1, "max_new_tokens": 3}
+    expected = together(make(debug=True), **some)
+    launches = []
+
+    def by_triton(out: Any, x: Any, adapters: Any, runs: Any) -> None:
+        launches.append(len(runs.tiles))
+        low_rank_api._BACKENDS["triton"](out, x, adapters, runs)
+
+    monkeypatch.setitem(low_rank_api._BACKENDS, "cpu", by_triton)  # type: ignore[arg-type]
+    native = make(debug=True)
+    runner = native.loop.runner
+    if graphs:
+        runner.graphs = Uncaptured(native.cache, runner.decode_logits, torch.device("cpu"))
+    assert_same(together(native, **some), expected, 1e-5)
+    assert len(launches) >= 3 * (2 * len([*ATTENTION, *MLP]) + 1)  # of steps, layers and the head
 
 
 def test_samples_in_bf16_are_as_near_as_bf16_is() -> None:
