@@ -96,7 +96,10 @@ class RowAdapters:
     @contextmanager
     def computing(self, runs: Runs | None) -> Iterator[None]:
         """Let the layers of the decoder add the adapters of a step's rows in a with-block."""
-        layers = {} if runs is None else self.tables.layers
+        if runs is None:
+            yield
+            return
+        layers = self.tables.layers
         for layer, adapters in layers.items():
             vars(layer)["forward"] = partial(_forward, layer, adapters, runs)
         try:
