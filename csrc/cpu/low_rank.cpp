@@ -11,6 +11,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <memory>
 
 #include "attention_tiles.h"
 #include "few_rows.h"
@@ -20,67 +21,81 @@ namespace {
 
 constexpr int64_t kAtOnce = 384;  // rows whose panels stay in the cache
 
+// A product of some rows, which is then added to `sums` by `scale` if these are given; both in rows of its width.
 template <class T>
-void add_scaled(const float* x, float scale, float* sums, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) sums[i] = rounded<T>(sums[i] + rounded<T>(x[i] * scale));
+struct Task {
+  const FewRows<T>* rows;
+  Product<T> product;
+  int64_t count;  // of the rows
+  float* sums = nullptr;
+  float scale = 0;
+
+  void compute(int64_t first, int64_t last) const {
+    rows->multiply(product, first, last);
+    if (!sums) return;
+    const int64_t width = product.width, from = first * kColumns, to = std::min(last * kColumns, width);
+    for (int64_t row = 0; row < count; ++row)
+      for (int64_t at = row * width + from; at < row * width + to; ++at)
+        sums[at] = rounded<T>(sums[at] + rounded<T>(product.out[at] * scale));
+  }
+};
+
+// Computes tasks block by block in parallel: the matrices of one are too small to keep all threads busy.
+template <class T>
+void compute(const std::vector<Task<T>>& tasks) {
+  if (tasks.empty()) return;
+  int64_t blocks = 0, grain = INT64_MAX;
+  for (const Task<T>& task : tasks) blocks += task.product.blocks(), grain = std::min(grain, task.rows->worth_a_thread());
+  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    for (const Task<T>& task : tasks) {
+      const int64_t own = task.product.blocks(), first = std::max<int64_t>(begin, 0), last = std::min(end, own);
+      if (first < last) task.compute(first, last);
+      begin -= own, end -= own;
+    }
+  });
 }
 
-// Adds the adapter of the rows [begin, end).
+// Adds the adapters of some runs together.
 template <class T>
-void add_run(const float* x, int64_t depth, std::span<const Adapted<T>> products, int64_t begin, int64_t end, int64_t adapter) {
-  const int64_t rows = end - begin;
-  int64_t ranks = 0, widest = 0;
-  for (const Adapted<T>& product : products) {
-    const int64_t rank = product.adapters.rank(adapter);
-    ranks += rank;
-    if (rank) widest = std::max(widest, product.width);
+void add_runs(const float* x, int64_t depth, std::span<const Adapted<T>> products, std::span<const Run> runs) {
+  std::vector<std::unique_ptr<const FewRows<T>>> prepared;
+  std::vector<Buffer> results;
+  std::vector<Task<T>> down, up;
+  for (const auto& [begin, end, adapter] : runs) {
+    const int64_t rows = end - begin;
+    prepared.push_back(FewRows<T>::of(x + begin * depth, rows, depth));
+    for (const auto& [adapters, out, width] : products) {
+      const int64_t rank = adapters.rank(adapter);
+      if (rank == 0) continue;
+      float *inner = results.emplace_back(rows * rank).at(0), *outer = results.emplace_back(rows * width).at(0);
+      down.push_back({prepared.back().get(), {adapters.a(adapter), nullptr, rank, depth, inner, rank}, rows});
+      up.push_back({nullptr, {adapters.b(adapter), nullptr, width, rank, outer, width}, rows, out + begin * width,
+                    adapters.scales[adapter]});
+    }
   }
-  if (ranks == 0) return;
-  const Buffer inner(rows * ranks), found(rows * widest);
-  std::vector<Product<T>> down;
-  float* next = inner.at(0);
-  for (const Adapted<T>& product : products) {
-    const int64_t rank = product.adapters.rank(adapter);
-    if (rank) down.push_back({product.adapters.a(adapter), nullptr, rank, depth, next, rank});
-    next += rows * rank;
+  compute(down);
+  for (size_t i = 0; i < up.size(); ++i) {
+    prepared.push_back(FewRows<T>::of(down[i].product.out, down[i].count, down[i].product.width));
+    up[i].rows = prepared.back().get();
   }
-  FewRows<T>::of(x + begin * depth, rows, depth)->multiply(down);
-  next = inner.at(0);
-  for (const Adapted<T>& product : products) {
-    const int64_t rank = product.adapters.rank(adapter), width = product.width;
-    if (rank == 0) continue;
-    const auto low = FewRows<T>::of(next, rows, rank);
-    const Product<T> up{product.adapters.b(adapter), nullptr, width, rank, found.at(0), width};
-    torch::stable::parallel_for(0, up.blocks(), low->worth_a_thread(), [&](int64_t first, int64_t last) {
-      low->multiply(up, first, last);
-      const int64_t from = first * kColumns, count = std::min(last * kColumns, width) - from;
-      for (int64_t row = 0; row < rows; ++row)
-        add_scaled<T>(found.at(row * width + from), product.adapters.scales[adapter],
-                      product.out + (begin + row) * width + from, count);
-    });
-    next += rows * rank;
-  }
+  compute(up);
 }
 
 template <class T>
 void add_low_rank_of(Tensor& out, const Tensor& x, const LowRank<T>& adapters, const std::vector<Run>& runs) {
-  const int64_t depth = x.size(1), width = out.size(1);
+  const int64_t rows = x.size(0), depth = x.size(1), width = out.size(1);
   const T* from = static_cast<const T*>(x.const_data_ptr());
   T* to = static_cast<T*>(out.mutable_data_ptr());
-  for (const auto& [begin, end, adapter] : runs) {
-    const int64_t rows = end - begin;
-    const Run whole{0, rows, adapter};
-    if constexpr (std::is_same_v<T, float>) {
-      const Adapted<T> product{adapters, to + begin * width, width};
-      add_low_rank<T>(from + begin * depth, depth, std::span(&product, 1), std::span(&whole, 1));
-    } else {
-      const Buffer wide(rows * depth), sums(rows * width);
-      widen(from + begin * depth, rows * depth, wide.at(0));
-      widen(to + begin * width, rows * width, sums.at(0));
-      const Adapted<T> product{adapters, sums.at(0), width};
-      add_low_rank<T>(wide.at(0), depth, std::span(&product, 1), std::span(&whole, 1));
-      narrow(sums.at(0), rows * width, to + begin * width);
-    }
+  if constexpr (std::is_same_v<T, float>) {
+    const Adapted<T> product{adapters, to, width};
+    add_low_rank<T>(from, depth, std::span(&product, 1), runs);
+  } else {
+    const Buffer wide(rows * depth), sums(rows * width);
+    widen(from, rows * depth, wide.at(0));
+    widen(to, rows * width, sums.at(0));
+    const Adapted<T> product{adapters, sums.at(0), width};
+    add_low_rank<T>(wide.at(0), depth, std::span(&product, 1), runs);
+    narrow(sums.at(0), rows * width, to);
   }
 }
 
@@ -110,9 +125,16 @@ std::vector<Run> runs_of(std::span<const int64_t> numbers, int64_t rows, int64_t
 
 template <class T>
 void add_low_rank(const float* x, int64_t depth, std::span<const Adapted<T>> products, std::span<const Run> runs) {
+  std::vector<Run> some;
+  int64_t rows = 0;
   for (const auto& [begin, end, adapter] : runs)
-    for (int64_t first = begin; first < end; first += kAtOnce)
-      add_run<T>(x, depth, products, first, std::min(first + kAtOnce, end), adapter);
+    for (int64_t first = begin; first < end; first += kAtOnce) {
+      const int64_t last = std::min(first + kAtOnce, end);
+      if (rows + last - first > kAtOnce) add_runs<T>(x, depth, products, some), some.clear(), rows = 0;
+      some.push_back({first, last, adapter});
+      rows += last - first;
+    }
+  add_runs<T>(x, depth, products, some);
 }
 
 template void add_low_rank<float>(const float*, int64_t, std::span<const Adapted<float>>, std::span<const Run>);

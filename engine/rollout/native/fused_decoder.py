@@ -106,8 +106,9 @@ class FusedDecoder:
         if turns is not None:
             cos, sin = cos.index_select(0, turns), sin.index_select(0, turns)
         hidden = F.embedding(input_ids, decoder.embed_tokens.weight)
-        for layer in decoder.layers:
-            hidden = self._with_modules(layer, hidden, cos, sin)
+        with self._adapters.computing(vector.runs):
+            for layer in decoder.layers:
+                hidden = self._with_modules(layer, hidden, cos, sin)
         return add_rms_norm_(hidden, None, decoder.norm.weight, decoder.norm.variance_epsilon)
 
     def _as_one(self, found: Snapshot) -> Decoder:

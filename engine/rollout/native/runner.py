@@ -102,14 +102,10 @@ class Runner:
             vector, logits, drawn = self.graphs.decode(step, draws, adapter)  # pages must exist before a capture
             return self._sampled(step, vector, logits[:taken], drawn, draws, rows)
         least = 2 if self._compiled and self._cache.ready else 1
-        vector = StepVector.of(
-            step, draws, self._cache, self._device, adapter=adapter, least=least, before=self._vector
-        )
-        with self._adapters.computing(vector.runs):
-            hidden = self._fused.run(vector) if self._fused is not None and step.shown is None else None
-            if hidden is None:
-                begun = vector.begin(self._cache, self._blocks(step.shown))
-                hidden = self._decode(*begun, step.states, step.shown, adapted=adapter is not None)
+        vector = StepVector.of(step, draws, self._cache, self._device, adapter, least=least, before=self._vector)
+        hidden = self._fused.run(vector) if self._fused is not None and step.shown is None else None
+        if hidden is None:
+            hidden = self._decode(vector, step.states, step.shown)
         if taken == 0:
             self._vector = None  # without a fetch, the copy to the device may still read the vector in the next step
             empty = np.zeros(0, np.float32)
@@ -134,20 +130,14 @@ class Runner:
         return tuple(Block(begin, end, self._to_device(slots), sliding) for begin, end, slots in shown.runs)
 
     def _decode(
-        self,
-        input_ids: Tensor,  # [N] int64
-        position_ids: Tensor,  # [N] int64
-        rotary: Tensor | None = None,  # [3, N] int64
-        states: StateStep | None = None,
-        shown: Shown | None = None,
-        *,
-        adapted: bool,
+        self, vector: StepVector, states: StateStep | None = None, shown: Shown | None = None
     ) -> Tensor:  # [N, H]
-        """Return the hidden states of rows."""
+        """Return the hidden states of a step's rows."""
         # a layer's pages and head groups are known only after its first run, which is not compiled; nor are steps with
         # attention in both directions, or with rows of adapters
-        plain = not adapted and (shown is None or self.both_ways is None)
+        plain = vector.runs is None and (shown is None or self.both_ways is None)
         layers = self._layers if self._cache.ready and plain else None
+        input_ids, position_ids, rotary = vector.begin(self._cache, self._blocks(shown))
         tree = Tree(None, position_ids, self._cache)
         mask = tree_mask(tree)
         inputs: dict[str, Any] = {"input_ids": input_ids[None]}
@@ -159,7 +149,8 @@ class Runner:
         record = None if self._cache.routes is None else Record()
         if record is not None:
             for_layers["routes"] = record
-        with layers.substituted() if layers is not None else nullcontext(), computing(mask):
+        compiled = layers.substituted() if layers is not None else nullcontext()
+        with compiled, computing(mask), self._adapters.computing(vector.runs):
             output = self._decoder(
                 **inputs,
                 position_ids=position_ids[None] if rotary is None else rotary_input(position_ids, rotary),
@@ -174,9 +165,7 @@ class Runner:
 
     def decode_logits(self, vector: StepVector) -> Tensor:  # [N, V] fp32
         """Return the logits of all rows of a step."""
-        with self._adapters.computing(vector.runs):
-            hidden = self._decode(*vector.begin(self._cache), adapted=vector.runs is not None)
-        return self.logits(hidden, vector.head_runs)
+        return self.logits(self._decode(vector), vector.head_runs)
 
     def _sampled(
         self,
@@ -219,11 +208,8 @@ class Runner:
         return Sampled(*drawn.fetch(len(slots)), top_id, top_logprob, top_raw, kept, why)
 
     def logits(self, hidden: Tensor, runs: Runs | None = None) -> Tensor:  # [S, H] -> [S, V] fp32
-        """Compute logits that are never rounded below fp32: products in the weights' dtype are summed in fp32.
-
-        Args:
-            runs: the rows that have adapters.
-        """
+        """Compute logits that are never rounded below fp32: products in the weights' dtype are summed in fp32. ``runs``
+        are the rows that have adapters."""
         weight, bias, softcap, lora, scale = self._head()
         product = self._product
         if product is None or product.weight is not weight or lora is not None:

@@ -98,8 +98,8 @@ class StepVector:
         draws: Draws,
         cache: KvCache,
         device: torch.device,
-        *,
         adapter: Array | None = None,  # [N] int64
+        *,
         least: int = 1,
         before: StepVector | None = None,
     ) -> StepVector:
