@@ -82,8 +82,8 @@ def test_waits_are_seen(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     native = on_meta(graphs=graphs)
     logits = native.loop.runner.logits
 
-    def waiting(hidden: torch.Tensor) -> torch.Tensor:
-        out = logits(hidden)
+    def waiting(hidden: torch.Tensor, runs: Any) -> torch.Tensor:
+        out = logits(hidden, runs)
         torch.zeros(3).to("meta")
         return out + float(out.max().cpu())
 
