@@ -19,6 +19,7 @@
 
 #include "few_rows.h"
 #include "layer_rows.h"
+#include "low_rank.h"
 #include "tree_decode.h"
 
 namespace rolltree {
@@ -144,6 +145,7 @@ Tensor aten(const char* op, const char* overload, std::array<StableIValue, kCoun
 }
 
 using Weight = std::optional<Tensor>;
+enum { kOfQ, kOfK, kOfV, kOfO, kOfGate, kOfUp, kOfDown, kProducts };  // the products of a layer, for adapters
 enum { kInputNorm, kQ, kQBias, kK, kKBias, kV, kVBias, kQNorm, kKNorm, kO, kOBias, kMlpNorm, kGate, kUp, kDown, kOfLayer };
 
 Tensor linear(const Tensor& x, const Weight& weight, const Weight& bias) {
@@ -179,6 +181,7 @@ struct Step {
   float eps;
   double scale;
   bool library;  // multiplies more than few_rows() rows of fp32
+  std::vector<Run> runs;  // the rows with an adapter
 };
 
 template <class T>
@@ -187,9 +190,27 @@ struct Layer {
   T *k_pages, *v_pages;
   AttentionShape shape;
   std::optional<int64_t> window;
+  const LowRank<T>* adapters;  // kProducts, where rows have any
 
   const Weight& operator[](int which) const { return weights[which]; }
 };
+
+// The result of one of a layer's products, in rows of `width`.
+struct Into {
+  int product;
+  float* out;
+  int64_t width;
+};
+
+// Adds the adapters of the rows of `x` to the results of products of it.
+template <class T, size_t kCount>
+void add_adapters(const float* x, int64_t depth, const Layer<T>& layer, const Step<T>& step, const std::array<Into, kCount>& results) {
+  if (step.runs.empty()) return;
+  std::array<Adapted<T>, kCount> adapted;
+  for (size_t i = 0; i < kCount; ++i)
+    adapted[i] = {layer.adapters[results[i].product], results[i].out, results[i].width};
+  add_low_rank<T>(x, depth, adapted, step.runs);
+}
 
 template <class T>
 void norm(const float* residual, const Weight& weight, const Step<T>& step, float* out) {
@@ -230,6 +251,25 @@ struct Room {
   Buffer first, second, keys, values;
 };
 
+template <class T>
+void add(float* sums, const float* more, int64_t count) {
+  torch::stable::parallel_for(0, count, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) sums[i] = rounded<T>(sums[i] + more[i]);
+  });
+}
+
+// residual += x weight^T + bias; rows with adapters need the product by itself first, in `own`.
+template <class T>
+void add_product(float* residual, const float* x, int64_t depth, int product, const Weight& weight, const Weight& bias,
+                 const Layer<T>& layer, const Step<T>& step, float* own) {
+  const auto rows = FewRows<T>::of(x, step.rows, depth);
+  if (step.runs.empty()) return rows->multiply(std::array{product_into<T>(residual, weight, bias, true)});
+  const int64_t width = weight->size(0);
+  rows->multiply(std::array{product_into<T>(own, weight, bias)});
+  add_adapters<T, 1>(x, depth, layer, step, {{{product, own, width}}});
+  add<T>(residual, own, step.rows * width);
+}
+
 // A layer with the products of few_rows.h: as few passes over the rows and thread barriers as possible.
 template <class T>
 void few_rows_layer(float* residual, float* x, const Layer<T>& layer, const Step<T>& step, const Room& room) {
@@ -239,11 +279,21 @@ void few_rows_layer(float* residual, float* x, const Layer<T>& layer, const Step
   FewRows<T>::of(x, rows, width)
       ->multiply(std::array{product_into<T>(first, layer[kQ], layer[kQBias]), product_into<T>(keys, layer[kK], layer[kKBias]),
                             product_into<T>(values, layer[kV], layer[kVBias])});
+  const int64_t heads = layer[kQ]->size(0), kv_heads = layer[kK]->size(0);
+  add_adapters<T, 3>(x, width, layer, step, {{{kOfQ, first, heads}, {kOfK, keys, kv_heads}, {kOfV, values, kv_heads}}});
   store_and_attend(first, keys, values, layer, step, second);
-  FewRows<T>::of(second, rows, layer[kQ]->size(0))->multiply(std::array{product_into<T>(residual, layer[kO], layer[kOBias], true)});
+  add_product(residual, second, heads, kOfO, layer[kO], layer[kOBias], layer, step, x);
   norm(residual, layer[kMlpNorm], step, x);
   const Product<T> gate = product_into<T>(first, layer[kGate], {}), up = product_into<T>(second, layer[kUp], {});
   const auto normed = FewRows<T>::of(x, rows, width);
+  if (!step.runs.empty()) {
+    normed->multiply(std::array{gate, up});
+    add_adapters<T, 2>(x, width, layer, step, {{{kOfGate, first, wide}, {kOfUp, second, wide}}});
+    torch::stable::parallel_for(0, rows * wide, kGrain, [&](int64_t begin, int64_t end) {
+      silu_and_multiply<T>(first + begin, second + begin, end - begin);
+    });
+    return add_product(residual, first, wide, kOfDown, layer[kDown], {}, layer, step, x);
+  }
   torch::stable::parallel_for(0, gate.blocks(), normed->worth_a_thread(), [&](int64_t begin, int64_t end) {
     normed->multiply(gate, begin, end);
     normed->multiply(up, begin, end);
@@ -253,37 +303,38 @@ void few_rows_layer(float* residual, float* x, const Layer<T>& layer, const Step
   FewRows<T>::of(first, rows, wide)->multiply(std::array{product_into<T>(residual, layer[kDown], {}, true)});
 }
 
-void add(float* sums, const Tensor& more) {
-  const float* added = data<float>(more);
-  torch::stable::parallel_for(0, more.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) sums[i] += added[i];
-  });
-}
-
 // A layer with a library's products.
 void many_rows_layer(float* residual, Tensor& normed, const Layer<float>& layer, const Step<float>& step) {
   float* x = data<float>(normed);
+  const auto multiply = [&](const Tensor& rows, int product, int weight, const Weight& bias) {
+    Tensor out = linear(rows, layer[weight], bias);
+    add_adapters<float, 1>(data<float>(rows), rows.size(1), layer, step, {{{product, data<float>(out), out.size(1)}}});
+    return out;
+  };
   norm(residual, layer[kInputNorm], step, x);
-  Tensor q = linear(normed, layer[kQ], layer[kQBias]);
-  const Tensor k = linear(normed, layer[kK], layer[kKBias]), v = linear(normed, layer[kV], layer[kVBias]);
+  Tensor q = multiply(normed, kOfQ, kQ, layer[kQBias]);
+  const Tensor k = multiply(normed, kOfK, kK, layer[kKBias]), v = multiply(normed, kOfV, kV, layer[kVBias]);
   Tensor seen = torch::stable::empty_like(q);
   store_and_attend(data<float>(q), data<float>(k), data<float>(v), layer, step, data<float>(seen));
-  add(residual, linear(seen, layer[kO], layer[kOBias]));
+  const Tensor attended = multiply(seen, kOfO, kO, layer[kOBias]);
+  add<float>(residual, data<float>(attended), attended.numel());
   norm(residual, layer[kMlpNorm], step, x);
-  Tensor gate = linear(normed, layer[kGate], {});
-  const Tensor up = linear(normed, layer[kUp], {});
+  Tensor gate = multiply(normed, kOfGate, kGate, {});
+  const Tensor up = multiply(normed, kOfUp, kUp, {});
   float* first = data<float>(gate);
   const float* second = data<float>(up);
   torch::stable::parallel_for(0, gate.numel(), kGrain, [&](int64_t begin, int64_t end) {
     silu_and_multiply<float>(first + begin, second + begin, end - begin);
   });
-  add(residual, linear(gate, layer[kDown], {}));
+  const Tensor down = multiply(gate, kOfDown, kDown, {});
+  add<float>(residual, data<float>(down), down.numel());
 }
 
 // Runs all layers on the rows of `residual`, and writes the last norm to `out`.
 template <class T>
 void run_layers(float* residual, Tensor& out, const std::vector<Weight>& weights, std::vector<Tensor>& pages,
-                const std::vector<int64_t>& windows, const Tensor& last_norm, const Step<T>& step) {
+                const std::vector<int64_t>& windows, const Tensor& last_norm, const Step<T>& step,
+                const std::vector<LowRank<T>>& adapters) {
   const int64_t rows = step.rows, width = last_norm.size(0);
   const Buffer own(std::is_same_v<T, float> ? 0 : rows * width);
   float* x = own.at(0);
@@ -295,7 +346,8 @@ void run_layers(float* residual, Tensor& out, const std::vector<Weight>& weights
     const int64_t dim = k_pages.size(3);
     const Layer<T> layer{of_layer, data<T>(k_pages), data<T>(v_pages),
                          {of_layer[kQ]->size(0) / dim, k_pages.size(2), dim, k_pages.size(1)},
-                         windows[i] ? std::optional(windows[i]) : std::nullopt};
+                         windows[i] ? std::optional(windows[i]) : std::nullopt,
+                         adapters.data() + (adapters.empty() ? 0 : i * kProducts)};
     if constexpr (std::is_same_v<T, float>) {
       if (step.library && rows > few_rows()) {
         many_rows_layer(residual, out, layer, step);
@@ -309,14 +361,27 @@ void run_layers(float* residual, Tensor& out, const std::vector<Weight>& weights
   if constexpr (!std::is_same_v<T, float>) narrow(x, rows * width, data<T>(out));
 }
 
+// Returns the adapters of each product: matrices [products, adapters, 3] and scales [products, adapters] as in `LowRank`.
+template <class T>
+std::vector<LowRank<T>> adapters_of(const std::optional<Tensor>& matrices, const std::optional<Tensor>& scales, int64_t layers) {
+  std::vector<LowRank<T>> products;
+  if (!matrices) return products;
+  STD_TORCH_CHECK(matrices->size(0) == layers * kProducts, "a decoder: adapters of ", matrices->size(0), " products");
+  const int64_t count = matrices->size(1);
+  for (int64_t i = 0; i < matrices->size(0); ++i)
+    products.push_back({matrices->const_data_ptr<int64_t>() + 3 * count * i, scales->const_data_ptr<float>() + count * i});
+  return products;
+}
+
 // The whole decoder, from token ids to the last hidden states. `windows` has 0 for none.
 template <class T>
 Tensor decoder_of(const Tensor& input_ids, const Tensor& embedding, const std::vector<Weight>& weights, const Tensor& last_norm,
                   std::vector<Tensor>& pages, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& turns,
-                  const int32_t* slots, const Plan& plan, double eps, double scale, const std::vector<int64_t>& windows, bool library) {
+                  const int32_t* slots, const Plan& plan, double eps, double scale, const std::vector<int64_t>& windows, bool library,
+                  const std::optional<Tensor>& matrices, const std::optional<Tensor>& scales, const std::vector<int64_t>& runs) {
   const int64_t rows = input_ids.size(0), width = embedding.size(1), vocabulary = embedding.size(0);
   const Step<T> step{rows,  {data<T>(cos), data<T>(sin), turns ? turns->const_data_ptr<int32_t>() : nullptr}, slots, plan,
-                     static_cast<float>(eps), scale, library};
+                     static_cast<float>(eps), scale, library, runs_of(runs, rows, matrices ? matrices->size(1) : 0)};
   Tensor out = torch::stable::new_empty(embedding, {rows, width});
   const Buffer sums(rows * width);
   const int32_t* ids = input_ids.const_data_ptr<int32_t>();
@@ -324,7 +389,8 @@ Tensor decoder_of(const Tensor& input_ids, const Tensor& embedding, const std::v
     STD_TORCH_CHECK(ids[row] >= 0 && ids[row] < vocabulary, "a decoder: token ", ids[row], " is outside the vocabulary");
     widen(data<T>(embedding) + ids[row] * width, width, sums.at(row * width));
   }
-  run_layers(sums.at(0), out, weights, pages, windows, last_norm, step);
+  const auto adapters = adapters_of<T>(matrices, scales, static_cast<int64_t>(windows.size()));
+  run_layers(sums.at(0), out, weights, pages, windows, last_norm, step, adapters);
   return out;
 }
 
@@ -332,14 +398,15 @@ Tensor decoder(const Tensor& input_ids, const Tensor& embedding, const std::vect
                std::vector<Tensor> pages, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& turns,
                const Tensor& slots, const Tensor& page_indptr, const Tensor& page_ids, const Tensor& node_offset,
                const Tensor& node_length, const Tensor& node_position, const Tensor& row_begin, const Tensor& row_end,
-               const Tensor& query_position, double eps, double scale, std::vector<int64_t> windows, bool library) {
+               const Tensor& query_position, double eps, double scale, std::vector<int64_t> windows, bool library,
+               const std::optional<Tensor>& matrices, const std::optional<Tensor>& scales, std::vector<int64_t> runs) {
   const Plan plan{node_length.size(0), input_ids.size(0), page_indptr.const_data_ptr<int32_t>(), page_ids.const_data_ptr<int32_t>(),
                   node_offset.const_data_ptr<int32_t>(), node_length.const_data_ptr<int32_t>(),
                   node_position.const_data_ptr<int32_t>(), row_begin.const_data_ptr<int32_t>(), row_end.const_data_ptr<int32_t>(),
                   query_position.const_data_ptr<int32_t>()};
   const auto run = embedding.scalar_type() == ScalarType::BFloat16 ? decoder_of<Bf16> : decoder_of<float>;
   return run(input_ids, embedding, weights, last_norm, pages, cos, sin, turns, slots.const_data_ptr<int32_t>(), plan, eps, scale,
-             windows, library);
+             windows, library, matrices, scales, runs);
 }
 
 }  // namespace
@@ -354,8 +421,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rolltree_cpu, m) {
       "decoder(Tensor input_ids, Tensor embedding, Tensor?[] weights, Tensor norm, Tensor(a!)[] pages, Tensor cos, Tensor sin, "
       "Tensor? turns, Tensor slots, Tensor page_indptr, Tensor page_ids, Tensor node_offset, Tensor node_length, "
       "Tensor node_position, Tensor row_begin, Tensor row_end, Tensor query_position, float eps, float scale, int[] windows, "
-      "bool library) "
-      "-> Tensor");
+      "bool library, Tensor? matrices, Tensor? scales, int[] runs) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rolltree_cpu, CPU, m) {

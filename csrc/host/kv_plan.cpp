@@ -11,11 +11,14 @@ namespace rolltree {
 
 std::vector<int64_t> KvTree::depth_first(const int64_t* nodes, int64_t n) const {
   // Paths from the root, compared node by node: rows that share a node share the whole path above it, so they sort
-  // together. Ids are recycled, so what tells nodes apart is when they were made: the order depends on no earlier call.
+  // together, and so do the rows of one key. Ids are recycled, so what tells nodes apart is when they were made: the order
+  // depends on no earlier call.
   std::vector<std::vector<int64_t>> paths(n);
   for (int64_t i = 0; i < n; ++i) {
     at(static_cast<int>(nodes[i]));
-    for (int id = static_cast<int>(nodes[i]); id >= 0; id = nodes_[id].parent) paths[i].push_back(nodes_[id].serial);
+    int top = -1;
+    for (int id = static_cast<int>(nodes[i]); id >= 0; id = nodes_[top = id].parent) paths[i].push_back(nodes_[id].serial);
+    paths[i].push_back(root_key_.at(top));
     std::reverse(paths[i].begin(), paths[i].end());
   }
   std::vector<int64_t> order(n);

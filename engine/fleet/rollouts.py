@@ -119,6 +119,10 @@ class Rollouts:
         finally:
             self._outstanding -= 1
 
+    def later(self, function: Callable[[], None]) -> None:
+        """Run ``function`` in the engine's thread, between two steps, without waiting for it."""
+        self._host.call(function)
+
     def finished(self, job: Job) -> None:
         """Record that the event loop no longer waits for a job; an unfinished one is aborted."""
         self._outstanding -= 1
@@ -133,7 +137,7 @@ class Rollouts:
                 self._jobs.remove(job)
             self.engine.abort([rollout for rollout in job.rollouts if not rollout.done])
 
-        self._host.call(drop)
+        self.later(drop)
 
     # -- called in the host's thread ----------------------------------------------------------------------------------
 

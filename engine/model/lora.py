@@ -141,6 +141,16 @@ def use_adapter(model: PreTrainedModel, name: str | None) -> None:
         layer.enable_adapters(name is not None)
 
 
+def delete_adapter(model: PreTrainedModel, name: str) -> None:
+    """Remove the loaded adapter ``name``; the base weights alone compute from now on."""
+    use_adapter(model, None)
+    for _, layer in adapted_layers(model):
+        if name in {*layer.lora_A, *layer.lora_embedding_A}:
+            layer.set_adapter([])  # else peft would choose another one, and warn
+            layer.delete_adapter(name)
+    getattr(model, "peft_config", {}).pop(name, None)
+
+
 class _Sums(Mapping[str, Tensor]):
     """The result of `merged`."""
 

@@ -204,21 +204,22 @@ class RolloutEngine(ABC):
             branches = [*request.leaves.values(), *request.unfinished]
             return {b.id: self.loop.records_so_far(b) for b in branches if b.id}
 
-    def prompt_logprobs(self, prompt: Prompt, top_logprobs: int = 0) -> Array:
+    def prompt_logprobs(self, prompt: Prompt, top_logprobs: int = 0, adapter: str | None = None) -> Array:
         """Compute the log-probs of a prompt's own tokens, except the first, by prefill alone.
 
         Returns:
             Records [P - 1] as in `progress`; ``token``, ``raw_logprob``, ``top_id`` and ``top_raw`` are set.
 
         Raises:
-            ValueError: the prompt is empty or exceeds the model's positions, or the engine does not compute them.
+            ValueError: the prompt is empty or exceeds the model's positions, or the engine does not compute them or has
+                no such adapter.
         """
         ids = self._token_ids(0, prompt)
         check_integer("top_logprobs", top_logprobs, 0, min(self.vocabulary, MOST_TOP_LOGPROBS))
         if self.longest is not None and len(ids) > self.longest:
             raise ValueError(f"Prompt 0 of {len(ids)} tokens exceeds the model's {self.longest} positions; shorten it.")
         with self._lock, self._computing():
-            return self._prompt_logprobs(ids, top_logprobs)
+            return self._prompt_logprobs(ids, top_logprobs, adapter)
 
     def abort(self, requests: Sequence[Request] | None = None) -> list[Request]:
         """Stop requests (None: all) at their present tokens and return them.
@@ -364,7 +365,7 @@ class RolloutEngine(ABC):
     ) -> list[list[Array]]:  # prompts: each [P] int32
         """See `score`."""
 
-    def _prompt_logprobs(self, ids: Array, top: int) -> Array:  # [P] int32 -> [P - 1] records
+    def _prompt_logprobs(self, ids: Array, top: int, adapter: str | None) -> Array:  # [P] int32 -> [P - 1] records
         raise ValueError(f"{type(self).__name__} does not compute the log-probs of a prompt's own tokens.")
 
     def _computing(self) -> AbstractContextManager[Any]:

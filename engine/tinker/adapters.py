@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..fleet.rollouts import Rollouts
-from ..model.lora import FILE, PREFIX, adapted_layers, check_installed, use_adapter
+from ..model.lora import FILE, PREFIX, adapted_layers, check_installed, delete_adapter, use_adapter
 from ..model.pictures import tower_parameters
 from ..rollout import NativeEngine
 from .faults import FaultError
@@ -150,12 +150,7 @@ class Adapters:
     def delete(self, name: str) -> None:
         """Remove an adapter that is not in use."""
         with self._engine.changing_adapters():
-            use_adapter(self.model, None)
-            for _, layer in adapted_layers(self.model):
-                if name in layer.lora_A:
-                    layer.set_adapter([])  # else peft would choose another one, and warn
-                    layer.delete_adapter(name)
-            getattr(self.model, "peft_config", {}).pop(name, None)
+            delete_adapter(self.model, name)
 
     def parameters(self, name: str) -> dict[str, Tensor]:
         """Return the parameters of an adapter by their names in a file of peft, without its prefix."""
@@ -169,15 +164,6 @@ class Adapters:
             use_adapter(self.model, name)
             self.model.eval()
             yield list(self.parameters(name).values())
-
-    @contextmanager
-    def sampling(self, name: str | None) -> Iterator[None]:
-        """Compute with an adapter or the base model, without gradients, in a with-block."""
-        with self._engine.changing_adapters():
-            use_adapter(self.model, name)
-            self.model.eval()
-            with torch.inference_mode():
-                yield
 
     def writer(self, name: str, lora: Lora, base: str) -> Callable[[Path], None]:
         """Return a function that writes an adapter, in any thread and before its weights change again, as a directory
@@ -208,17 +194,13 @@ class Adapters:
 
     # -- in the event loop --------------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def lent(self, place: Path | None, lora: Lora | None) -> AsyncIterator[str | None]:
-        """Yield the name of a saved adapter, which stays in the module for the with-block; None for the base model.
+    async def lend(self, place: Path, lora: Lora) -> tuple[str, Callable[[], None]]:
+        """Return the name of a saved adapter, and a function: the adapter stays in the module until it is called.
 
         Args:
-            place: directory of the adapter; None for the base model.
+            place: directory of the adapter.
             lora: what the adapter is.
         """
-        if place is None or lora is None:
-            yield None
-            return
         async with self._lock:
             key = str(place)
             resident = self._saved.pop(key, None)
@@ -227,12 +209,12 @@ class Adapters:
             self._saved[key] = resident
             resident.users += 1
             await self._evict()
-        try:
-            yield resident.name
-        finally:
-            resident.users -= 1
-            if resident.users == 0 and self._saved.get(key) is not resident:  # forgotten meanwhile
-                await self._rollouts.call(partial(self._unload, resident.name))
+        return resident.name, partial(self._give_back, key, resident)
+
+    def _give_back(self, key: str, resident: _Resident) -> None:
+        resident.users -= 1
+        if resident.users == 0 and self._saved.get(key) is not resident:  # forgotten meanwhile
+            self._rollouts.later(partial(self._unload, resident.name))
 
     def _load(self, place: Path, lora: Lora) -> str:
         name = self.create(lora)

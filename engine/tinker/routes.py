@@ -58,9 +58,9 @@ class CancelBody(BaseModel):
     request_id: str
 
 
-def owner_of(http: Request) -> str:
-    """Return the sender of a request: a digest of the key, so that ids of one key are unknown to others."""
-    return hashlib.sha256(key_of(http.headers)).hexdigest()
+def owner_of(key: bytes) -> str:
+    """Return the sender of a key: a digest of it, so that ids of one key are unknown to others."""
+    return hashlib.sha256(key).hexdigest()
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
@@ -71,7 +71,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         async def endpoint(http: Request) -> Response:
             raw = await read_body(http)
             try:
-                made = work(owner_of(http), raw, http)
+                made = work(owner_of(key_of(http.headers)), raw, http)
                 made = await made if isinstance(made, Awaitable) else made
             except FaultError as fault:
                 raise refused(fault) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +14,6 @@ from tinker.types import EncodedTextChunk, ModelInput, SampleRequest
 from ..data.segment import LeafStatus
 from ..fleet.rollouts import Rollouts
 from ..rollout import NativeEngine, SamplingParams
-from ..rollout.native.score import prompt_logprobs
 from ..rollout.sampling_params import MOST_TOP_LOGPROBS
 from .adapters import Adapters, Lora
 from .faults import FaultError
@@ -116,14 +116,17 @@ class Sampling:
         Raises:
             FaultError: the engine refuses the request.
         """
-        lora = None if weights is None else Lora(**weights.meta["lora"])
-        async with self._adapters.lent(None if weights is None else weights.place, lora) as name:
-            scored = None
+        with ExitStack() as held:
+            name, scored = None, None
+            if weights is not None:
+                name, give_back = await self._adapters.lend(weights.place, Lora(**weights.meta["lora"]))
+                held.callback(give_back)
             if request.prompt_logprobs or request.topk_prompt_logprobs:
-                scored = await self._rollouts.call(partial(self._score, ids, request.topk_prompt_logprobs, name))
+                top = request.topk_prompt_logprobs
+                scored = await self._rollouts.call(partial(self._engine.prompt_logprobs, ids, top, name))
             sequences = await self._sampled(ids, replace(params, adapter=name))
-        known, top = _of_prompt(scored, request)
-        return write_samples(sequences, known, top, request.topk_sample_logprobs, request.topk_prompt_logprobs)
+        known, likeliest = _of_prompt(scored, request)
+        return write_samples(sequences, known, likeliest, request.topk_sample_logprobs, request.topk_prompt_logprobs)
 
     async def _sampled(self, ids: Sequence[int], params: SamplingParams) -> list[Sampled]:
         try:
@@ -150,11 +153,6 @@ class Sampling:
             )
             for one in completions
         ]
-
-    def _score(self, ids: Sequence[int], top: int, name: str | None) -> Array:
-        with self._adapters.sampling(name):
-            logits = self._engine.loop.runner.logits
-            return prompt_logprobs(self._adapters.model, logits, np.asarray(ids, np.int32), top)
 
 
 def _of_prompt(scored: Array | None, request: SampleRequest) -> tuple[Array | None, Top | None]:

@@ -165,6 +165,14 @@ class Saving:
             )
         return checkpoint
 
+    def for_sampling(self, owner: str) -> list[Checkpoint]:
+        """Return what an owner has saved for sampling from this server's model, the newest first."""
+        base = self._models.source, self._models.name
+        runs = [run for run, _ in self._store.runs(owner)]
+        saved = [one for run in runs for one in self._store.checkpoints(run) if one.kind == "sampler_weights"]
+        own = [one for one in saved if one.meta["base_model"] in base]
+        return sorted(own, key=lambda one: -one.meta["saved"])
+
     async def delete(self, checkpoint: Checkpoint) -> None:
         """Delete a checkpoint, also from the module."""
         await self._adapters.forget(checkpoint.place)

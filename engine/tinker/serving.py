@@ -1,22 +1,25 @@
-"""The training service as a part of `rolltree serve`: its endpoints, and what runs while the server does."""
+"""The training service as a part of `rolltree serve`: its endpoints, and its saved adapters as models of the server."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fastapi import FastAPI
 
 from ..fleet.rollouts import Rollouts
 from ..rollout import NativeEngine
-from .routes import add_routes
+from .adapters import Lora
+from .faults import FaultError, refused
+from .routes import add_routes, owner_of
 from .service import Service
+from .store import SCHEME, Checkpoint
 
 
 def training_of(
     engine: NativeEngine, name: str, source: str, root: Path
-) -> Callable[[FastAPI, Rollouts], Callable[[], AbstractAsyncContextManager[None]]]:
+) -> Callable[[FastAPI, Rollouts], ServedTraining]:
     """Return a function that adds the training service of an engine to a server.
 
     Args:
@@ -25,16 +28,57 @@ def training_of(
         root: directory of saved states.
     """
 
-    def add(app: FastAPI, rollouts: Rollouts) -> Callable[[], AbstractAsyncContextManager[None]]:
+    def add(app: FastAPI, rollouts: Rollouts) -> ServedTraining:
         service = Service(engine, rollouts, name, source, root)
         add_routes(app, service)
-
-        @asynccontextmanager
-        async def running() -> AsyncIterator[None]:
-            service.start()
-            yield
-            service.stop()
-
-        return running
+        return ServedTraining(service)
 
     return add
+
+
+class ServedTraining:
+    """The training service of a server.
+
+    An adapter's name as a model is the path of a saved state, or the name that it was saved by for sampling, which
+    means the newest of this name.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Remove what expires, in a with-block."""
+        self._service.start()
+        yield
+        self._service.stop()
+
+    def models(self, key: bytes) -> list[str]:
+        """Return the paths of the states that the sender of a key has saved for sampling, the newest first."""
+        return [checkpoint.path for checkpoint in self._service.saving.for_sampling(owner_of(key))]
+
+    def knows(self, model: str, key: bytes) -> bool:
+        """Return whether the sender of a key has a saved adapter."""
+        try:
+            self._find(model, key)
+        except FaultError:
+            return False
+        return True
+
+    async def lend(self, model: str, key: bytes) -> tuple[str, Callable[[], None]]:
+        """Return the engine's name of a saved adapter, and the function that ends its use.
+
+        Raises:
+            RefusedError: the sender of the key has no such adapter.
+        """
+        try:
+            checkpoint = self._find(model, key)
+            return await self._service.adapters.lend(checkpoint.place, Lora(**checkpoint.meta["lora"]))
+        except FaultError as fault:
+            raise refused(fault) from None
+
+    def _find(self, model: str, key: bytes) -> Checkpoint:
+        saving, owner = self._service.saving, owner_of(key)
+        if not model.startswith(SCHEME):
+            model = next((one.path for one in saving.for_sampling(owner) if one.name == model), model)
+        return saving.weights(model, owner)

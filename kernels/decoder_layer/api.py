@@ -17,7 +17,7 @@ from ..tree_decode import DecodePlan
 from ..tree_decode.api import check_plan
 from ..tree_decode.schedule import Nodes
 from . import reference
-from .weights import DTYPES, LayerWeights, check_contiguous
+from .weights import DTYPES, Adapted, LayerWeights, check_contiguous
 
 _ADD_RMS_NORM: Mapping[str, Callable[..., Tensor]] = {
     "cpu": dispatch.compiled_op("cpu", "add_rms_norm"),
@@ -196,6 +196,7 @@ class Decoder:
         plan: DecodePlan,
         *,
         turns: Tensor | None = None,  # [N] int32
+        adapted: Adapted | None = None,
     ) -> Tensor:  # [N, H]
         """Return the normed last hidden states of a step, [N, H]; its keys and values are in the pages afterwards.
 
@@ -205,6 +206,7 @@ class Decoder:
             slots: [N] int32, the place of each row: page times page size plus the place within.
             plan: the keys that the rows see, their own included.
             turns: [N] int32, the row of ``cos`` and ``sin`` for each row; None: there is one a row.
+            adapted: low-rank adapters of rows, added as by `rolltree.kernels.low_rank.add_low_rank_`.
 
         Raises:
             ValueError, TypeError: a shape, dtype or device that does not fit, a tensor that is not contiguous, ids
@@ -224,7 +226,11 @@ class Decoder:
             _below(check, name, tensor, end)
         check_contiguous(check, {"cos": cos, "sin": sin, **{name: tensor for name, (tensor, _) in within.items()}})
         check_plan(check, plan, N, P, page)
-        return self.run(input_ids, cos, sin, slots, plan, turns)
+        if adapted is not None:
+            wrong = adapted.adapters.does_not_fit(self.layers)
+            check.require(wrong is None, wrong or "")
+            check.require(adapted.runs.rows == N, f"the adapters are of {adapted.runs.rows} rows, not {N}")
+        return self.run(input_ids, cos, sin, slots, plan, turns, adapted)
 
     def run(
         self,
@@ -234,10 +240,11 @@ class Decoder:
         slots: Tensor,  # [N] int32
         plan: DecodePlan,
         turns: Tensor | None,  # [N] int32
+        adapted: Adapted | None = None,
     ) -> Tensor:  # [N, H]
         """Run like `__call__` with arguments that are known to be right; they are not checked."""
         run = _choose("Decoder", _DECODER, self.embedding)
-        return run(self, input_ids, cos, sin, turns, slots, Nodes(*plan.tensors().values()))
+        return run(self, input_ids, cos, sin, turns, slots, Nodes(*plan.tensors().values()), adapted)
 
 
 def _compiled_decoder(
@@ -248,9 +255,13 @@ def _compiled_decoder(
     turns: Tensor | None,  # [N] int32
     slots: Tensor,  # [N] int32
     nodes: Nodes,
+    adapted: Adapted | None,
 ) -> Tensor:  # [N, H]
     """Like `reference.decoder` in csrc/cpu/decoder_layer.cpp."""
-    step = (cos, sin, turns, slots, *nodes, model.eps, model.scale, model.window_numbers, model.library)
+    low_rank: tuple[Tensor | None, Tensor | None, Sequence[int]] = None, None, ()
+    if adapted is not None:
+        low_rank = adapted.adapters.matrices, adapted.adapters.scales, adapted.runs.numbers
+    step = (cos, sin, turns, slots, *nodes, model.eps, model.scale, model.window_numbers, model.library, *low_rank)
     out: Tensor = torch.ops.rolltree_cpu.decoder(
         input_ids, model.embedding, model.every_weight, model.norm, model.every_page, *step
     )

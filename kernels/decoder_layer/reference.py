@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..low_rank.reference import add_low_rank
 from ..tree_decode import reference as attention
 from ..tree_decode.schedule import Nodes, Work
-from .weights import DecoderParts, LayerWeights
+from .weights import PRODUCTS, Adapted, DecoderParts, LayerWeights
 
 
 def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:  # [N, H] -> [N, H]
@@ -43,18 +47,21 @@ def decoder(
     turns: Tensor | None,  # [N] int32
     slots: Tensor,  # [N] int32
     nodes: Nodes,
+    adapted: Adapted | None,
 ) -> Tensor:  # [N, H]
     residual = F.embedding(input_ids, model.embedding)
     if turns is not None:
         cos, sin = cos[turns], sin[turns]
-    for w, (k_pages, v_pages), window in zip(model.layers, model.pages, model.windows, strict=True):
-        _layer(residual, w, cos, sin, slots.long(), k_pages, v_pages, nodes, model.eps, model.scale, window)
+    for n, (w, (k_pages, v_pages), window) in enumerate(zip(model.layers, model.pages, model.windows, strict=True)):
+        product = partial(_product, w, n, adapted)
+        _layer(residual, w, product, cos, sin, slots.long(), k_pages, v_pages, nodes, model.eps, model.scale, window)
     return _rms_norm(residual, model.norm, model.eps)
 
 
 def _layer(
     residual: Tensor,  # [N, H]
     w: LayerWeights,
+    product: Callable[[str, Tensor], Tensor],
     cos: Tensor,  # [N, D]
     sin: Tensor,  # [N, D]
     slots: Tensor,  # [N] int64
@@ -67,13 +74,18 @@ def _layer(
 ) -> None:
     N, D = cos.shape
     x = _rms_norm(residual, w.input_norm, eps)
-    q, k, v = (
-        F.linear(x, weight, bias).view(N, -1, D) for weight, bias in ((w.q, w.q_bias), (w.k, w.k_bias), (w.v, w.v_bias))
-    )
+    q, k, v = (product(name, x).view(N, -1, D) for name in "qkv")
     rotate_and_store(q, k, v, w.q_norm, w.k_norm, eps, cos, sin, slots, k_pages, v_pages)
     seen, _ = attention.tree_decode(q, k_pages, v_pages, nodes, Work(None, None, 0), scale, window, None)
-    x = add_rms_norm(residual, F.linear(seen.flatten(1), w.o, w.o_bias), w.mlp_norm, eps)
-    residual += F.linear(F.silu(F.linear(x, w.gate)) * F.linear(x, w.up), w.down)
+    x = add_rms_norm(residual, product("o", seen.flatten(1)), w.mlp_norm, eps)
+    residual += product("down", F.silu(product("gate", x)) * product("up", x))
+
+
+def _product(w: LayerWeights, layer: int, adapted: Adapted | None, name: str, x: Tensor) -> Tensor:
+    out = F.linear(x, getattr(w, name), getattr(w, f"{name}_bias", None))
+    if adapted is not None:
+        add_low_rank(out, x, adapted.adapters.layers[layer][PRODUCTS.index(name)], adapted.runs)
+    return out
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..checks import Arguments
+from ..low_rank import Adapters, Runs
 
+PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
+"""The products of a layer that may have adapters."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 """The dtypes of weights and rows; float64 runs on the reference, for checks."""
 
@@ -81,6 +84,40 @@ class LayerWeights:
         if any(norm is not None and len(norm) != D for norm in (self.q_norm, self.k_norm)):
             return f"norms of heads must have {D} numbers"
         return None
+
+
+class DecoderAdapters:
+    """The adapters of the products of all layers, by number.
+
+    Args:
+        layers: those of `PRODUCTS`, in this order, of each layer; all have as many.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Adapters]]) -> None:
+        self.layers = tuple(tuple(layer) for layer in layers)
+        self.matrices, self.scales = (
+            torch.stack([getattr(adapters, name) for layer in layers for adapters in layer])
+            for name in ("matrices", "scales")
+        )
+        """[layers * 7, G, 3] int64 and [layers * 7, G] float32, as those of `Adapters`."""
+
+    def does_not_fit(self, layers: Sequence[LayerWeights]) -> str | None:
+        """Return why these adapters are not of the products of ``layers``, or None."""
+        weights = [[getattr(layer, name) for name in PRODUCTS] for layer in layers]
+        for n, (own, given) in enumerate(zip(self.layers, weights, strict=False)):
+            for name, adapters, weight in zip(PRODUCTS, own, given, strict=False):
+                if adapters.shape != weight.shape or (adapters.dtype, adapters.device) != (weight.dtype, weight.device):
+                    return f"the adapters of {name} in layer {n} are of another shape, dtype or device than its weight"
+        if [len(own) for own in self.layers] != [len(PRODUCTS)] * len(weights):
+            return f"adapters must be of {len(PRODUCTS)} products of {len(weights)} layers"
+        return None
+
+
+class Adapted(NamedTuple):
+    """The adapters of a decoder, and the rows of a step that have them."""
+
+    adapters: DecoderAdapters
+    runs: Runs
 
 
 def check_contiguous(check: Arguments, given: Mapping[str, Tensor]) -> None:

@@ -11,9 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rolltree.kernels import DecodePlan, dispatch, tree_decode_attention, use_backend
-from rolltree.kernels.decoder_layer import Decoder, LayerWeights, add_rms_norm_, rotate_and_store_
+from rolltree.kernels.decoder_layer import (
+    Adapted,
+    Decoder,
+    DecoderAdapters,
+    LayerWeights,
+    add_rms_norm_,
+    rotate_and_store_,
+)
+from rolltree.kernels.decoder_layer.weights import PRODUCTS
 from rolltree.kernels.libraries import load_library
 from rolltree.kernels.linear_logprob.head import Head, few_rows
+from rolltree.kernels.low_rank import Adapters, LowRank, Runs
 
 FEW_ROWS = few_rows()
 BACKENDS = [
@@ -228,6 +237,21 @@ def run_layer(weights: Any, window: int | None = None, **given: Any) -> Tensor:
     return Decoder(embedding, [weights], norm, pages, windows=[window], **options)(**given)
 
 
+def adapters_of(weights: LayerWeights, ranks: tuple[int, ...]) -> DecoderAdapters:
+    """Adapters of the ranks; in their turn, each has no part in one of the products."""
+    found = []
+    for n, name in enumerate(PRODUCTS):
+        weight, own = getattr(weights, name), list[LowRank | None]()
+        for g, rank in enumerate(ranks):
+            drawn = torch.Generator().manual_seed(10 * n + g)
+            shapes = (rank, weight.shape[1]), (len(weight), rank)
+            a, b = (torch.randn(*s, generator=drawn) / s[1] ** 0.5 for s in shapes)
+            low = LowRank(a.bfloat16().to(weight.dtype), b.bfloat16().to(weight.dtype), 32 / rank)
+            own.append(None if (n + g) % len(PRODUCTS) == 0 else low)
+        found.append(Adapters(own, weight))
+    return DecoderAdapters([found])
+
+
 def in_dtype(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in given.items()}
 
@@ -262,6 +286,42 @@ def test_a_layer_is_off_at_most_twice_as_far_as_plain_pytorch(shape: Any, magnit
     scale = outs["oracle"].abs().max()
     plain, ours = ((outs[name] - outs["oracle"]).abs().max() / scale for name in ("reference", "cpu"))
     assert ours <= 2 * plain + torch.finfo(dtype).eps
+
+
+@pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", LAYERS)
+def test_a_layer_with_adapters_is_off_at_most_twice_as_far_as_plain_pytorch(shape: Any, dtype: torch.dtype) -> None:
+    N, H, heads, kv_heads, D, wide, biased, normed, window = shape
+    weights, outs = layer(H, heads, kv_heads, D, wide, biased=biased, normed=normed), {}
+    number = np.sort(np.random.default_rng(N).integers(-1, 3, N))
+    for name in ("oracle", "reference", "cpu", "exchanged"):
+        given, own = in_dtype(rows_of_a_prompt(N, H, kv_heads, D), dtype), in_dtype(weights, dtype)
+        if name == "oracle":
+            given, own = in_dtype(given, torch.float64), in_dtype(own, torch.float64)
+        runs = Runs.of((number + 2) % 3 if name == "exchanged" else number)
+        exact = LayerWeights(**own)
+        with use_backend("cpu" if name == "cpu" else "reference"):
+            adapted = Adapted(adapters_of(exact, (8, 3, 17)), runs)
+            out = run_layer(exact, **given, scale=D**-0.5, eps=1e-6, window=window, adapted=adapted)
+        outs[name] = torch.cat([part.double().flatten() for part in (out, given["k_pages"], given["v_pages"])])
+    scale = outs["oracle"].abs().max()
+    off = {name: (outs[name] - outs["oracle"]).abs().max() / scale for name in outs}
+    assert off["cpu"] <= 2 * off["reference"] + torch.finfo(dtype).eps
+    assert off["exchanged"] > 0.05  # the bound tells adapters apart
+
+
+@pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_without_an_adapter_have_the_bits_of_a_step_without_any(dtype: torch.dtype) -> None:
+    weights = LayerWeights(**in_dtype(layer(100, 4, 2, 16, 90, normed=True), dtype))
+    plain, given = (in_dtype(rows_of_a_prompt(30, 100, 2, 16), dtype) for _ in range(2))
+    options = {"eps": 1e-6, "scale": 0.25}
+    runs = Runs.of(np.array([-1] * 20 + [0] * 10))  # the rows after are not seen by those before
+    out = run_layer(weights, **given, **options, adapted=Adapted(adapters_of(weights, (8,)), runs))
+    expected = run_layer(weights, **plain, **options)
+    assert torch.equal(out[:20], expected[:20])
+    assert not torch.equal(out[20:], expected[20:])
 
 
 @pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")

@@ -11,10 +11,10 @@ import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from fastapi import FastAPI, Request
@@ -28,7 +28,7 @@ from ...protocols.calls import CHATS, COUNT, AnswerForm, parse, read_call, refus
 from ...protocols.form import Form, Scored
 from ...protocols.grammar import Grammars
 from ...protocols.http import Events, RefusedError, handle_errors, read_body
-from ...protocols.keys import KeyGate
+from ...protocols.keys import KeyGate, key_of
 from ...protocols.prompts import answer_schema, chat_prompt, completion_prompts
 from ...protocols.schema import CompletionBody, Sampling
 from ...protocols.streamed import Streamed
@@ -39,8 +39,26 @@ T = TypeVar("T")
 MOST_TOKENS = 4096
 """Longest answer of a chat, in tokens, if neither the request nor the engine has a limit."""
 LOOK_S = 0.5  # between checks whether a client is still connected
-Training = Callable[[FastAPI, Rollouts], Callable[[], AbstractAsyncContextManager[None]]]
-"""Adds endpoints to a server and returns what is entered for its life, once the engine's thread runs."""
+
+
+class Training(Protocol):
+    """A training service of the same engine, whose saved adapters are models of this server too."""
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Return what is entered for the server's life, once the engine's thread runs."""
+
+    def models(self, key: bytes) -> list[str]:
+        """Return the names of the adapters that the sender of a key has saved."""
+
+    def knows(self, model: str, key: bytes) -> bool:
+        """Return whether the sender of a key may sample with an adapter."""
+
+    async def lend(self, model: str, key: bytes) -> tuple[str, Callable[[], None]]:
+        """Return the engine's name of an adapter, and the function that ends its use.
+
+        Raises:
+            RefusedError: the sender of the key has no such adapter.
+        """
 
 
 def make_app(
@@ -49,7 +67,7 @@ def make_app(
     *,
     api_key: str | None = None,
     stalled_after_s: float = 60.0,
-    training: Training | None = None,
+    training: Callable[[FastAPI, Rollouts], Training] | None = None,
 ) -> FastAPI:
     """Make the server of ``engine``.
 
@@ -58,7 +76,7 @@ def make_app(
         name: name of the model for clients.
         api_key: key that clients must send (`KeyGate`); None: they need none.
         stalled_after_s: ``/health`` answers 503 if a step takes longer, in seconds.
-        training: adds the endpoints of a training service of the same engine; None: there is none.
+        training: adds the endpoints of a training service of the same engine, and returns it; None: there is none.
 
     Raises:
         ValueError: the engine has no tokenizer.
@@ -68,12 +86,12 @@ def make_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.rollouts.start()
-        async with nullcontext() if trains is None else trains():
+        async with nullcontext() if service.training is None else service.training.running():
             yield
         service.rollouts.stop()
 
     app = FastAPI(title="rolltree", lifespan=lifespan)
-    trains = None if training is None else training(app, service.rollouts)
+    service.training = None if training is None else training(app, service.rollouts)
     if api_key is not None:
         app.add_middleware(KeyGate, key=api_key)
     handle_errors(app)
@@ -83,25 +101,29 @@ def make_app(
         well, known = service.rollouts.health()
         return JSONResponse(known, 200 if well else 503)
 
-    card = {"id": name, "object": "model", "created": 0, "owned_by": "rolltree"}
+    def card(model: str) -> dict[str, Any]:
+        return {"id": model, "object": "model", "created": 0, "owned_by": "rolltree"}
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card]}
+    async def models(http: Request) -> dict[str, Any]:
+        saved = await service.aside(partial(service.saved, key_of(http.headers)))
+        return {"object": "list", "data": [card(model) for model in (name, *saved)]}
 
     @app.get("/v1/models/{model:path}")  # a name may have slashes, as on the Hub
-    async def model(model: str) -> dict[str, Any]:
-        service.check_model(model)
-        return card
+    async def model(model: str, http: Request) -> dict[str, Any]:
+        await service.aside(partial(service.check_model, model, key_of(http.headers)))
+        return card(model)
 
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
         raw = await read_body(http)
-        return await service.answer(await service.aside(partial(service.completion, raw)), http)
+        task = await service.aside(partial(service.completion, raw, key_of(http.headers)))
+        return await service.answer(task, http)
 
     async def chat(http: Request) -> Response:
         raw = await read_body(http)
-        return await service.answer(await service.aside(partial(service.chat, http.url.path, raw)), http)
+        task = await service.aside(partial(service.chat, http.url.path, raw, key_of(http.headers)))
+        return await service.answer(task, http)
 
     for path in CHATS:
         app.add_api_route(path, chat, methods=["POST"])
@@ -109,7 +131,8 @@ def make_app(
     @app.post(COUNT)
     async def count(http: Request) -> JSONResponse:
         raw = await read_body(http)
-        return JSONResponse({"input_tokens": await service.aside(partial(service.count, raw))})
+        tokens = await service.aside(partial(service.count, raw, key_of(http.headers)))
+        return JSONResponse({"input_tokens": tokens})
 
     return app
 
@@ -119,6 +142,7 @@ class Task:
     """A checked request."""
 
     prompts: list[list[int]]
+    model: str
     params: SamplingParams | None  # None: nothing is sampled
     form: AnswerForm
     top: int
@@ -128,6 +152,8 @@ class Task:
     stream: bool = False
     ignored: Sequence[str] = ()
     """Fields of the body that ask for something and have no effect."""
+    adapter: str | None = None
+    """The engine's name of the model, if it is an adapter."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -143,6 +169,7 @@ class Service:
         self.engine = engine
         self.name = name
         self.rollouts = rollouts
+        self.training: Training | None = None
         self.tokenizer: PreTrainedTokenizerBase = engine.tokenizer
         self._grammars = Grammars(self.tokenizer, engine.vocabulary)
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="rolltree-prompts")
@@ -154,15 +181,19 @@ class Service:
         except ValueError as wrong:
             raise RefusedError(str(wrong)) from wrong
 
-    def check_model(self, model: str) -> None:
-        """Refuse a request for another model, as OpenAI does."""
-        if model != self.name:
+    def saved(self, key: bytes) -> list[str]:
+        """Return the names of the adapters that the sender of a key has saved."""
+        return [] if self.training is None else self.training.models(key)
+
+    def check_model(self, model: str, key: bytes) -> None:
+        """Refuse a request for a model that its sender does not have, as OpenAI does."""
+        if model != self.name and (self.training is None or not self.training.knows(model, key)):
             raise RefusedError(f"There is no model '{model}' here; this is '{self.name}'.", 404, "model_not_found")
 
     # -- bodies; a ValueError names the mistake in the request --------------------------------------------------------
 
-    def completion(self, raw: bytes) -> Task:
-        body = self._checked(parse(CompletionBody, raw))
+    def completion(self, raw: bytes, key: bytes) -> Task:
+        body, model = self._checked(parse(CompletionBody, raw), key)
         prompts = completion_prompts(self.tokenizer, body)
         n, most = body.n or 1, 16 if body.max_tokens is None else body.max_tokens
         best_of, echo = body.best_of or n, bool(body.echo)
@@ -174,12 +205,12 @@ class Service:
             raise ValueError("`max_tokens` is 0; ask for at least one, or for the prompt itself with `echo`.")
         params = self._params(body, body.logprobs, best_of, most, len(prompts)) if most else None
         stop = () if params is None else tuple(params.stop)
-        form = Form(self.tokenizer, self.name, body, stop, chat=False, logprobs=body.logprobs is not None)
-        return Task(prompts, params, form, body.logprobs or 0, n, echo, bool(body.stream))
+        form = Form(self.tokenizer, model, body, stop, chat=False, logprobs=body.logprobs is not None)
+        return Task(prompts, model, params, form, body.logprobs or 0, n, echo, bool(body.stream))
 
-    def chat(self, path: str, raw: bytes) -> Task:
+    def chat(self, path: str, raw: bytes, key: bytes) -> Task:
         call = read_call(path, raw)
-        body = self._checked(call.chat)
+        body, model = self._checked(call.chat, key)
         if body.top_logprobs and not body.logprobs:
             raise ValueError("`top_logprobs` needs `logprobs` to be true.")
         prompt, ignored = chat_prompt(self.tokenizer, body)
@@ -190,18 +221,22 @@ class Service:
         if body.best_of not in (None, n):
             raise ValueError(f"`best_of` is {body.best_of}, but a chat gives all {n} of its `n` choices; leave it out.")
         params = self._params(body, top, n, most, 1)
-        form = call.form(self.tokenizer, self.name, tuple(params.stop))
-        return Task([prompt], params, form, top or 0, n, False, bool(body.stream), [*ignored, *call.ignored])
+        form = call.form(self.tokenizer, model, tuple(params.stop))
+        ignored = [*ignored, *call.ignored]
+        return Task([prompt], model, params, form, top or 0, n, stream=bool(body.stream), ignored=ignored)
 
-    def count(self, raw: bytes) -> int:
+    def count(self, raw: bytes, key: bytes) -> int:
         """Return the number of tokens of a conversation."""
-        return len(chat_prompt(self.tokenizer, self._checked(read_call(COUNT, raw).chat)).ids)
+        body, _ = self._checked(read_call(COUNT, raw).chat, key)
+        return len(chat_prompt(self.tokenizer, body).ids)
 
-    def _checked(self, body: Body) -> Body:
-        self.check_model(self.name if body.model is None else body.model)
+    def _checked(self, body: Body, key: bytes) -> tuple[Body, str]:
+        """Return a body whose model its sender has, and the model's name."""
+        model = self.name if body.model is None else body.model
+        self.check_model(model, key)
         if body.stream_options is not None and not body.stream:
             raise ValueError("`stream_options` needs `stream` to be true.")
-        return body
+        return body, model
 
     def _params(self, body: Sampling, top: int | None, n: int, most: int, prompts: int) -> SamplingParams:
         schema = answer_schema(body)
@@ -211,28 +246,31 @@ class Service:
     # -- answers ----------------------------------------------------------------------------------------------------
 
     async def answer(self, task: Task, http: Request) -> Response:
-        scored: list[Scored | None] = [None] * len(task.prompts)
-        try:
-            if task.echo and isinstance(task.form, Form) and task.form.logprobs:
-                for i, prompt in enumerate(task.prompts):
-                    records = await self.rollouts.call(partial(self.engine.prompt_logprobs, prompt, task.top))
-                    scored[i] = Scored.of_prompt(prompt, records)
-            job = await self._submit(task)
-        except ValueError as wrong:
-            raise RefusedError(str(wrong)) from wrong
-        if job is None:
-            return JSONResponse(self._whole(task, [[_EMPTY] * task.n for _ in task.prompts], scored))
-        if task.stream:
-            return Events(self._events(job, task), partial(self.rollouts.finished, job), task.headers)
-        try:
+        with ExitStack() as held:  # what is in use until the answer ends
+            if task.model != self.name and self.training is not None:
+                adapter, give_back = await self.training.lend(task.model, key_of(http.headers))
+                held.callback(give_back)
+                task = replace(task, adapter=adapter)
+            scored: list[Scored | None] = [None] * len(task.prompts)
+            try:
+                if task.echo and isinstance(task.form, Form) and task.form.logprobs:
+                    for i, prompt in enumerate(task.prompts):
+                        own = partial(self.engine.prompt_logprobs, prompt, task.top, task.adapter)
+                        scored[i] = Scored.of_prompt(prompt, await self.rollouts.call(own))
+                job = await self._submit(task)
+            except ValueError as wrong:
+                raise RefusedError(str(wrong)) from wrong
+            if job is None:
+                return JSONResponse(self._whole(task, [[_EMPTY] * task.n for _ in task.prompts], scored))
+            held.callback(self.rollouts.finished, job)
+            if task.stream:
+                return Events(self._events(job, task), held.pop_all().close, task.headers)
             while not job.done:
                 try:
                     await asyncio.wait_for(job.changed.wait(), LOOK_S)
                 except TimeoutError:
                     if await http.is_disconnected():
                         raise ClientDisconnect from None
-        finally:
-            self.rollouts.finished(job)
         if failed := _failure(job):
             return JSONResponse(refusal(http.url.path, failed, 500), 500)
         choices = [rollout.completions() for rollout in job.rollouts]
@@ -244,7 +282,7 @@ class Service:
         if task.params is None:
             return None
         seeds = [(task.params.seed + i) % 2**64 for i in range(len(task.prompts))]
-        params = [task.params] * len(task.prompts)
+        params = [replace(task.params, adapter=task.adapter)] * len(task.prompts)
         return await self.rollouts.submit(task.prompts, params, seeds, watched=task.stream)
 
     @staticmethod

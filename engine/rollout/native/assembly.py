@@ -28,7 +28,7 @@ class Step:
     sample_rows: Array  # [S] int64, rows whose logits are sampled
     sample_slots: Array  # [S] int64, their branches in the row table
     sample_offset: Array  # [S] int64, drafted tokens between the branch's last one and the row
-    adapter: int
+    adapter: Array  # [N] int64, numbers of the rows' LoRA adapters, 0 for none
     filled: list[Branch]  # branches whose missing keys the step computes
     states: StateStep | None = None  # of a model with recurrent layers
     rotary: Array | None = None  # [3, N] int64, of a model whose rotary positions are not the depth (M-RoPE)
@@ -46,17 +46,16 @@ class Assembly:
     def __init__(self, rows: RowTable, cache: KvCache, *, rotary: bool, whole_pictures: bool) -> None:
         self.rows, self.cache, self.rotary, self.whole_pictures = rows, cache, rotary, whole_pictures
 
-    def __call__(self, slots: Array, fills: list[Fill], drafts: tuple[Array, Array] | None, adapter: int) -> Step:
+    def __call__(self, slots: Array, fills: list[Fill], drafts: tuple[Array, Array] | None) -> Step:
         """Return a step: one item for each running branch and fill, in depth-first order, expanded to rows.
 
         Args:
             slots: the running branches in the row table.
             drafts: the number of drafted tokens of each, and the tokens; None for none.
-            adapter: index of the request's LoRA adapter.
         """
         rows, tree = self.rows, self.cache.tree
         node, count, sampler = rows.kv_node[slots], np.ones(len(slots), np.int64), slots
-        token, position = rows.last_token[slots], rows.position[slots]
+        token, position, adapter = rows.last_token[slots], rows.position[slots], rows.adapter[slots]
         if drafts is not None:
             count = 1 + drafts[0]
             drafted = np.ones(int(count.sum()), np.bool_)
@@ -71,11 +70,12 @@ class Assembly:
             appended = _extend(appended, [0 if fill.keys_held else fill.count for fill in fills])
             sampled = _extend(sampled, [int(fill.samples) for fill in fills])
             sampler = _extend(sampler, [fill.branch.slot if fill.samples else -1 for fill in fills])
+            adapter = np.concatenate([adapter, rows.adapter[[fill.branch.slot for fill in fills]]])
             token = np.concatenate([token, *(tree.tokens(fill.node, fill.begin, fill.count) for fill in fills)])
             position = _extend(position, [tree.position(fill.node) + fill.begin for fill in fills])
         order, kv_slots, plan = tree.arrange(node, count, appended, self.cache.spare_slot)
         states = None if self.cache.states is None else self.cache.states.compose(tree, rows, slots, fills, order)
-        sampler = sampler[order]
+        sampler, adapter = sampler[order], adapter[order]
         if not fills and drafts is None:
             every = np.arange(len(order))
             input_ids, position_ids = token[order], position[order]
@@ -101,7 +101,7 @@ class Assembly:
             sample_rows=np.repeat(end - sampled, sampled) + offset,
             sample_slots=np.repeat(sampler, sampled),
             sample_offset=offset,
-            adapter=adapter,
+            adapter=np.repeat(adapter, count),
             filled=[fill.branch for fill in fills],
             states=states,
             rotary=self._rotary(slots, drafts, fills, firsts)[:, of_token] if self.rotary else None,

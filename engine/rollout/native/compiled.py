@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
@@ -28,6 +29,7 @@ from .draws import DeviceSamples, Draws, draw
 from .kv_cache import KvCache
 from .step_buffer import StepVector, count_partials
 
+Array = npt.NDArray[Any]
 LEAST_ROWS, LEAST_PARTIALS = 8, 64
 
 
@@ -89,50 +91,57 @@ class DecodeGraphs:
     """CUDA graphs by size, captured when a step first needs them.
 
     Args:
-        forward: computes the logits [N, V] of all rows from the result of `StepVector.begin`.
+        forward: computes the logits [N, V] of all rows of a step.
         never: [K] int64, see `draw`.
     """
 
     def __init__(
-        self, cache: KvCache, forward: Callable[..., Tensor], device: torch.device, never: Tensor | None = None
+        self, cache: KvCache, forward: Callable[[StepVector], Tensor], device: torch.device, never: Tensor | None = None
     ) -> None:
         self._never = never
         self._cache = cache
         self._forward = forward
         self._device = device
-        self._graphs: dict[tuple[int, int, int, tuple[str, ...]], tuple[torch.cuda.CUDAGraph, Decoded]] = {}
+        self._graphs: dict[tuple[int, int, bool, tuple[str, ...]], tuple[torch.cuda.CUDAGraph, Decoded]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # one graph runs at a time
 
-    def decode(self, step: Step, draws: Draws) -> Decoded:
-        """Run a step that only decodes: each of its rows is sampled once."""
+    def decode(self, step: Step, draws: Draws, adapter: Array | None) -> Decoded:
+        """Run a step that only decodes: each of its rows is sampled once; ``adapter`` is as in `StepVector.load`."""
         rows, partials = _bucket(len(step.input_ids), LEAST_ROWS), _bucket(count_partials(step), LEAST_PARTIALS)
-        kind = rows, partials, step.adapter, draws.filters
+        kind = rows, partials, adapter is not None, draws.filters
         if kind not in self._graphs:
-            self._graphs[kind] = self._capture(step, draws, rows, partials)
+            self._graphs[kind] = self._capture(self.pad(step, draws, rows, partials, adapter), draws)
         graph, decoded = self._graphs[kind]
-        decoded.vector.load(step, draws, self._cache.spare_slot)
+        decoded.vector.load(step, draws, self._cache.spare_slot, adapter)
         graph.replay()
         return decoded
 
     def run(self, vector: StepVector, filters: tuple[str, ...]) -> Decoded:
         """Run the step without a graph."""
-        logits = self._forward(*vector.begin(self._cache))
+        logits = self._forward(vector)
         return Decoded(vector, logits, draw(logits, vector.draws, filters, self._never))
 
-    def pad(self, step: Step, draws: Draws, rows: int, partials: int) -> StepVector:
+    def pad(self, step: Step, draws: Draws, rows: int, partials: int, adapter: Array | None) -> StepVector:
         """Return the step padded to ``rows`` rows and ``partials`` partial results."""
         pages = 2 * self._cache.tree.num_pages  # a page has at most two nodes' keys
-        rotary = step.rotary is not None
-        vector = StepVector(rows, partials, pages, self._cache.groups, self._device, samples=rows, rotary=rotary)
-        vector.load(step, draws, self._cache.spare_slot)
+        vector = StepVector(
+            rows,
+            partials,
+            pages,
+            self._cache.groups,
+            self._device,
+            samples=rows,
+            rotary=step.rotary is not None,
+            adapted=adapter is not None,
+        )
+        vector.load(step, draws, self._cache.spare_slot, adapter)
         return vector
 
     def clear(self) -> None:
-        """Drop all graphs, because the weights or the pages have moved."""
+        """Drop all graphs, because the weights, the adapters or the pages have moved."""
         self._graphs.clear()
 
-    def _capture(self, step: Step, draws: Draws, rows: int, partials: int) -> tuple[torch.cuda.CUDAGraph, Decoded]:
-        vector = self.pad(step, draws, rows, partials)
+    def _capture(self, vector: StepVector, draws: Draws) -> tuple[torch.cuda.CUDAGraph, Decoded]:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):  # compile kernels and initialise libraries before anything is recorded

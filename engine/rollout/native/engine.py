@@ -17,13 +17,14 @@ from ...data.media import PromptMedia
 from ...data.segment import Text
 from ...errors import UserError
 from ...model import attention, recurrent, routes
-from ...model.lora import use_adapter
+from ...model.lora import delete_adapter, use_adapter
 from ...model.pictures import both_ways, family_of, not_touching, placeholders
 from ..branch import Request
 from ..digest import Held, digests
 from ..engine import RolloutEngine
 from ..packed import Changes
 from ..sampling_params import INT32, check_integer
+from .adapters import RowAdapters
 from .drafts import DraftConfig, Drafts
 from .kv_cache import KvCache
 from .loop import NativeLoop
@@ -34,8 +35,6 @@ from .stops import Stops
 
 Array = npt.NDArray[Any]
 log = logging.getLogger("rolltree.rollout")
-MOST_ADAPTERS = 1 << 16
-"""Numbers of adapters, 0 being the model without one; cached keys are told apart by them (`NativeLoop`)."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +138,13 @@ class NativeEngine(RolloutEngine):
         stops = Stops(model, tokenizer)
         self.end_token_ids = stops.eos
         self.placeholder_ids = placeholders(model)
+        self._adapters = RowAdapters(model)
         self.loop = NativeLoop(
             self.cache,
             Runner(
                 model,
                 self.cache,
-                self._use_adapter,
+                self._adapters,
                 compiled=self.config.compile,
                 fused=not self.config.debug,
                 cuda_graphs=self.config.cuda_graphs and not self.config.debug,
@@ -154,8 +154,6 @@ class NativeEngine(RolloutEngine):
             max_prefill_tokens=self.config.max_prefill_tokens,
             drafts=Drafts(drafts) if drafts else None,
         )
-        self._adapters: dict[str, int] = {}  # by name; numbers are not given again, because cached keys have them
-        self._numbered = self._adapter = 0
         self._digests: dict[int, str] = {}  # of pictures, by their first token ids, for cached keys tell ids only
 
     def step(self) -> list[Request]:
@@ -165,12 +163,15 @@ class NativeEngine(RolloutEngine):
         return done
 
     def _score(self, prompts: Sequence[Array], continuations: Sequence[Sequence[Sequence[int]]]) -> list[list[Array]]:
-        self._use_adapter(0)
         return score(self.model, prompts, continuations, max_tokens=max(self.config.max_prefill_tokens, 2048))
 
-    def _prompt_logprobs(self, ids: Array, top: int) -> Array:  # [P] int32 -> [P - 1] records
-        self._use_adapter(0)
-        return prompt_logprobs(self.model, self.loop.runner.logits, ids, top)
+    def _prompt_logprobs(self, ids: Array, top: int, adapter: str | None) -> Array:  # [P] int32 -> [P - 1] records
+        if adapter is None:
+            return prompt_logprobs(self.model, self.loop.runner.logits, ids, top)
+        self._check_adapter(adapter)
+        with self.changing_adapters():
+            use_adapter(self.model, adapter)
+            return prompt_logprobs(self.model, self.loop.runner.logits, ids, top)
 
     @property
     def policy_version(self) -> int:
@@ -193,6 +194,7 @@ class NativeEngine(RolloutEngine):
         with self._lock:
             if weights is not None:
                 _copy_weights(self.model, weights)
+                self._adapters_moved()
             self.policy_version = self.loop.version + 1 if version is None else version
             self.loop.runner.towers.forget()  # also where the version stays
             if not keep_kv:
@@ -209,7 +211,7 @@ class NativeEngine(RolloutEngine):
             self.loop.preempt_all()
             self.cache.free()
             self.loop.runner.towers.forget()
-            self.loop.runner.forget_graphs()
+            self._adapters_moved()
             if weights:
                 self.model.to("cpu")
             self._asleep = True
@@ -238,30 +240,48 @@ class NativeEngine(RolloutEngine):
     def load_adapter(self, name: str, path: str) -> None:
         """Make the LoRA adapter in directory ``path`` available as ``SamplingParams(adapter=name)``; needs `peft`.
 
-        A step computes with one adapter; requests with different adapters take turns.
+        Rows of different adapters, and of none, are computed in the same steps.
 
         Raises:
-            ValueError: an adapter of that name exists.
+            ValueError: an adapter of that name exists, or it is one that `add_adapter` refuses.
         """
         with self.changing_adapters():
-            if name in self._adapters:
+            if name in self._adapters.numbers:
                 raise ValueError(f"There is an adapter '{name}' already; give this one another name.")
             self.model.load_adapter(path, adapter_name=name)
-            self.add_adapter(name)
+            try:
+                self.add_adapter(name)
+            except ValueError:
+                delete_adapter(self.model, name)
+                raise
 
     def add_adapter(self, name: str) -> None:
-        """Make a LoRA adapter that the module has already, and whose weights stay, available by its name."""
+        """Make a LoRA adapter that the module has already, and whose weights stay, available by its name.
+
+        Raises:
+            ValueError: it is a LoRA variant, or has a part that is no linear layer or is in the vision tower.
+        """
         with self._lock:
-            if self._numbered == MOST_ADAPTERS - 1:  # the keys of adapters that had the numbers must not be found
+            if self._adapters.add(name):
                 self.cache.forget_prefixes()
-                self._numbered = 0
-            free = set(range(self._numbered + 1, MOST_ADAPTERS)).difference(self._adapters.values())
-            self._numbered = self._adapters[name] = min(free)
+            self.loop.runner.forget_graphs()
 
     def drop_adapter(self, name: str) -> None:
         """Forget an adapter that no request samples with."""
         with self._lock:
-            del self._adapters[name]
+            self._adapters.drop(name)
+            self.loop.runner.forget_graphs()
+
+    def _adapters_moved(self) -> None:
+        self._adapters.forget_tables()
+        self.loop.runner.forget_graphs()
+
+    def _check_adapter(self, name: str) -> int:
+        """Return the number of an adapter."""
+        if name not in self._adapters.numbers:
+            known = ", ".join(self._adapters.numbers) or "none"
+            raise ValueError(f"There is no adapter '{name}'; load_adapter has been called for: {known}.")
+        return self._adapters.numbers[name]
 
     @contextmanager
     def changing_adapters(self) -> Iterator[None]:
@@ -271,15 +291,6 @@ class NativeEngine(RolloutEngine):
                 yield
             finally:
                 use_adapter(self.model, None)
-                self.loop.runner.forget_graphs()
-                self._adapter = 0
-
-    def _use_adapter(self, number: int) -> None:
-        if number == self._adapter:
-            return
-        named = {n: name for name, n in self._adapters.items()}
-        use_adapter(self.model, named[number] if number else None)
-        self._adapter = number
 
     @property
     def stats(self) -> dict[str, float]:
@@ -345,12 +356,8 @@ class NativeEngine(RolloutEngine):
             )
         if request.media is not None:
             self._check_pictures(index, request.media)
-        name = request.params.adapter
-        if name is not None:
-            if name not in self._adapters:
-                known = ", ".join(self._adapters) or "none"
-                raise ValueError(f"There is no adapter '{name}'; load_adapter has been called for: {known}.")
-            request.adapter = self._adapters[name]
+        if request.params.adapter is not None:
+            request.adapter = self._check_adapter(request.params.adapter)
 
     def _check_pictures(self, index: int, media: PromptMedia) -> None:
         """Raise ValueError if the pictures of prompt ``index`` cannot be computed."""

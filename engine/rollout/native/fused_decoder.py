@@ -1,8 +1,9 @@
 """A decoder on a CPU as one call of `rolltree.kernels.decoder_layer`.
 
-A layer is some fifty operators in Transformers, each a pass over rows that are few and short when decoding. If an
-adapter replaces a linear layer, the linear layers run as the model's own modules and only the operations between them
-are fused. Modules are only read, because the trainer uses them too.
+A layer is some fifty operators in Transformers, each a pass over rows that are few and short when decoding. Adapters of
+rows are part of the call. If something else replaces a linear layer, such as an adapter that all rows compute with, the
+linear layers run as the model's own modules and only the operations between them are fused. Modules are only read,
+because the trainer uses them too.
 """
 
 from __future__ import annotations
@@ -16,11 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rolltree.kernels.decoder_layer import Decoder, LayerWeights, add_rms_norm_, rotate_and_store_
+from rolltree.kernels.decoder_layer import (
+    Adapted,
+    Decoder,
+    DecoderAdapters,
+    LayerWeights,
+    add_rms_norm_,
+    rotate_and_store_,
+)
 from rolltree.kernels.linear import library_agrees
 from rolltree.kernels.tree_decode import tree_decode_attention
 
 from ...model.invariant.install import is_invariant
+from .adapters import RowAdapters, Tables
 from .kv_cache import KvCache
 from .step_buffer import StepVector
 
@@ -38,7 +47,7 @@ class Snapshot:
     parts: tuple[tuple[dict[str, Any], ...], tuple[str, ...], tuple[Any, ...]]
     """Containers, names and contents: the slots in which modules and weights were found and may be replaced."""
     hooks: list[dict[Any, Any]]
-    """Hook tables of the modules whose forward is bypassed; they must stay empty."""
+    """Hook tables of the modules whose forward is bypassed, and lists of merged adapters; they must stay empty."""
     weights: list[Tensor]
     """Parameters whose dtype or contiguity may have changed since the snapshot."""
     dtype: torch.dtype | None
@@ -46,7 +55,8 @@ class Snapshot:
     known: bool
     """True if this module computes the decoder."""
     layers: list[LayerWeights] | None
-    """Weights of the layers; None if a linear layer is not plain: an adapter, hooks or an unsupported bias."""
+    """Weights of the layers; None if a linear layer is not plain: an adapter that is on, hooks or an unsupported
+    bias."""
 
     def holds(self) -> bool:
         """Return True if nothing in the snapshot has changed."""
@@ -62,12 +72,13 @@ class Snapshot:
 class FusedDecoder:
     """The decoder of a model, over the pages of ``cache``."""
 
-    def __init__(self, decoder: Any, cache: KvCache) -> None:
-        self._decoder, self._cache = decoder, cache
+    def __init__(self, decoder: Any, cache: KvCache, adapters: RowAdapters) -> None:
+        self._decoder, self._cache, self._adapters = decoder, cache, adapters
         self._invariant = is_invariant(decoder)
         self._found: Snapshot | None = None
         self._whole: tuple[Snapshot, Any, Decoder] | None = None
         """The snapshot and the pages from which the decoder as one call was built, and the decoder."""
+        self._adapted: tuple[Snapshot, Tables, DecoderAdapters] | None = None
         self._table: tuple[tuple[Any, ...], Tensor, Tensor, Tensor] | None = None
         """Key of the table, cosines and sines of all positions [P, D] each, and the frequencies."""
 
@@ -89,13 +100,15 @@ class FusedDecoder:
                 keys = cos.new_empty((0, attention.config.num_key_value_heads, attention.head_dim))
                 self._cache.make_pages(attention.layer_idx, keys, attention.num_key_value_groups)
         if self._found.layers is not None:
-            return self._as_one(self._found).run(input_ids, cos, sin, vector.view("slots"), vector.plan, turns)
+            adapted = None if vector.runs is None else Adapted(self._of_rows(self._found), vector.runs)
+            return self._as_one(self._found).run(input_ids, cos, sin, vector.view("slots"), vector.plan, turns, adapted)
         vector.begin(self._cache)
         if turns is not None:
             cos, sin = cos.index_select(0, turns), sin.index_select(0, turns)
         hidden = F.embedding(input_ids, decoder.embed_tokens.weight)
-        for layer in decoder.layers:
-            hidden = self._with_modules(layer, hidden, cos, sin)
+        with self._adapters.computing(vector.runs):
+            for layer in decoder.layers:
+                hidden = self._with_modules(layer, hidden, cos, sin)
         return add_rms_norm_(hidden, None, decoder.norm.weight, decoder.norm.variance_epsilon)
 
     def _as_one(self, found: Snapshot) -> Decoder:
@@ -115,6 +128,13 @@ class FusedDecoder:
             )
             self._whole = found, pages, whole
         return self._whole[2]
+
+    def _of_rows(self, found: Snapshot) -> DecoderAdapters:
+        tables = self._adapters.tables
+        if self._adapted is None or self._adapted[0] is not found or self._adapted[1] is not tables:
+            layers = [[tables.of(product, product.weight) for product in _products(la)] for la in self._decoder.layers]
+            self._adapted = found, tables, DecoderAdapters(layers)
+        return self._adapted[2]
 
     def _turns(self, input_ids: Tensor, position_ids: Tensor, positions: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return cosines and sines [*, D] for rows [N] with positions below ``positions``, and each row's index into
@@ -175,17 +195,24 @@ def _snapshot(decoder: Any) -> Snapshot:
     parts = [(p._modules, name, part) for p in (*passed_over, decoder.layers) for name, part in p._modules.items()]
     settings = ("scaling", "sliding_window")  # constants of the decoder as one call
     parts += [(vars(la.self_attn), name, vars(la.self_attn).get(name)) for la in decoder.layers for name in settings]
-    weighted = [m for m in (*passed_over, *products) if m._parameters]
+    off = [p for p in products if hasattr(p, "lora_A") and p.disable_adapters]
+    bases = [p.base_layer if p in off else p for p in products]
+    weighted = [m for m in (*passed_over, *bases) if m._parameters]
     parts += [(m._parameters, name, part) for m in weighted for name, part in m._parameters.items()]
+    parts += [(of, name, of.get(name)) for p in off for of, name in _switches(p)]
     hooks = [hooks for m in passed_over for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-    known = not any(hooks) and _is_plain(decoder, f"transformers.models.{family}")
-    plain = all(type(p) is nn.Linear and not p._forward_hooks and not p._forward_pre_hooks for p in products)
+    bypassed = [hooks for p in (*off, *bases) for hooks in (p._forward_hooks, p._forward_pre_hooks)]
+    bypassed += [p.merged_adapters for p in off]
+    plain = all(type(p) is nn.Linear for p in bases) and not any(bypassed)
+    weights = [w for m in weighted for w in m._parameters.values() if w is not None] if plain else decoder.parameters()
+    weights = list(weights)
+    known = not any(hooks) and _is_plain(decoder, f"transformers.models.{family}", weights)
     biased = any(p.bias is not None for layer in decoder.layers for p in _products(layer)[4:]) if plain else False
     layers = [_weights(layer) for layer in decoder.layers] if known and plain and not biased else None
     if layers is not None:  # otherwise linear layers run as modules and may have hooks
-        hooks += [hooks for p in products for hooks in (p._forward_hooks, p._forward_pre_hooks)]
+        hooks += bypassed
     places, names, found = zip(*parts, strict=True)
-    weights = list(decoder.parameters()) if known else []
+    weights = weights if known else []
     return Snapshot((places, names, found), hooks, weights, weights[0].dtype if known else None, known, layers)
 
 
@@ -208,7 +235,12 @@ def _products(layer: Any) -> list[Any]:
     return [*own, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
-def _is_plain(decoder: Any, family: str) -> bool:
+def _switches(product: Any) -> list[tuple[dict[str, Any], str]]:
+    """Return where a layer of peft keeps whether its adapters are off, and what it computes then."""
+    return [(vars(product), "_disable_adapters"), (product._modules, "base_layer")]
+
+
+def _is_plain(decoder: Any, family: str, weights: list[Tensor]) -> bool:
     norm = type(decoder.norm)
     norms = [decoder.norm, *(norm for layer in decoder.layers for norm in _norms(layer))]
     first = decoder.layers[0]
@@ -223,8 +255,8 @@ def _is_plain(decoder: Any, family: str) -> bool:
             for la in decoder.layers
         )
         and all(la.self_attn.scaling == first.self_attn.scaling for la in decoder.layers)
-        and {p.dtype for p in decoder.parameters()} in ({torch.float32}, {torch.bfloat16})
-        and all(p.is_contiguous() for p in decoder.parameters())
+        and {weight.dtype for weight in weights} in ({torch.float32}, {torch.bfloat16})
+        and all(weight.is_contiguous() for weight in weights)
     )
 
 

@@ -102,7 +102,7 @@ def whole_part(fill: Fill, first: int, budget: int, whole: bool) -> int:
 
 
 class Towers:
-    """The output of a model's vision tower, by picture and adapter.
+    """The output of a model's vision tower, by picture; adapters of rows have no part in it.
 
     Attributes:
         encoded: number of pictures that the tower has computed.
@@ -110,16 +110,12 @@ class Towers:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._kept: OrderedDict[tuple[int, str], Features] = OrderedDict()
+        self._kept: OrderedDict[str, Features] = OrderedDict()
         self.encoded = 0
 
-    def inputs(self, decoder: Any, ids: Tensor, shown: Shown, adapter: int) -> dict[str, Any]:  # ids: [N] int64
-        """Return the arguments of ``decoder`` that stand for ``input_ids`` in a step that shows pictures.
-
-        Args:
-            adapter: number of the adapter that computes the step.
-        """
-        features = self._features(shown.pictures, adapter)
+    def inputs(self, decoder: Any, ids: Tensor, shown: Shown) -> dict[str, Any]:  # ids: [N] int64
+        """Return the arguments of ``decoder`` that stand for ``input_ids`` in a step that shows pictures."""
+        features = self._features(shown.pictures)
         sizes = np.array([picture.rows for picture in shown.pictures])
         source = (np.cumsum(sizes) - sizes)[shown.which] + shown.inside
         row, source = (torch.from_numpy(x).to(ids.device) for x in (shown.row, source))
@@ -129,8 +125,8 @@ class Towers:
         """Discard what old weights computed."""
         self._kept.clear()
 
-    def _features(self, pictures: Sequence[Picture], adapter: int) -> Features:
-        new = [picture for picture in pictures if (adapter, picture.digest) not in self._kept]
+    def _features(self, pictures: Sequence[Picture]) -> Features:
+        new = [picture for picture in pictures if picture.digest not in self._kept]
         if new:
             device = self._model.get_output_embeddings().weight.device
             inputs = {
@@ -141,11 +137,11 @@ class Towers:
             first, *deeper = (level.split(sizes) for level in _levels(encode(self._model, inputs, sizes)))
             for i, picture in enumerate(new):
                 own = Features(first[i].clone(), tuple(level[i].clone() for level in deeper))
-                self._kept[adapter, picture.digest] = own
+                self._kept[picture.digest] = own
             self.encoded += len(new)
-        found = [self._kept[adapter, picture.digest] for picture in pictures]
+        found = [self._kept[picture.digest] for picture in pictures]
         for picture in pictures:
-            self._kept.move_to_end((adapter, picture.digest))
+            self._kept.move_to_end(picture.digest)
         rows = sum(len(features.embedding) for features in self._kept.values())
         while rows > KEPT_ROWS and len(self._kept) > 1:
             rows -= len(self._kept.popitem(last=False)[1].embedding)

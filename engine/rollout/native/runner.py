@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,12 +13,14 @@ from transformers import PreTrainedModel
 
 from rolltree.kernels import kept_tokens
 from rolltree.kernels.linear_logprob.head import Head, softcapped
+from rolltree.kernels.low_rank import Runs, add_low_rank_
 
 from ...model.attention import Tree, computing, keywords, tree_mask
 from ...model.both_ways import Block
 from ...model.head import decoder_of, head_reader
 from ...model.pictures import FAMILIES, both_ways, placeholders, rotary_input
 from ...model.routes import Record
+from .adapters import RowAdapters
 from .assembly import Step
 from .compiled import CompiledLayers, DecodeGraphs
 from .constraints import Constraints
@@ -38,7 +39,7 @@ class Runner:
     """Runs the steps of a model.
 
     Args:
-        use_adapter: called with the number of the adapter that a step needs.
+        adapters: those that rows may have.
         compiled: let torch.compile fuse the operations between a layer's matrix products, including the write of new
             keys.
         fused: on a CPU, run the decoder as one call unless it is compiled.
@@ -50,7 +51,7 @@ class Runner:
         self,
         model: PreTrainedModel,
         cache: KvCache,
-        use_adapter: Callable[[int], None],
+        adapters: RowAdapters,
         *,
         compiled: bool = False,
         fused: bool = False,
@@ -61,13 +62,13 @@ class Runner:
         weight = self._head().weight
         self._device = weight.device
         self._cache = cache
-        self._use_adapter = use_adapter
+        self._adapters = adapters
         self.vocabulary = len(weight)
         self._compiled = compiled
         self._layers = CompiledLayers(self._decoder, cache) if compiled else None
         self._fused: FusedDecoder | None = None
         if fused and not compiled and self._device.type == "cpu":
-            self._fused = FusedDecoder(self._decoder, cache)
+            self._fused = FusedDecoder(self._decoder, cache, adapters)
         family = FAMILIES.get(getattr(model.config, "model_type", ""))
         self.rotary = family is not None and family.grid
         """Steps need rotary positions besides the depth."""
@@ -92,32 +93,32 @@ class Runner:
             samples: [S] int64, number of samples of each of ``step.sample_rows``.
             seeds: [E] int64, one for each sample.
         """
-        self._use_adapter(step.adapter)
+        adapter = self._adapters.places(step.adapter)
         self._draws = draws = Draws.of(step, rows, samples, seeds, self._draws)
         taken = len(draws.slots)
         every_row = len(step.sample_rows) == len(step.input_ids)
         plain = every_row and step.shown is None
         if self.graphs is not None and self._cache.ready and plain and taken == len(samples):
-            vector, logits, drawn = self.graphs.decode(step, draws)  # pages must exist before a capture
+            vector, logits, drawn = self.graphs.decode(step, draws, adapter)  # pages must exist before a capture
             return self._sampled(step, vector, logits[:taken], drawn, draws, rows)
         least = 2 if self._compiled and self._cache.ready else 1
-        vector = StepVector.of(step, draws, self._cache, self._device, least=least, before=self._vector)
+        vector = StepVector.of(step, draws, self._cache, self._device, adapter, least=least, before=self._vector)
         hidden = self._fused.run(vector) if self._fused is not None and step.shown is None else None
         if hidden is None:
-            begun = vector.begin(self._cache, self._blocks(step.shown))
-            hidden = self._decode(*begun, step.states, step.shown, step.adapter)
+            hidden = self._decode(vector, step.states, step.shown)
         if taken == 0:
             self._vector = None  # without a fetch, the copy to the device may still read the vector in the next step
             empty = np.zeros(0, np.float32)
             return Sampled(np.zeros(0, np.int64), empty, empty, empty)
         self._vector = vector
-        logits = self.logits(hidden if every_row else hidden.index_select(0, vector.view("sample_rows")))
+        hidden = hidden if every_row else hidden.index_select(0, vector.view("sample_rows"))
+        logits = self.logits(hidden, vector.head_runs)
         if taken > len(samples):
             logits = logits.index_select(0, vector.view("head_row"))
         return self._sampled(step, vector, logits, None, draws, rows)
 
     def forget_graphs(self) -> None:
-        """Drop captured graphs, because the weights or the pages have moved."""
+        """Drop captured graphs, because the weights, the adapters or the pages have moved."""
         if self.graphs is not None:
             self.graphs.clear()
 
@@ -129,30 +130,27 @@ class Runner:
         return tuple(Block(begin, end, self._to_device(slots), sliding) for begin, end, slots in shown.runs)
 
     def _decode(
-        self,
-        input_ids: Tensor,  # [N] int64
-        position_ids: Tensor,  # [N] int64
-        rotary: Tensor | None = None,  # [3, N] int64
-        states: StateStep | None = None,
-        shown: Shown | None = None,
-        adapter: int = 0,
+        self, vector: StepVector, states: StateStep | None = None, shown: Shown | None = None
     ) -> Tensor:  # [N, H]
-        """Return the hidden states of rows."""
+        """Return the hidden states of a step's rows."""
         # a layer's pages and head groups are known only after its first run, which is not compiled; nor are steps with
-        # attention in both directions
-        layers = self._layers if self._cache.ready and (shown is None or self.both_ways is None) else None
+        # attention in both directions, or with rows of adapters
+        plain = vector.runs is None and (shown is None or self.both_ways is None)
+        layers = self._layers if self._cache.ready and plain else None
+        input_ids, position_ids, rotary = vector.begin(self._cache, self._blocks(shown))
         tree = Tree(None, position_ids, self._cache)
         mask = tree_mask(tree)
         inputs: dict[str, Any] = {"input_ids": input_ids[None]}
         if shown is not None:
-            inputs = self.towers.inputs(self._decoder, input_ids, shown, adapter)
+            inputs = self.towers.inputs(self._decoder, input_ids, shown)
         for_layers: dict[str, Any] = {}
         if states is not None and self._cache.states is not None:
             for_layers["recurrence"] = self._cache.states.recurrence(states)
         record = None if self._cache.routes is None else Record()
         if record is not None:
             for_layers["routes"] = record
-        with layers.substituted() if layers is not None else nullcontext(), computing(mask):
+        compiled = layers.substituted() if layers is not None else nullcontext()
+        with compiled, computing(mask), self._adapters.computing(vector.runs):
             output = self._decoder(
                 **inputs,
                 position_ids=position_ids[None] if rotary is None else rotary_input(position_ids, rotary),
@@ -165,11 +163,9 @@ class Runner:
             self._cache.record_routes(record.routes())
         return output.last_hidden_state[0]
 
-    def decode_logits(
-        self, input_ids: Tensor, position_ids: Tensor, rotary: Tensor | None = None
-    ) -> Tensor:  # [N], [N], [3, N] -> [N, V] fp32
-        """Return the logits of all rows."""
-        return self.logits(self._decode(input_ids, position_ids, rotary))
+    def decode_logits(self, vector: StepVector) -> Tensor:  # [N, V] fp32
+        """Return the logits of all rows of a step."""
+        return self.logits(self._decode(vector), vector.head_runs)
 
     def _sampled(
         self,
@@ -211,8 +207,9 @@ class Runner:
                 kept[i] = of_row
         return Sampled(*drawn.fetch(len(slots)), top_id, top_logprob, top_raw, kept, why)
 
-    def logits(self, hidden: Tensor) -> Tensor:  # [S, H] -> [S, V] fp32
-        """Compute logits that are never rounded below fp32: products in the weights' dtype are summed in fp32."""
+    def logits(self, hidden: Tensor, runs: Runs | None = None) -> Tensor:  # [S, H] -> [S, V] fp32
+        """Compute logits that are never rounded below fp32: products in the weights' dtype are summed in fp32. ``runs``
+        are the rows that have adapters."""
         weight, bias, softcap, lora, scale = self._head()
         product = self._product
         if product is None or product.weight is not weight or lora is not None:
@@ -221,6 +218,8 @@ class Runner:
             self._product = product if lora is None else None
         logits = hidden.new_empty((len(hidden), len(weight)), dtype=torch.float32)
         product.logits(hidden, logits)
+        if runs is not None and (adapters := self._adapters.tables.head) is not None:
+            add_low_rank_(logits, hidden.float(), adapters, runs)
         if bias is not None:
             logits = logits + bias.float()
         if scale != 1:

@@ -76,7 +76,6 @@ class Scheduler:
         self.prefill_tokens = 0
         self.restored_tokens = 0
         self.preemptions = 0
-        self._adapter = 0
         self._assemble = Assembly(rows, cache, rotary=rotary, whole_pictures=whole_pictures)
 
     def resume(self, branch: Branch) -> None:
@@ -129,7 +128,6 @@ class Scheduler:
         Raises:
             TooLargeError: the KV cache cannot hold even one branch.
         """
-        self._adapter = self._next_adapter()
         slots = self._running()
         # a branch needs at most one page, so the exact count matters only if pages are short
         fit = len(slots) <= self.cache.tree.free_pages and not self.waiting
@@ -145,7 +143,7 @@ class Scheduler:
         if not len(slots) and not fills:
             return None
         self.prefill_tokens += sum(fill.count for fill in fills)
-        return self._assemble(slots, fills, drafts, self._adapter)
+        return self._assemble(slots, fills, drafts)
 
     def preempt(self, branch: Branch) -> None:
         """Drop the keys that only ``branch`` holds; it waits until they are computed again."""
@@ -166,18 +164,10 @@ class Scheduler:
         return bool(self.rows.state[slot])
 
     def _running(self) -> Array:  # [R] int64
-        slots = np.flatnonzero(self.rows.running & (self.rows.adapter == self._adapter))
+        slots = np.flatnonzero(self.rows.running)
         if len(slots) > self.max_batch_rows:
             slots = slots[np.argsort(self.rows.order[slots])[: self.max_batch_rows]]
         return slots
-
-    def _next_adapter(self) -> int:
-        """Return the adapter of the next step; adapters take turns, because a step computes with one of them."""
-        if not self.rows.adapter.any():
-            return 0
-        present = set(np.unique(self.rows.adapter[self.rows.running]).tolist())
-        present |= {int(self.rows.adapter[branch.slot]) for branch in self.waiting}
-        return min(present, key=lambda adapter: (adapter <= self._adapter, adapter), default=0)
 
     def _pages_for(self, slots: Array) -> int:
         # the tree gets the tokens only after there is room for their keys
@@ -210,7 +200,7 @@ class Scheduler:
         coming: dict[int, set[int]] = {}  # serial of a node -> positions of the recurrent states that this step makes
         budget = self.max_prefill_tokens
         headroom = self._growth(np.flatnonzero(self.rows.running))
-        for branch in [b for b in self.waiting if self.rows.adapter[b.slot] == self._adapter]:
+        for branch in list(self.waiting):
             missing = self._missing(branch, planned, coming)
             pages = self._pages_of(missing)
             growth = self._growth(np.array([branch.slot])) * self._tips(branch)

@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rolltree.kernels.low_rank import Runs
+from rolltree.kernels.low_rank.runs import tiles_of
 from rolltree.kernels.tree_decode import DecodePlan
 from rolltree.kernels.tree_decode import schedule as schedules
 from rolltree.kernels.tree_decode.plan import host_columns, lay_out
@@ -34,7 +36,15 @@ class StepVector:
         groups: query heads for each key head, over all layers.
         head_rows: number of rows whose logits are computed; 0 if that is every row, with one sample each.
         rotary: steps have rotary positions besides the depth.
+        adapted: rows have adapters.
+
+    Attributes:
+        runs: the rows of the present step that have adapters; None if none has.
+        head_runs: the same of the rows whose logits are computed.
     """
+
+    runs: Runs | None
+    head_runs: Runs | None
 
     def __init__(
         self,
@@ -47,8 +57,9 @@ class StepVector:
         samples: int,
         head_rows: int = 0,
         rotary: bool = False,
+        adapted: bool = False,
     ) -> None:
-        self.sizes = rows, partials, samples, head_rows
+        self.sizes = rows, partials, samples, head_rows, adapted
         self.pages = pages
         self._groups = groups
         nodes = partials  # every node that a row reads has at least one partial result, as has every work item
@@ -58,6 +69,7 @@ class StepVector:
             **({"rotary": 3 * rows} if rotary else {}),
             **words,
             **({"sample_rows": head_rows, "head_row": samples} if head_rows else {}),
+            **({"tiles": 3 * rows, "head_tiles": 3 * head_rows} if adapted else {}),
             "page_indptr": nodes + 1,
             **dict.fromkeys(("node_offset", "node_length", "node_position", "row_begin", "row_end"), nodes),
             "partial_begin": rows + 1,
@@ -86,16 +98,17 @@ class StepVector:
         draws: Draws,
         cache: KvCache,
         device: torch.device,
+        adapter: Array | None = None,  # [N] int64
         *,
         least: int = 1,
         before: StepVector | None = None,
     ) -> StepVector:
         """Return a vector with the step, padded only to ``least`` rows, pages and nodes: compilers treat a size of one
-        as another program. The vector ``before`` is reused if its sizes fit."""
+        as another program. The vector ``before`` is reused if its sizes fit. ``adapter`` is as in `load`."""
         rows, pages, nodes = (max(len(values), least) for values in (step.input_ids, *step.plan[1:3]))
         groups = cache.groups if device.type == "cuda" else ()  # a CPU iterates over nodes without a schedule
         partials = max(count_partials(step), nodes) if groups else nodes
-        sizes = rows, partials, len(draws.slots), len(step.sample_rows)
+        sizes = rows, partials, len(draws.slots), len(step.sample_rows), adapter is not None
         if before is None or before.sizes != sizes or before.pages < pages:
             pages += pages // 4  # branches need further pages after some steps
             before = StepVector(
@@ -107,12 +120,17 @@ class StepVector:
                 samples=sizes[2],
                 head_rows=sizes[3],
                 rotary=step.rotary is not None,
+                adapted=sizes[4],
             )
-        before.load(step, draws, cache.spare_slot)
+        before.load(step, draws, cache.spare_slot, adapter)
         return before
 
-    def load(self, step: Step, draws: Draws, spare_slot: int) -> None:
-        """Copy a step's numbers into the vector and start its transfer to the device."""
+    def load(self, step: Step, draws: Draws, spare_slot: int, adapter: Array | None) -> None:
+        """Copy a step's numbers into the vector and start its transfer to the device.
+
+        Args:
+            adapter: [N] int64, places of the rows' adapters as `RowAdapters.places` returns them.
+        """
         columns = host_columns((*step.plan, step.position_ids), self._groups)
         values: dict[str, Array] = {
             "input_ids": step.input_ids,
@@ -124,6 +142,14 @@ class StepVector:
         }
         if step.rotary is not None:  # padding is at the end of each of the three rows
             values["rotary"] = np.pad(step.rotary, ((0, 0), (0, self.sizes[0] - len(step.input_ids)))).ravel()
+        self.runs = self.head_runs = None
+        if adapter is not None:
+            self.runs = self._runs(adapter, self.sizes[0], "tiles", values)
+            self.head_runs = self.runs
+            values["head_tiles"] = np.zeros(0, np.int32)
+            if len(step.sample_rows) < len(adapter):
+                own = adapter[step.sample_rows]
+                self.head_runs = self._runs(own, len(own), "head_tiles", values)
         for name, column in self._columns.items():
             new = values[name]
             if new is self._taken.get(name):
@@ -139,6 +165,12 @@ class StepVector:
         if self._device is not self._host:
             used = self._page_ids_begin + len(columns["page_ids"])
             self._device[:used].copy_(self._host[:used], non_blocking=True)
+
+    def _runs(self, adapter: Array, rows: int, name: str, values: dict[str, Array]) -> Runs:
+        """Return the runs of ``rows`` rows, the last of which may be padding, with their tiles on the device."""
+        runs = Runs.of(adapter)
+        values[name] = tiles_of(runs).ravel()
+        return Runs(rows, runs.numbers, self._views[name].view(-1, 3))
 
     def view(self, name: str) -> Tensor:
         """Return a column on the device."""

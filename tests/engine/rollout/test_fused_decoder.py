@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, fuse_layers
+from rolltree.engine.rollout.native.adapters import RowAdapters
 from rolltree.engine.rollout.native.fused_decoder import FusedDecoder
 from rolltree.kernels.decoder_layer import Decoder
 
@@ -228,7 +229,7 @@ def test_positions_are_turned_as_the_model_turns_them(rope: str) -> None:
         parameters |= {"factor": 2.0, "original_max_position_embeddings": 128}
     model = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=parameters))
     rotary, like, tokens = model.model.rotary_emb, torch.zeros(4, SIZES["hidden_size"]), torch.zeros(4).int()
-    fused = FusedDecoder(model.model, None)  # type: ignore[arg-type]
+    fused = FusedDecoder(model.model, None, RowAdapters(model))  # type: ignore[arg-type]
 
     def check(*positions: int) -> None:
         ids = torch.tensor(positions)
@@ -264,7 +265,7 @@ def test_a_rotary_module_of_ones_own_is_asked_every_time() -> None:
             return turns, -turns
 
     model, ids = LlamaForCausalLM(LlamaConfig(**SIZES)), torch.arange(4, dtype=torch.int32)
-    fused = FusedDecoder(model.model, None)  # type: ignore[arg-type]
+    fused = FusedDecoder(model.model, None, RowAdapters(model))  # type: ignore[arg-type]
     with torch.no_grad():
         seen: list[int] = []
         handle = model.model.rotary_emb.register_forward_hook(lambda *_: seen.append(1))

@@ -25,9 +25,9 @@ class Uncaptured(DecodeGraphs):
 
     steps = 0
 
-    def decode(self, step: Step, draws: Draws) -> Decoded:
+    def decode(self, step: Step, draws: Draws, adapter: Any) -> Decoded:
         self.steps += 1
-        vector = self.pad(step, draws, _bucket(len(step.input_ids), 8), 1024)
+        vector = self.pad(step, draws, _bucket(len(step.input_ids), 8), 1024, adapter)
         assert (vector.plan.page_indptr.diff() >= 0).all()
         return self.run(vector, draws.filters)
 

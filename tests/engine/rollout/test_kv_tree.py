@@ -275,6 +275,12 @@ def test_a_plan_covers_each_row_with_its_path(events: list[tuple[str, int, int]]
         )
 
 
+def test_rows_of_one_key_are_neighbours() -> None:
+    tree = KvTree(8, 4)
+    nodes = [tree.insert(key, path(first, 9)) for first, key in enumerate((7, 3, 7, 3, 5))]
+    assert tree.depth_first(ids(*nodes)).tolist() == [1, 3, 4, 0, 2]
+
+
 @given(events=EVENTS, seed=st.integers(0, 99))
 def test_what_is_arranged_is_ordered_appended_and_planned(events: list[tuple[str, int, int]], seed: int) -> None:
     """Some calls follow another one without a change, which keeps the order, and some follow a fork."""

@@ -428,12 +428,12 @@ def test_depth_as_position_shows_in_the_log_probs(name: str, where: str, monkeyp
 def test_wrong_features_show_in_the_log_probs(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Towers.inputs
 
-    def changed(self: Towers, decoder: Any, ids: Any, shown: Any, adapter: int) -> Any:
+    def changed(self: Towers, decoder: Any, ids: Any, shown: Any) -> Any:
         if wrong == "the first picture":
             shown = shown._replace(which=np.zeros_like(shown.which))
         elif wrong == "rows from the end":
             shown = shown._replace(inside=shown.inside[::-1].copy())
-        found = inputs(self, decoder, ids, shown, adapter)
+        found = inputs(self, decoder, ids, shown)
         if wrong == "the tower's last level":
             found["deepstack_visual_embeds"][-1].zero_()
         return found

@@ -36,10 +36,10 @@ class Counted(DecodeGraphs):
     steps = 0
     launching: list[str]
 
-    def decode(self, step: Step, draws: Draws) -> Decoded:
+    def decode(self, step: Step, draws: Draws, adapter: Any) -> Decoded:
         self.steps += 1
         with HostWaits() as seen:
-            decoded = self.run(self.pad(step, draws, 32, 256), draws.filters)
+            decoded = self.run(self.pad(step, draws, 32, 256, adapter), draws.filters)
         self.launching += seen.calls
         return decoded
 
@@ -82,8 +82,8 @@ def test_waits_are_seen(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     native = on_meta(graphs=graphs)
     logits = native.loop.runner.logits
 
-    def waiting(hidden: torch.Tensor) -> torch.Tensor:
-        out = logits(hidden)
+    def waiting(hidden: torch.Tensor, runs: Any) -> torch.Tensor:
+        out = logits(hidden, runs)
         torch.zeros(3).to("meta")
         return out + float(out.max().cpu())
 

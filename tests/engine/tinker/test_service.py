@@ -62,7 +62,7 @@ def test_saved_adapters_leave_the_module_and_come_back(
 
 
 def test_numbers_of_adapters_are_given_again_without_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rolltree.engine.rollout.native.engine.MOST_ADAPTERS", 3)
+    monkeypatch.setattr("rolltree.engine.rollout.native.adapters.MOST_ADAPTERS", 3)
     native, adapters, stays = adapted(Lora(rank=2, seed=1))
     native.add_adapter(stays)
     params = SamplingParams(n=1, max_new_tokens=6, ignore_eos=True, adapter=stays)
