@@ -99,10 +99,9 @@ def _config(model: PreTrainedModel, lora: Lora) -> Any:
 
 
 def _short(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return the last parts of the names, if they name no other layer, else the names."""
+    """Return the last parts of the names, if they name no other layer, also none of a vision tower, else the names."""
     last = {name.rpartition(".")[2] for name in names}
-    every = {name for of_part in parts(model).values() for name in of_part}
-    same = {name for name in every if name.rpartition(".")[2] in last}
+    same = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
     return sorted(last) if same == set(names) else list(names)
 
 
