@@ -177,6 +177,7 @@ def _parser() -> argparse.ArgumentParser:
         default=Path("rolltree-tinker"),
         help="where --tinker keeps saved states (default rolltree-tinker)",
     )
+    serve.add_argument("--tinker_full", action="store_true", help="train all weights of one model, not adapters")
     report = command("report", _report, "Write report.html of a run, or one page that compares several.")
     report.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+")
     report.add_argument(
@@ -334,6 +335,7 @@ def _serve(args: argparse.Namespace, _: list[str]) -> int:
         kv_tokens=args.kv_tokens,
         debug=args.debug,
         tinker=args.tinker_dir if args.tinker else None,
+        tinker_full=args.tinker_full,
     )
     return 0
 

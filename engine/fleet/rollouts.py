@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
+from ..data.media import Picture
 from ..programs import BranchId
 from ..rollout import Request as Rollout
 from ..rollout import RolloutEngine, SamplingParams
@@ -83,7 +84,13 @@ class Rollouts:
         return status == "ok", {"status": status, "policy_version": found.version, **known}
 
     async def submit(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], seeds: Sequence[int], *, watched: bool
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        *,
+        pictures: Sequence[Sequence[Picture]] | None = None,
+        watched: bool,
     ) -> Job:
         """Queue prompts.
 
@@ -91,6 +98,7 @@ class Rollouts:
             prompts: token ids of each prompt.
             params: sampling parameters of each.
             seeds: seed of each.
+            pictures: those of each, whose rows are among its token ids.
             watched: record the progress in the job.
 
         Raises:
@@ -99,7 +107,7 @@ class Rollouts:
         job = Job(watched)
 
         def queue_all() -> None:
-            job.rollouts = self.engine.submit(prompts, params, seeds=seeds)
+            job.rollouts = self.engine.submit(prompts, params, seeds=seeds, pictures=pictures)
             job.progress = [{} for _ in job.rollouts]
             self._jobs.append(job)
 

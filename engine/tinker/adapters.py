@@ -99,10 +99,9 @@ def _config(model: PreTrainedModel, lora: Lora) -> Any:
 
 
 def _short(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return the last parts of the names, if they name no other layer, else the names."""
+    """Return the last parts of the names, if they name no other layer, also none of a vision tower, else the names."""
     last = {name.rpartition(".")[2] for name in names}
-    every = {name for of_part in parts(model).values() for name in of_part}
-    same = {name for name in every if name.rpartition(".")[2] in last}
+    same = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
     return sorted(last) if same == set(names) else list(names)
 
 
@@ -194,13 +193,15 @@ class Adapters:
 
     # -- in the event loop --------------------------------------------------------------------------------------------
 
-    async def lend(self, place: Path, lora: Lora) -> tuple[str, Callable[[], None]]:
+    async def lend(self, place: Path | None, lora: Lora | None) -> tuple[str | None, Callable[[], None]]:
         """Return the name of a saved adapter, and a function: the adapter stays in the module until it is called.
 
         Args:
-            place: directory of the adapter.
+            place: directory of the adapter; None for the base model, whose name is None.
             lora: what the adapter is.
         """
+        if place is None or lora is None:
+            return None, _nothing
         async with self._lock:
             key = str(place)
             resident = self._saved.pop(key, None)
@@ -241,6 +242,10 @@ class Adapters:
             resident = self._saved.pop(str(place), None)
             if resident is not None and resident.users == 0:
                 await self._rollouts.call(partial(self._unload, resident.name))
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass

@@ -20,6 +20,7 @@ from rolltree.kernels import Term, linear_logprob, linear_terms_loss, policy_los
 from ..batches.batch import TreeBatch
 from ..batches.device import to_device
 from ..batches.pack import pack
+from ..data.media import FIRST_ID
 from ..data.tree import TokenTree
 from ..model.decoder import decode
 from ..model.head import Head, head
@@ -55,12 +56,20 @@ def shares(data: Sequence[Datum], most_rows: int = MOST_ROWS) -> list[Share]:
     """Divide data into micro-batches of trees.
 
     Raises:
-        FaultError: there are more than `MOST_TARGETS` targets.
+        FaultError: there are more than `MOST_TARGETS` targets, or two images have equal ids by chance.
     """
     count = sum(datum.target.size for datum in data)
     if count > MOST_TARGETS:
         raise FaultError(f"The request has {count} targets, more than {MOST_TARGETS}; send fewer data at once.")
-    trees, members = TokenTree.forest([d.tokens[:1].tolist() for d in data], [d.tokens[1:].tolist() for d in data])
+    begins = [int((d.tokens >= FIRST_ID).nonzero()[0][-1]) + 1 if d.pictures else 1 for d in data]
+    try:  # a tree's loss, which is not used here, has no rows of pictures
+        trees, members = TokenTree.forest(
+            [d.tokens[:begin].tolist() for d, begin in zip(data, begins, strict=True)],
+            [d.tokens[begin:].tolist() for d, begin in zip(data, begins, strict=True)],
+            pictures=[picture for d in data for picture in d.pictures],
+        )
+    except ValueError as wrong:
+        raise FaultError(str(wrong)) from None
     longest = max(len(datum.tokens) for datum in data)
     return [_share(batch, members, data) for batch in pack(trees, max_tokens=max(most_rows, longest))]
 

@@ -7,15 +7,16 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tinker.types import CreateModelRequest
+from tinker.types import CreateModelRequest, LoraConfig
 
 from ..fleet.rollouts import Rollouts
-from .adapters import MOST_RANK, Adapters, Lora
+from .adapters import MOST_RANK, Lora
 from .faults import FaultError, read
 from .futures import Future, Futures, Reply
 from .sessions import Session, Sessions
 from .store import Store
 from .training import Model, new_trainer
+from .whole import Weights, Whole
 
 MOST_MODELS = 64
 """Most models in training at once."""
@@ -40,7 +41,7 @@ class Models:
         store: Store,
         sessions: Sessions,
         futures: Futures,
-        adapters: Adapters,
+        adapters: Weights,
         rollouts: Rollouts,
     ) -> None:
         self.name, self.source = name, source
@@ -65,12 +66,11 @@ class Models:
         if name in self.all:  # asked for again long after it was made
             return {"type": "create_model", "model_id": name}
         self.check_base(body.base_model)
-        if body.lora_config is None:
-            raise FaultError("This server trains adapters alone; give a lora_config.")
         self.check_optimizer(body.optimizer_config)
-        asked = body.lora_config
-        if not 1 <= asked.rank <= MOST_RANK:
-            raise FaultError(f"rank is {asked.rank}; give 1 to {MOST_RANK}.")
+        asked = body.lora_config or LoraConfig(rank=0)
+        self.check_rank(asked.rank)
+        if asked.rank == 0 and not (asked.train_attn and asked.train_mlp and asked.train_unembed):
+            raise FaultError("rank 0 trains all weights; leave train_attn, train_mlp and train_unembed on.")
         seed = secrets.randbits(31) if asked.seed is None else asked.seed
         if not -(2**63) <= seed < 2**63:
             raise FaultError(f"seed is {seed}; give one of 64 bits.")
@@ -111,6 +111,22 @@ class Models:
         if name not in (self.name, self.source):
             raise FaultError(f"There is no model '{name[:200]}' here; this server has '{self.name}'.", 404)
 
+    def check_rank(self, rank: int) -> None:
+        """Raise FaultError unless the server has models of that rank; 0 stands for all weights."""
+        full = isinstance(self._adapters, Whole)
+        if full and rank != 0:
+            raise FaultError(
+                f"rank is {rank}, and this server trains all weights of one model (--tinker_full) and no adapters; "
+                "give rank 0, or start one without the option."
+            )
+        if not full and rank == 0:
+            raise FaultError(
+                f"rank is 0, which stands for all weights; give 1 to {MOST_RANK} for an adapter, or start a server "
+                "with --tinker_full."
+            )
+        if not 0 <= rank <= MOST_RANK:
+            raise FaultError(f"rank is {rank}; give 1 to {MOST_RANK}.")
+
     def check_optimizer(self, config: Any) -> None:
         """Raise FaultError if an optimiser is not served."""
         if config is not None and config.type != "adamw":
@@ -142,8 +158,8 @@ class Models:
                 "tokenizer_id": self.source,
             },
             "model_id": name,
-            "is_lora": True,
-            "lora_rank": model.lora.rank,
+            "is_lora": model.lora.rank > 0,
+            "lora_rank": model.lora.rank or None,
             "model_name": self.name,
         }
 

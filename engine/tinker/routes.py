@@ -173,7 +173,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
     def info(owner: str, raw: bytes, http: Request) -> dict[str, Any]:
         lora = service.store.find(read(WeightsInfoBody, raw).tinker_path, owner).meta["lora"]
         parts = {key: lora[key] for key in ("train_unembed", "train_mlp", "train_attn")}
-        return {"base_model": service.name, "is_lora": True, "lora_rank": lora["rank"], **parts}
+        rank = lora["rank"]
+        return {"base_model": service.name, "is_lora": rank > 0, "lora_rank": rank or None, **parts}
 
     of_run = "/training_runs/{run}"
     of_checkpoint = f"{of_run}/checkpoints/{{kind}}/{{name}}"

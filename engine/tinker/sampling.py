@@ -9,37 +9,43 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from tinker.types import EncodedTextChunk, ModelInput, SampleRequest
+from tinker.types import EncodedTextChunk, ImageChunk, ModelInput, SampleRequest
 
+from ..data.media import Picture
 from ..data.segment import LeafStatus
 from ..fleet.rollouts import Rollouts
 from ..rollout import NativeEngine, SamplingParams
 from ..rollout.sampling_params import MOST_TOP_LOGPROBS
-from .adapters import Adapters, Lora
+from .adapters import Lora
 from .faults import FaultError
+from .images import Images
 from .losses import STABLE
 from .store import Checkpoint
+from .whole import Weights
 from .wire import Array, Sampled, Top, check_ids, write_samples
 
 MOST_SAMPLES = 1024
 """Most samples of a request."""
 
 
-def token_ids(prompt: ModelInput, vocabulary: int) -> list[int]:
-    """Return the ids of a prompt.
+def read_prompt(prompt: ModelInput, vocabulary: int, images: Images) -> tuple[list[int], tuple[Picture, ...]]:
+    """Return the ids of a prompt and its pictures.
 
     Raises:
-        FaultError: it is empty, or holds something other than ids of the vocabulary.
+        FaultError: it is empty, or holds something other than ids of the vocabulary and images of the model.
     """
-    ids: list[int] = []
-    for chunk in prompt.chunks:
-        if not isinstance(chunk, EncodedTextChunk):
-            raise FaultError(f"The prompt holds a {type(chunk).__name__}; this server samples after token ids alone.")
-        ids += chunk.tokens
-    if not ids:
+    parts: list[Array | Picture] = []
+    for j, chunk in enumerate(prompt.chunks):
+        if isinstance(chunk, EncodedTextChunk):
+            parts.append(check_ids("The prompt", np.asarray(chunk.tokens, np.int64), vocabulary))
+        elif isinstance(chunk, ImageChunk):
+            parts.append(images.read(f"Chunk {j} of the prompt", chunk.data, chunk.expected_tokens))
+        else:
+            raise FaultError(f"The prompt holds a {type(chunk).__name__}; give token ids and images as chunks.")
+    ids, pictures = images.joined("The prompt", parts)
+    if not len(ids):
         raise FaultError("The prompt is empty; give at least one token.")
-    check_ids("The prompt", np.asarray(ids, np.int64), vocabulary)
-    return ids
+    return ids.tolist(), pictures
 
 
 def params_of(request: SampleRequest, room: int, prompt_tokens: int, vocabulary: int) -> SamplingParams:
@@ -101,36 +107,45 @@ class Sampling:
         adapters: the saved adapters.
     """
 
-    def __init__(self, engine: NativeEngine, rollouts: Rollouts, adapters: Adapters) -> None:
+    def __init__(self, engine: NativeEngine, rollouts: Rollouts, adapters: Weights) -> None:
         self._engine, self._rollouts, self._adapters = engine, rollouts, adapters
 
     async def sample(
-        self, request: SampleRequest, ids: Sequence[int], params: SamplingParams, weights: Checkpoint | None
+        self,
+        request: SampleRequest,
+        ids: Sequence[int],
+        pictures: Sequence[Picture],
+        params: SamplingParams,
+        weights: Checkpoint | None,
     ) -> bytes:
         """Return the samples of a request in the client's protobuf.
 
         Args:
             ids: the prompt.
+            pictures: whose rows are in the prompt.
             weights: the adapter to sample with; None: the base model.
 
         Raises:
             FaultError: the engine refuses the request.
         """
+        scoring = bool(request.prompt_logprobs or request.topk_prompt_logprobs)
+        if pictures and scoring:
+            raise FaultError("Log-probs of a prompt with images are not served; use forward with cross_entropy.")
+        lora = None if weights is None else Lora(**weights.meta["lora"])
         with ExitStack() as held:
-            name, scored = None, None
-            if weights is not None:
-                name, give_back = await self._adapters.lend(weights.place, Lora(**weights.meta["lora"]))
-                held.callback(give_back)
-            if request.prompt_logprobs or request.topk_prompt_logprobs:
+            name, give_back = await self._adapters.lend(None if weights is None else weights.place, lora)
+            held.callback(give_back)
+            scored = None
+            if scoring:
                 top = request.topk_prompt_logprobs
                 scored = await self._rollouts.call(partial(self._engine.prompt_logprobs, ids, top, name))
-            sequences = await self._sampled(ids, replace(params, adapter=name))
+            sequences = await self._sampled(ids, pictures, replace(params, adapter=name))
         known, likeliest = _of_prompt(scored, request)
         return write_samples(sequences, known, likeliest, request.topk_sample_logprobs, request.topk_prompt_logprobs)
 
-    async def _sampled(self, ids: Sequence[int], params: SamplingParams) -> list[Sampled]:
+    async def _sampled(self, ids: Sequence[int], pictures: Sequence[Picture], params: SamplingParams) -> list[Sampled]:
         try:
-            job = await self._rollouts.submit([ids], [params], [params.seed], watched=False)
+            job = await self._rollouts.submit([ids], [params], [params.seed], pictures=[pictures], watched=False)
         except ValueError as wrong:
             raise FaultError(str(wrong)) from None
         try:

@@ -15,13 +15,14 @@ from tinker.types import (
 )
 
 from ..fleet.rollouts import Rollouts
-from .adapters import Adapters, Lora
+from .adapters import Lora
 from .faults import FaultError, read
 from .futures import Future, Futures, Reply
 from .models import Models
 from .sessions import Sampler, Session, Sessions, texts
 from .store import Checkpoint, Store, stamp
 from .training import Model
+from .whole import Weights
 
 EPHEMERAL_S = 24 * 3600
 """Seconds for which weights are kept that were saved for one sampling session."""
@@ -36,7 +37,7 @@ class Saving:
         store: Store,
         sessions: Sessions,
         futures: Futures,
-        adapters: Adapters,
+        adapters: Weights,
         rollouts: Rollouts,
     ) -> None:
         self._models, self._store, self._sessions, self._futures = models, store, sessions, futures
@@ -163,6 +164,7 @@ class Saving:
             raise FaultError(
                 f"The checkpoint is of '{checkpoint.meta['base_model']}', and this server has '{self._models.name}'."
             )
+        self._models.check_rank(checkpoint.meta["lora"]["rank"])
         return checkpoint
 
     def for_sampling(self, owner: str) -> list[Checkpoint]:
@@ -191,8 +193,8 @@ class Saving:
             "training_run_id": run,
             "base_model": facts["base_model"],
             "model_owner": owner,
-            "is_lora": True,
-            "lora_rank": facts["lora"]["rank"],
+            "is_lora": facts["lora"]["rank"] > 0,
+            "lora_rank": facts["lora"]["rank"] or None,
             "last_request_time": stamp(newest),
             "last_checkpoint": last["weights"],
             "last_sampler_checkpoint": last["sampler_weights"],

@@ -21,19 +21,22 @@ from tinker.types import (
     SampleRequest,
 )
 
+from ..data.media import Picture
 from ..fleet.rollouts import Rollouts
 from ..rollout import NativeEngine
 from .adapters import Adapters
 from .faults import FaultError, read
 from .futures import Future, Futures, Reply
 from .graph import Graph
+from .images import Images
 from .losses import loss_of
 from .models import Models
-from .sampling import Sampling, params_of, token_ids
+from .sampling import Sampling, params_of, read_prompt
 from .saving import Saving
 from .sessions import Sampler, Session, Sessions, texts
 from .store import Store
 from .training import Model
+from .whole import Whole
 from .wire import Envelope, read_batch, read_envelope
 
 IDLE_S = 1800.0
@@ -50,18 +53,23 @@ class Service:
         name: of the model, for clients.
         source: the model's directory, which clients may name too, and load the tokenizer from.
         root: directory of saved states.
+        full: train all weights of one model in place of adapters of many.
 
     Raises:
         UserError: the directory cannot be used, or a package is missing.
     """
 
-    def __init__(self, engine: NativeEngine, rollouts: Rollouts, name: str, source: str, root: Path) -> None:
+    def __init__(
+        self, engine: NativeEngine, rollouts: Rollouts, name: str, source: str, root: Path, *, full: bool = False
+    ) -> None:
         self.engine, self.name, self.source = engine, name, source
         self._rollouts = rollouts
         self.store = Store(root)
         self.sessions = Sessions(self.store)
         self.futures = Futures()
-        self.adapters = Adapters(engine, rollouts)
+        self.adapters = Whole(engine, rollouts, source) if full else Adapters(engine, rollouts)
+        assert engine.tokenizer is not None
+        self.images = Images(engine.model, engine.tokenizer)
         self.sampling = Sampling(engine, rollouts, self.adapters)
         self.models = Models(name, source, self.store, self.sessions, self.futures, self.adapters, rollouts)
         self.saving = Saving(self.models, self.store, self.sessions, self.futures, self.adapters, rollouts)
@@ -147,7 +155,8 @@ class Service:
         return model.submit(envelope.seq_id, len(raw), partial(self._computed, model, session, envelope))
 
     async def _computed(self, model: Model, session: Session, envelope: Envelope) -> Reply:
-        batch = await asyncio.to_thread(read_batch, envelope, self.engine.vocabulary, self.engine.longest)
+        engine = self.engine
+        batch = await asyncio.to_thread(read_batch, envelope, engine.vocabulary, engine.longest, self.images)
         loss = await asyncio.to_thread(loss_of, batch, session.graphs)
         return await model.compute(batch, loss)
 
@@ -200,7 +209,13 @@ class Service:
         return {"sampler_id": name, "base_model": self.name, "model_path": sampler.path}
 
     async def sample(self, owner: str, raw: bytes) -> Future:
-        body = await asyncio.to_thread(read, SampleRequest, raw)
+        vocabulary = self.engine.vocabulary
+
+        def parsed() -> tuple[SampleRequest, list[int], tuple[Picture, ...]]:
+            body = read(SampleRequest, raw)
+            return body, *read_prompt(body.prompt, vocabulary, self.images)
+
+        body, ids, pictures = await asyncio.to_thread(parsed)
         if body.sampling_session_id is None or body.seq_id is None:
             raise FaultError("asample needs sampling_session_id and seq_id; create a sampling session first.")
         sampler = self.sessions.sampler(body.sampling_session_id, owner)
@@ -209,10 +224,8 @@ class Service:
             return known
         path = sampler.path if sampler.inflight is None else self.models.published.get(sampler.inflight, sampler.path)
         weights = None if path is None else self.saving.weights(path, owner)
-        vocabulary = self.engine.vocabulary
-        ids = token_ids(body.prompt, vocabulary)
         params = params_of(body, self.engine.room(len(ids)), len(ids), vocabulary)
         names = [f"{request_id}:{i}" for i in range(body.num_samples)]
         future = self.futures.open(request_id, owner, len(raw), sample_sequence_ids=names)
-        self.futures.start(future, self.sampling.sample(body, ids, params, weights))
+        self.futures.start(future, self.sampling.sample(body, ids, pictures, params, weights))
         return future

@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 
 from ..fleet.rollouts import Rollouts
+from ..protocols.http import RefusedError
 from ..rollout import NativeEngine
 from .adapters import Lora
 from .faults import FaultError, refused
@@ -18,7 +19,7 @@ from .store import SCHEME, Checkpoint
 
 
 def training_of(
-    engine: NativeEngine, name: str, source: str, root: Path
+    engine: NativeEngine, name: str, source: str, root: Path, *, full: bool = False
 ) -> Callable[[FastAPI, Rollouts], ServedTraining]:
     """Return a function that adds the training service of an engine to a server.
 
@@ -26,11 +27,15 @@ def training_of(
         name: of the model, for clients.
         source: the model's directory, which clients load the tokenizer from.
         root: directory of saved states.
+        full: train all weights of one model. OpenAI's endpoints are refused then, because the engine's weights change
+            with the requests that sample.
     """
 
     def add(app: FastAPI, rollouts: Rollouts) -> ServedTraining:
-        service = Service(engine, rollouts, name, source, root)
+        service = Service(engine, rollouts, name, source, root, full=full)
         add_routes(app, service)
+        if full:
+            app.add_api_route("/v1/{rest:path}", _refuse, methods=["GET", "POST"])
         return ServedTraining(service)
 
     return add
@@ -65,7 +70,7 @@ class ServedTraining:
             return False
         return True
 
-    async def lend(self, model: str, key: bytes) -> tuple[str, Callable[[], None]]:
+    async def lend(self, model: str, key: bytes) -> tuple[str | None, Callable[[], None]]:
         """Return the engine's name of a saved adapter, and the function that ends its use.
 
         Raises:
@@ -82,3 +87,7 @@ class ServedTraining:
         if not model.startswith(SCHEME):
             model = next((one.path for one in saving.for_sampling(owner) if one.name == model), model)
         return saving.weights(model, owner)
+
+
+async def _refuse(http: Request) -> Response:
+    raise RefusedError(f"{http.url.path} is not served with --tinker_full, which samples by Tinker's API alone.", 404)

@@ -25,11 +25,12 @@ from rolltree.kernels import TermsLossOutput
 from ..fleet.rollouts import Rollouts
 from ..train.config import TrainerConfig
 from ..train.trainer import Trainer
-from .adapters import Adapters, Lora
+from .adapters import Lora
 from .compute import Scored, Share, differentiate, score, shares
 from .faults import FaultError
 from .futures import Future, Futures, Reply
 from .losses import Loss
+from .whole import Weights
 from .wire import Array, Batch, write_outputs
 
 OPTIMIZER = "optimizer.safetensors"
@@ -45,7 +46,7 @@ CONFIG = TrainerConfig(max_grad_norm=math.inf, max_bad_steps=2**31)
 Work = Callable[[], Awaitable[Reply]]
 
 
-def new_trainer(adapters: Adapters, name: str) -> Trainer:
+def new_trainer(adapters: Weights, name: str) -> Trainer:
     """Return the trainer of an adapter; called in the engine's thread."""
     with adapters.training(name):
         return Trainer(adapters.model, CONFIG)
@@ -67,7 +68,7 @@ class Model:
         lora: Lora,
         adapter: str,
         trainer: Trainer,
-        adapters: Adapters,
+        adapters: Weights,
         rollouts: Rollouts,
         futures: Futures,
         facts: Mapping[str, Any],

@@ -13,7 +13,9 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
+from ..data.media import Picture
 from .faults import FaultError
+from .images import Images
 
 Array = npt.NDArray[Any]
 MOST_VALUES = 1 << 23
@@ -29,10 +31,14 @@ DTYPES: dict[int, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Datum:
-    """One example: ``tokens [N] int32`` that the model reads, and the tensors of the loss by name."""
+    """One example: ``tokens [N] int32`` that the model reads, and the tensors of the loss by name.
+
+    The rows of ``pictures`` are among the tokens.
+    """
 
     tokens: Array
     inputs: Mapping[str, Array]
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def target(self) -> Array:
@@ -76,12 +82,13 @@ def read_envelope(raw: bytes) -> Envelope:
     return Envelope(message.model_id, message.seq_id, message)
 
 
-def read_batch(envelope: Envelope, vocabulary: int, longest: int | None) -> Batch:
+def read_batch(envelope: Envelope, vocabulary: int, longest: int | None, images: Images) -> Batch:
     """Read the data of a request and check what no loss needs to know.
 
     Args:
         vocabulary: ids must be below it.
         longest: most tokens of a datum; None for any number.
+        images: makes the pictures of the model.
 
     Raises:
         FaultError: a datum cannot be used; the message names it.
@@ -96,24 +103,27 @@ def read_batch(envelope: Envelope, vocabulary: int, longest: int | None) -> Batc
         config[name] = getattr(newer[name], kind)
     if not message.data:
         raise FaultError("The request has no data; give at least one datum.")
-    data = [_datum(i, each, vocabulary, longest) for i, each in enumerate(message.data)]
+    data = [_datum(i, each, vocabulary, longest, images) for i, each in enumerate(message.data)]
     spans = any(each.model_input_spans or each.loss_fn_input_spans for each in message.data)
     return Batch(envelope.model_id, envelope.seq_id, message.loss_fn, config, data, message.forward_only, spans)
 
 
-def _datum(i: int, message: Any, vocabulary: int, longest: int | None) -> Datum:
-    parts = []
-    for chunk in message.model_input:
-        kind = chunk.WhichOneof("chunk")
-        if kind != "encoded_text":
-            raise FaultError(f"data[{i}] holds a chunk of kind '{kind}'; this server trains on token ids alone.")
-        parts.append(_values(f"data[{i}].model_input", chunk.encoded_text.tokens, np.dtype(np.int32)))
-    tokens = np.concatenate([*parts, np.zeros(0, np.int32)])
+def _datum(i: int, message: Any, vocabulary: int, longest: int | None, images: Images) -> Datum:
+    parts: list[Array | Picture] = []
+    for j, chunk in enumerate(message.model_input):
+        where, kind = f"data[{i}].model_input[{j}]", chunk.WhichOneof("chunk")
+        if kind == "encoded_text":
+            parts.append(check_ids(where, _values(where, chunk.encoded_text.tokens, np.dtype(np.int32)), vocabulary))
+        elif kind == "image" and not chunk.image.HasField("override_dimensions"):
+            expected = chunk.image.expected_tokens if chunk.image.HasField("expected_tokens") else None
+            parts.append(images.read(where, chunk.image.data, expected))
+        else:
+            raise FaultError(f"{where} is a chunk of kind '{kind}'; give token ids and images of their own dimensions.")
+    tokens, pictures = images.joined(f"data[{i}].model_input", parts)
     if not len(tokens):
         raise FaultError(f"data[{i}].model_input is empty; give at least one token.")
     if longest is not None and len(tokens) > longest:
         raise FaultError(f"data[{i}] has {len(tokens)} tokens, more than the model's {longest} positions; shorten it.")
-    check_ids(f"data[{i}].model_input", tokens, vocabulary)
     inputs = {
         name: read_tensor(f"data[{i}].loss_fn_inputs['{name}']", message.loss_fn_inputs[name])
         for name in message.loss_fn_inputs
@@ -128,14 +138,15 @@ def _datum(i: int, message: Any, vocabulary: int, longest: int | None) -> Datum:
             "the datum has that many tokens."
         )
     check_ids(where, target, vocabulary)
-    return Datum(tokens, inputs)
+    return Datum(tokens, inputs, pictures)
 
 
-def check_ids(where: str, ids: Array, vocabulary: int) -> None:
-    """Raise FaultError if an id is outside of the vocabulary."""
+def check_ids(where: str, ids: Array, vocabulary: int) -> Array:
+    """Return ids; raise FaultError if one is outside of the vocabulary."""
     wrong = (ids < 0) | (ids >= vocabulary)
     if wrong.any():
         raise FaultError(f"{where} holds the id {int(ids[wrong][0])}; the model has ids 0 to {vocabulary - 1}.")
+    return ids
 
 
 def read_tensor(where: str, message: Any) -> Array:

@@ -53,7 +53,7 @@ class Training(Protocol):
     def knows(self, model: str, key: bytes) -> bool:
         """Return whether the sender of a key may sample with an adapter."""
 
-    async def lend(self, model: str, key: bytes) -> tuple[str, Callable[[], None]]:
+    async def lend(self, model: str, key: bytes) -> tuple[str | None, Callable[[], None]]:
         """Return the engine's name of an adapter, and the function that ends its use.
 
         Raises:

@@ -55,6 +55,7 @@ def serve(
     kv_tokens: int,
     debug: bool,
     tinker: Path | None = None,
+    tinker_full: bool = False,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -69,6 +70,7 @@ def serve(
         kv_tokens: capacity of the KV cache, in tokens.
         debug: log all requests.
         tinker: directory of what a training service with Tinker's API keeps; None: no such service.
+        tinker_full: it trains all weights of one model in place of adapters.
 
     Raises:
         UserError: the model, its tokenizer, the sizes, the address or the key cannot be used, or the address is not a
@@ -83,6 +85,8 @@ def serve(
     check_key(api_key, listening)
     if tinker is not None and api_key is not None and not api_key.startswith("tml-"):
         raise UserError("Tinker's client sends no key that does not begin with 'tml-'; give --api_key one that does.")
+    if tinker_full and (tinker is None or dtype != "float32"):
+        raise UserError("--tinker_full needs --tinker, and --dtype float32, in which all weights are trained.")
     tokenizer = load_tokenizer(path)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes this of a directory without a tokenizer
         raise UserError(f"'{path}' has no tokenizer, which a server needs; save the tokenizer in the same directory.")
@@ -92,7 +96,7 @@ def serve(
     if tinker is not None:
         from ...tinker.serving import training_of
 
-        training = training_of(engine, name, str(Path(path).resolve()), tinker)
+        training = training_of(engine, name, str(Path(path).resolve()), tinker, full=tinker_full)
     app = make_app(engine, name, api_key=api_key, training=training)
     level = "debug" if debug else "warning"
     settings = uvicorn.Config(app, log_level=level, timeout_graceful_shutdown=GRACE_S)

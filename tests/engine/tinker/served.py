@@ -55,11 +55,15 @@ def datum(tokens: list[int], target: Array, **inputs: Array) -> Datum:
 
 @contextmanager
 def serving(
-    root: Path, engine: NativeEngine | None = None, source: str = "/models/tiny", **options: Any
+    root: Path, engine: NativeEngine | None = None, source: str = "/models/tiny", full: bool = False, **options: Any
 ) -> Iterator[str]:
-    """A server's URL; clients load the tokenizer from the directory ``source``."""
+    """A server's URL; clients load the tokenizer from the directory ``source``.
+
+    Args:
+        full: it trains all weights of one model.
+    """
     engine = engine or make_engine()
-    app = make_app(engine, "tiny", training=training_of(engine, "tiny", source, root), **options)
+    app = make_app(engine, "tiny", training=training_of(engine, "tiny", source, root, full=full), **options)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
