@@ -213,11 +213,11 @@ class Service:
 
         def parsed() -> tuple[SampleRequest, list[int], tuple[Picture, ...]]:
             body = read(SampleRequest, raw)
+            if body.sampling_session_id is None or body.seq_id is None:
+                raise FaultError("asample needs sampling_session_id and seq_id; create a sampling session first.")
             return body, *read_prompt(body.prompt, vocabulary, self.images)
 
         body, ids, pictures = await asyncio.to_thread(parsed)
-        if body.sampling_session_id is None or body.seq_id is None:
-            raise FaultError("asample needs sampling_session_id and seq_id; create a sampling session first.")
         sampler = self.sessions.sampler(body.sampling_session_id, owner)
         request_id = f"{body.sampling_session_id}:{body.seq_id}"
         if (known := self.futures.known(request_id, owner)) is not None:

@@ -442,7 +442,7 @@ def hostile() -> Iterator[tuple[str, Any]]:
     yield "model_input is empty", empty
     picture = message(dtype=pb.DTYPE_INT64, dense=raw)
     picture.data[0].model_input.add().image.data = b"x"
-    yield "a chunk of kind 'image'", picture
+    yield "data[0].model_input[1] is an image. Qwen3ForCausalLM takes no pictures", picture
     long = message(dtype=pb.DTYPE_INT64, dense=raw)
     long.data[0].model_input[0].encoded_text.tokens = np.zeros(600, np.int32).tobytes()
     yield "more than the model's 512 positions", long
