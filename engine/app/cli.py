@@ -169,6 +169,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--kv_tokens", type=_integer(1, 2**31 - 1), default=65536, help="capacity of the KV cache (default 65536)"
     )
+    serve.add_argument(
+        "--batch_invariant", action="store_true", help="log-probs with the same bits whatever is served beside them"
+    )
     serve.add_argument("--tinker", action="store_true", help="also train adapters for clients of Tinker's API")
     serve.add_argument(
         "--tinker_dir",
@@ -334,6 +337,7 @@ def _serve(args: argparse.Namespace, _: list[str]) -> int:
         device=args.device,
         kv_tokens=args.kv_tokens,
         debug=args.debug,
+        batch_invariant=args.batch_invariant,
         tinker=args.tinker_dir if args.tinker else None,
         tinker_full=args.tinker_full,
     )

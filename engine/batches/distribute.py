@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,9 +59,25 @@ def distribute(
             replay_routes=replay_routes,
         )
         of_ranks.append([replace(b, tree_index=tuple(mine[i] for i in b.tree_index)) for b in batches])
-    if trees:
+    return _filled(of_ranks)
+
+
+def deal(trees: Sequence[TokenTree], ranks: int, **options: Any) -> list[list[TreeBatch]]:
+    """Batches for every rank: of those of one process each takes one in turn, whatever it costs.
+
+    Args:
+        options: of :func:`pack`. Raises as that does.
+    """
+    batches = pack(trees, **options)
+    return _filled([batches[rank::ranks] for rank in range(ranks)])
+
+
+def _filled(of_ranks: list[list[TreeBatch]]) -> list[list[TreeBatch]]:
+    """Give ranks that have fewer batches some that stand for no tree."""
+    every = [batch for batches in of_ranks for batch in batches]
+    if every:
+        filler = _silent(min(every, key=lambda b: b.num_tokens))
         most = max(map(len, of_ranks))
-        filler = _silent(min((b for batches in of_ranks for b in batches), key=lambda b: b.num_tokens))
         for batches in of_ranks:
             batches += [filler] * (most - len(batches))
     return of_ranks

@@ -17,15 +17,17 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from rolltree.kernels import Objective, PolicyFields, linear_policy_loss
 
-from ..model import attention  # noqa: F401  (registers the attention)
+from ..model import attention
 from ..model.fused_layers import fuse_layers
 from ..model.head import decoder_of, head
+from ..model.invariant.check import check_invariant, given_trees
+from ..model.invariant.install import make_invariant
 from ..model.self_check import check_model
 
 OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index", "logits_to_keep", "return_dict")
 
 
-def patch_model(model: PreTrainedModel, *, layers: bool = True) -> PreTrainedModel:
+def patch_model(model: PreTrainedModel, *, layers: bool = True, batch_invariant: bool = False) -> PreTrainedModel:
     """Make ``model(..., labels=...)`` in training compute its loss from hidden states, without logits.
 
     While ``model.training``, a call with ``labels`` returns the loss of Transformers and ``logits=None``. The loss is
@@ -48,8 +50,9 @@ def patch_model(model: PreTrainedModel, *, layers: bool = True) -> PreTrainedMod
 
     Raises:
         ValueError: the fused head does not support the model's head or loss, the model fails
-            `check_model`, or the model's ``forward`` was already
-            replaced.
+            `check_model`, the model's ``forward`` was already replaced, or ``batch_invariant`` is given without
+            ``layers`` or for another attention.
+        UserError: the model is not batch-invariant and should be.
     """
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     replaced = inner.__dict__.get("forward")
@@ -66,6 +69,13 @@ def patch_model(model: PreTrainedModel, *, layers: bool = True) -> PreTrainedMod
             "cross entropy of a causal language model alone."
         )
     check_model(inner)
+    if batch_invariant:
+        if not layers or inner.config._attn_implementation != attention.NAME:
+            raise ValueError(
+                f"patch_model: batch_invariant goes with layers=True and attn_implementation='{attention.NAME}' only; "
+                f"the model has '{inner.config._attn_implementation}' and layers is {layers}."
+            )
+        check_invariant(make_invariant(inner), given_trees(inner))
     inner.forward = MethodType(_fused(type(inner).forward), inner)
     return fuse_layers(model) if layers else model
 

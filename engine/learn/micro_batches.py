@@ -8,12 +8,13 @@ from typing import Any
 
 from ..batches.batch import TreeBatch
 from ..batches.cost import CostModel
-from ..batches.distribute import distribute
+from ..batches.distribute import deal, distribute
 from ..batches.equal_prefixes import share_equal_prefixes
 from ..batches.pack import pack
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..model import varlen
+from ..model.invariant.install import is_invariant
 from ..model.pictures import both_ways
 from ..model.self_check import skip_check, tree_error, trees_fit
 from ..train.terms import LossTerm, TokenTerm
@@ -54,7 +55,10 @@ class MicroBatches:
         if self.group.count == 1:
             found = pack(trees, in_pieces=self.in_pieces, **options)
             return [replace(batch, of=len(found)) for batch in found]
-        shares = distribute(trees, self.group.count, self.cost, **options)
+        if is_invariant(self.model):
+            shares = deal(trees, self.group.count, **options)
+        else:
+            shares = distribute(trees, self.group.count, self.cost, **options)
         real = [batch for batches in shares for batch in batches if batch.trees]
         parts = [part for b in real for part in zip(b.tree_index, b.leaf_index, strict=True)]
         whole = flat or all(len(leaves) == trees[i].num_leaves for i, leaves in parts)

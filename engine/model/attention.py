@@ -4,7 +4,7 @@ The registered attention function serves three kinds of calls:
 
 * packed trees, :func:`tree_attention`; batches of plain sequences laid end to end take a `varlen` kernel if one fits;
 * a ``kv_store``: the rollout engine's cache, which stores the new keys and values and attends over its pages;
-* an ordinary batch, computed as Transformers would.
+* an ordinary batch, computed as Transformers would, or by batch-invariant layers as sequences laid end to end.
 
 A call of the first two kinds has a `Tree`. Not every layer hands keyword arguments or the mask on to its attention, so
 the tree travels in three ways, and the first one found counts:
@@ -40,6 +40,8 @@ from rolltree.kernels.tree_attention.api import padded
 from ..batches.kv_store import AttentionRule, KVStore
 from . import varlen
 from .both_ways import Block, attend_both_ways
+from .invariant.functions import within_fixed_order
+from .invariant.sequences import laid_end_to_end
 from .masks import NAME, DeferredMask, deferred
 
 SLIDING_MASK = "create_sliding_window_causal_mask"
@@ -107,12 +109,17 @@ def _attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    tree = _tree(module, attention_mask, kwargs)
-    if tree is None:
+    tree, batch = _tree(module, attention_mask, kwargs), len(query)
+    if tree is not None:
+        query = _tuned(module, query, tree)
+    elif within_fixed_order() and getattr(module, "is_causal", True):
+        tree = Tree(*laid_end_to_end(module, attention_mask, batch))
+        query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
+        attention_mask = None
+    else:
         return _ordinary(module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, kwargs)
     _require_supported(module, query, key, attention_mask, dropout, kwargs)
     window, chunk = _reach(module, sliding_window)
-    query = _tuned(module, query, tree)
     width = value.shape[-1]
     if width != query.shape[-1]:  # kernels and pages have one width
         query, key, value = (padded(x, max(width, query.shape[-1])) for x in (query, key, value))
@@ -126,7 +133,7 @@ def _attention(
     else:
         out = _packed(module, q, k, v, tree, rule)
         out = attend_both_ways(out, q, k, v, tree.blocks, rule)
-    return (out if out.shape[-1] == width else out[..., :width])[None], None
+    return (out if out.shape[-1] == width else out[..., :width]).unflatten(0, (batch, -1)), None
 
 
 def _packed(

@@ -32,6 +32,7 @@ class DeferredMask(Tensor):  # [B, 1, Q, K] bool
     arguments: dict[str, Any]
     made: Tensor | None
     needless: bool  # known to be one that `sdpa` does without
+    end_to_end: tuple[Tensor, Tensor] | None  # what `laid_end_to_end` has found
 
     @staticmethod
     def __new__(cls, **arguments: Any) -> DeferredMask:
@@ -39,7 +40,7 @@ class DeferredMask(Tensor):  # [B, 1, Q, K] bool
         mask: DeferredMask = Tensor._make_wrapper_subclass(
             cls, shape, dtype=torch.bool, device=arguments.get("device", "cpu")
         )
-        mask.arguments, mask.made, mask.needless = arguments, None, False
+        mask.arguments, mask.made, mask.needless, mask.end_to_end = arguments, None, False, None
         return mask
 
     def make(self, skip: bool = True) -> Tensor | None:

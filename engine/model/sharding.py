@@ -6,7 +6,7 @@ default.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,26 @@ def added(gradient: Tensor, weight: DTensor) -> DTensor:
     partial = DTensor.from_local(gradient, weight.device_mesh, [Partial("sum")] * weight.device_mesh.ndim)
     total: DTensor = partial.redistribute(placements=weight.placements)
     return total
+
+
+def clip_by_rows(weights: Sequence[Tensor], most: float) -> Tensor:  # []
+    """Scale the gradients of ``weights`` so that their norm is at most ``most``, and return their norm before.
+
+    Rows are added up by themselves in fp64 and then in order, so that sharding does not show.
+    """
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    of_rows = [torch.zeros(0, dtype=torch.float64)]
+    for gradient in gradients:
+        own = local(gradient)
+        rows = torch.linalg.vector_norm(own.flatten(1) if own.dim() > 1 else own[:, None], dim=1, dtype=torch.float64)
+        if isinstance(gradient, DTensor):
+            mesh, placements, size = gradient.device_mesh, gradient.placements, gradient.shape[:1]
+            rows = DTensor.from_local(rows, mesh, placements, run_check=False, shape=size, stride=(1,)).full_tensor()
+        of_rows.append(rows)
+    norm = torch.linalg.vector_norm(torch.cat(of_rows)).float()
+    for gradient in gradients:
+        local(gradient).mul_((most / (norm + 1e-6)).clamp(max=1.0))
+    return norm
 
 
 def placed(tensor: Tensor, like: Tensor) -> Tensor:

@@ -25,9 +25,11 @@ from rolltree.kernels import TermsLossOutput
 from ..batches.batch import TreeBatch
 from ..batches.device import fetch, to_device
 from ..errors import RunError, UserError
+from ..model.invariant.install import is_invariant
 from ..model.loss import backward, with_plan
-from ..model.sharding import added, named_shards, placed, reduce_gradients
+from ..model.sharding import clip_by_rows, named_shards, placed, reduce_gradients
 from .config import TrainerConfig
+from .gradients import Gradients
 from .group import ALONE, Group
 from .phases import MODEL, OPTIMIZER, Phases
 from .terms import LossTerm
@@ -104,11 +106,14 @@ class Trainer:
         self._device = self._masters[0].device
         head = model.get_output_embeddings().weight
         self._head = next((i for i, (_, p) in enumerate(self._named) if p is head and _sums_in_fp32(p)), None)
-        self._whole_head_grad: Tensor | None = None  # [V, H] this rank's gradient of a sharded head
         self._optimizer = torch.optim.AdamW(
             self._masters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
         self._pending = _Pending.none(self._device)
+        self._ordered = is_invariant(model)
+        self._gradients = Gradients(
+            [p for _, p in self._named], self._masters, self._head, ordered=self._ordered, alone=group.count == 1
+        )
 
     def forward_backward(
         self,
@@ -148,8 +153,8 @@ class Trainer:
                 to_device(on_batch, self._device),
                 temperature=to_device(temperature, self._device),
                 router_share=sum(tree.logical_tokens for tree in batch.trees) / tokens,
-                after_each=self._gather_gradients,
-                head_grad=self._head_grad,
+                after_each=self._gradients.gather if batch.pieces else None,
+                head_grad=self._gradients.of_head,
             )
 
         self._pending.single_term = len(terms) == 1
@@ -162,7 +167,7 @@ class Trainer:
             last: as for `forward_backward`.
         """
         if self._group.count > 1:
-            reduce_gradients(self.model, last)
+            reduce_gradients(self.model, last or self._ordered)
         if self._pending.batches == 0:
             self._enter(MODEL)
             self.model.train()
@@ -173,7 +178,7 @@ class Trainer:
             self._enter(None)
             raise
         self._enter(MODEL)
-        self._gather_gradients()
+        self._gradients.end_micro_batch()
         self._pending.add(out)
 
     def optim_step(self) -> Metrics:
@@ -198,8 +203,9 @@ class Trainer:
             self._enter(None)
 
     def _step(self, pending: _Pending) -> Metrics:
-        self._reduce_head_grad()
-        norm = _full(torch.nn.utils.clip_grad_norm_(self._masters, self.config.max_grad_norm))
+        self._gradients.finish()
+        clip = clip_by_rows if self._ordered else torch.nn.utils.clip_grad_norm_
+        norm = _full(clip(self._masters, self.config.max_grad_norm))
         lr = self._lr()
         self._enter(OPTIMIZER)  # again: `met` relates the last mark before the wait to the host's time
         pairs = [v for pair in pending.sums.values() for v in pair]
@@ -243,7 +249,7 @@ class Trainer:
     def drop_gradients(self) -> None:
         """Discard the micro-batches since the last `optim_step`, after an update was interrupted."""
         self._pending = _Pending.none(self._device)
-        self._whole_head_grad = None
+        self._gradients.drop()
         self._optimizer.zero_grad(set_to_none=True)
         for _, parameter in self._named:
             parameter.grad = None
@@ -298,36 +304,6 @@ class Trainer:
     def _lr(self) -> float:
         warmup = self.config.lr_warmup_steps
         return self.lr_scale * self.config.lr * min(1.0, (self.updates + 1) / warmup if warmup else 1.0)
-
-    def _head_grad(self) -> Tensor | None:
-        """Return the fp32 tensor to add the gradient of the head's weight to; None to leave that to autograd."""
-        if self._head is None:
-            return None
-        master = self._masters[self._head]
-        if isinstance(master, DTensor):
-            if self._whole_head_grad is None:
-                self._whole_head_grad = torch.zeros(master.shape, dtype=torch.float32, device=self._device)
-            return self._whole_head_grad
-        if master.grad is None and master is not self._named[self._head][1]:
-            master.grad = torch.zeros_like(master)
-        return master.grad
-
-    def _reduce_head_grad(self) -> None:
-        """Add the gradient of a sharded head, which the micro-batches have added up on each rank, to the others'."""
-        if self._head is None or self._whole_head_grad is None:
-            return
-        master = self._masters[self._head]
-        assert isinstance(master, DTensor)
-        total, self._whole_head_grad = added(self._whole_head_grad, master), None
-        master.grad = total if master.grad is None else master.grad.add_(total)
-
-    def _gather_gradients(self) -> None:
-        for (_, parameter), master in zip(self._named, self._masters, strict=True):
-            if master is parameter or parameter.grad is None:
-                continue
-            gradient = parameter.grad.float()
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-            parameter.grad = None
 
     def _apply(self) -> None:
         its = self.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..checks import Arguments
 from ..linear_logprob.head import few_rows
 
 DTYPES = (torch.float32, torch.bfloat16)
+Product = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
 
 def linear(
@@ -21,11 +23,12 @@ def linear(
     weight: Tensor,  # [N, K]
     bias: Tensor | None = None,  # [N]
 ) -> Tensor:  # [..., N]
-    """Compute ``x weight^T + bias`` on a CPU, each row with the same bits whatever the number of rows.
+    """Compute ``x weight^T + bias``, each row with the same bits whatever the number of rows.
 
-    csrc/cpu/few_rows.cpp multiplies up to `few_rows` rows. More rows are the library's where its product of this width
-    and depth was found to have the same bits (`library_agrees`), and its own elsewhere. Gradients are products of the
-    library, whose bits may depend on the number of rows.
+    On a CPU csrc/cpu/few_rows.cpp multiplies up to `few_rows` rows. More rows are the library's where its product of
+    this width and depth was found to have the same bits (`library_agrees`), and its own elsewhere. On a GPU one kernel
+    of Triton multiplies any number of rows (`triton.tile_of`). Gradients are products of the library, whose bits may
+    depend on the number of rows.
 
     Args:
         x: [..., K] float32 or bfloat16; copied where it is not contiguous.
@@ -34,7 +37,7 @@ def linear(
 
     Raises:
         ValueError, TypeError: a shape, dtype or device that does not fit.
-        BackendError: the C++ kernels are not built, another backend is named, or the tensors are not on a CPU.
+        BackendError: the C++ kernels are not built, Triton is not installed, or a backend is named that this op lacks.
     """
     check = Arguments("linear", "x", x)
     check.floats("x", x, dtypes=DTYPES)
@@ -42,40 +45,42 @@ def linear(
     check.floats("weight", weight, ("N", x.shape[-1]), " like x", (x.dtype,))
     if bias is not None:
         check.floats("bias", bias, (len(weight),), " like weight", (x.dtype,))
-    dispatch.choose("linear", {"cpu": linear}, x.device)
-    out: Tensor = _Linear.apply(x, weight, bias)
+    out: Tensor = _Linear.apply(x, weight, bias, dispatch.choose("linear", PRODUCTS, x.device))
     return out
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
         ctx.save_for_backward(x, weight)
-        rows = x.reshape(-1, x.shape[-1])
-        return _product(rows, weight.contiguous(), bias).view(*x.shape[:-1], len(weight))
+        rows, added = x.reshape(-1, x.shape[-1]).contiguous(), None if bias is None else bias.contiguous()
+        return product(rows, weight.contiguous(), added).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dy = dys[0].reshape(-1, len(weight))
-        need_x, need_weight, need_bias = ctx.needs_input_grad
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         dx = (dy @ weight).view(x.shape) if need_x else None
         dweight = dy.T @ x.reshape(-1, x.shape[-1]) if need_weight else None
-        return dx, dweight, dy.sum(0) if need_bias else None
+        return dx, dweight, dy.sum(0) if need_bias else None, None
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # [M, K], [N, K], [N] -> [M, N]
+def _on_a_cpu(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # [M, K], [N, K], [N] -> [M, N]
     if len(rows) > few_rows() and library_agrees(len(weight), weight.shape[1], weight.dtype, bias is not None):
-        return F.linear(rows.contiguous(), weight, bias)
+        return F.linear(rows, weight, bias)
     return _own(rows, weight, bias)
 
 
 def _own(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = rows.new_empty(len(rows), len(weight))
     if out.numel():
-        own_bias = None if bias is None else bias.contiguous()
-        torch.ops.rolltree_cpu.linear(rows.contiguous(), weight, own_bias, out)
+        torch.ops.rolltree_cpu.linear(rows, weight, bias, out)
     return out
+
+
+PRODUCTS: dict[str, Product] = {"cpu": _on_a_cpu, "triton": dispatch.imported(__package__, "triton", "linear")}
+"""Backends, for contiguous operands: [M, K], [N, K], [N] -> [M, N]."""
 
 
 def library_agrees(width: int, depth: int, dtype: torch.dtype, biased: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Triton kernels compile ahead of time without spilling in a loop, although no GPU is there.
+"""Triton kernels compile ahead of time, without spilling in a loop and without atomics, although no GPU is there.
 
 The default tests compile a sample for sm_90 (`harness.SAMPLE`); `make aot` compiles all cases for sm_80, sm_90 and
 sm_100. The main loops of the main kernels compute nothing twice, do not wait for the copy they have just issued, copy

@@ -73,6 +73,19 @@ def test_reads_every_kernel_and_its_innermost_loops() -> None:
     assert plain.main_loops[0].tensor == {"HMMA.16816": 1}
 
 
+def test_atomics_are_seen() -> None:
+    main, plain = parse(CODE, USAGE)
+    assert main.atomics == plain.atomics == []
+    added = """        /*0055*/              @!P0 RED.E.ADD.F32.FTZ.RN.STRONG.GPU [R2.64], R5 ;
+        /*0056*/                   ATOMG.E.ADD.STRONG.GPU PT, R3, [R2.64], R5 ;
+        /*0057*/                   REDUX.SUM UR4, R5 ;
+        /*0058*/                   ATOMS.OR RZ, [UR5], R4 ;
+        /*0060*/               @P0 BRA `(.L_x_11) ;"""
+    place = "        /*0060*/               @P0 BRA `(.L_x_11) ;"
+    (_, found) = parse(CODE.replace(place, added), USAGE)
+    assert found.atomics == ["RED.E.ADD.F32.FTZ.RN.STRONG.GPU", "ATOMG.E.ADD.STRONG.GPU"]
+
+
 def test_counts_of_a_loop(loop: Loop) -> None:
     assert loop.count == 13
     assert loop.tensor == {"HGMMA.64x64x16": 1, "HGMMA.64x32x16": 1, "HGMMA.64x128x16": 1}

@@ -87,17 +87,17 @@ def save(directory: Path) -> Path:
     return directory
 
 
-def serve(directory: Path) -> None:
+def serve(directory: Path, flags: tuple[str, ...] = ()) -> None:
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"
     command = ["serve", str(directory), "--name", "tiny", "--port", "0", "--dtype", "float32", "--device", "cpu"]
-    main([*command, "--kv_tokens", "4096"])
+    main([*command, "--kv_tokens", "4096", *flags])
 
 
 @contextmanager
-def as_process(directory: Path) -> Iterator[tuple[Any, str]]:
+def as_process(directory: Path, *flags: str) -> Iterator[tuple[Any, str]]:
     """`rolltree serve` of a model, and its URL."""
-    with forked(serve, directory) as (process, printed):
+    with forked(serve, directory, flags) as (process, printed):
         said = ""
         while "serving at " not in said:
             said = printed.readline()

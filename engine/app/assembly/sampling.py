@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...data.tree import TokenTree
 from ...errors import UserError
 from ...fleet.fleet import Fleet
 from ...fleet.publication import Publication, Trained
@@ -23,7 +24,7 @@ from ...loop.sampling import SamplingParts
 from ...methods.groups import GROUP_CALLBACKS, GroupCallback, HintLadder
 from ...methods.schedules import Schedule, at_step, find_schedule, scheduled
 from ...model import routes
-from ...model.invariant.check import RESPONSES, TOKENS, differing, sample_prompts
+from ...model.invariant.check import RESPONSES, TOKENS, check_invariant, differing, sample_prompts
 from ...model.invariant.install import make_invariant
 from ...model.loading import choose_device, load_model, load_tokenizer
 from ...model.lora import add_lora
@@ -231,18 +232,18 @@ def check_sampler(model: PreTrainedModel) -> None:
     Raises:
         UserError: they differ.
     """
-    if (where := other_bits(model)) is not None:
-        raise UserError(
-            f"model.batch_invariant does not hold for {type(model).__name__}: {where} gives a token other bits among "
-            "other rows; leave the key out, or use another model."
-        )
+    check_invariant(model, _sampled(model))
 
 
 def other_bits(model: PreTrainedModel) -> str | None:
     """Return where log-probs that a native engine of ``model`` samples have other bits in training, as `differing`."""
+    return differing(model, _sampled(model))
+
+
+def _sampled(model: PreTrainedModel) -> list[TokenTree]:
     engine = NativeEngine(model, config=EngineConfig(kv_tokens=4096))
     params = SamplingParams(n=RESPONSES, max_new_tokens=TOKENS, ignore_eos=True, seed=0)
-    return differing(model, engine.generate(sample_prompts(model), params))
+    return engine.generate(sample_prompts(model), params)
 
 
 def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedModel:

@@ -16,6 +16,7 @@ from ...errors import UserError
 from ...model.loading import choose_device, load_model, load_tokenizer
 from ...protocols.keys import VARIABLE, check_key
 from ...rollout import EngineConfig, NativeEngine
+from ..assembly.sampling import check_sampler
 from .app import make_app
 
 GRACE_S = 2
@@ -54,6 +55,7 @@ def serve(
     device: str,
     kv_tokens: int,
     debug: bool,
+    batch_invariant: bool = False,
     tinker: Path | None = None,
     tinker_full: bool = False,
 ) -> None:
@@ -69,12 +71,13 @@ def serve(
         device: "auto", "cpu" or "cuda".
         kv_tokens: capacity of the KV cache, in tokens.
         debug: log all requests.
+        batch_invariant: give a token's log-prob the same bits whatever is served beside it (docs/exactness.md).
         tinker: directory of what a training service with Tinker's API keeps; None: no such service.
         tinker_full: it trains all weights of one model in place of adapters.
 
     Raises:
-        UserError: the model, its tokenizer, the sizes, the address or the key cannot be used, or the address is not a
-            loopback one and there is no key.
+        UserError: the model, its tokenizer, the sizes, the address or the key cannot be used, the address is not a
+            loopback one and there is no key, or the model is not batch-invariant and should be.
     """
     try:
         config = EngineConfig(kv_tokens=kv_tokens)
@@ -87,10 +90,14 @@ def serve(
         raise UserError("Tinker's client sends no key that does not begin with 'tml-'; give --api_key one that does.")
     if tinker_full and (tinker is None or dtype != "float32"):
         raise UserError("--tinker_full needs --tinker, and --dtype float32, in which all weights are trained.")
+    if tinker is not None and batch_invariant:
+        raise UserError("--batch_invariant does not hold for the adapters of --tinker yet; leave one of them out.")
     tokenizer = load_tokenizer(path)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes this of a directory without a tokenizer
         raise UserError(f"'{path}' has no tokenizer, which a server needs; save the tokenizer in the same directory.")
-    model = load_model(path, dtype=getattr(torch, dtype), device=choose_device(device))
+    model = load_model(path, dtype=getattr(torch, dtype), device=choose_device(device), batch_invariant=batch_invariant)
+    if batch_invariant:
+        check_sampler(model)
     engine, name = NativeEngine(model, tokenizer, config), name or Path(path).resolve().name
     training = None
     if tinker is not None:

@@ -17,6 +17,7 @@ from ...batches.batch import TreeBatch
 from ...batches.pack import pack
 from ...data.columns import Array
 from ...data.tree import TokenTree
+from ...errors import UserError
 from ..decoder import unchecked_logprob
 from ..head import decoder_of
 from ..self_check import usual_tokens
@@ -37,6 +38,14 @@ def sample_prompts(model: PreTrainedModel) -> list[list[int]]:
     longest = max(min(LENGTH, positions - TOKENS), 1)
     lengths = [max(longest - i % 7, 1) for i in range(few_rows() // longest + 1)]
     return [usual[draw.integers(len(usual), size=n)].tolist() for n in lengths]
+
+
+def given_trees(model: PreTrainedModel) -> list[TokenTree]:
+    """Return trees of random tokens that no sampler has recorded."""
+    usual = usual_tokens(model.config)
+    draw = np.random.default_rng(1)
+    responses = usual[draw.integers(len(usual), size=(RESPONSES, TOKENS))].tolist()
+    return [TokenTree.from_sequences(prompt, responses) for prompt in sample_prompts(model)]
 
 
 @torch.no_grad()
@@ -65,6 +74,19 @@ def differing(model: PreTrainedModel, trees: Sequence[TokenTree]) -> str | None:
         return None
     finally:
         model.train(was_training)
+
+
+def check_invariant(model: PreTrainedModel, trees: Sequence[TokenTree]) -> None:
+    """Check that `differing` finds nothing in sampled ``trees``.
+
+    Raises:
+        UserError: it does.
+    """
+    if (where := differing(model, trees)) is not None:
+        raise UserError(
+            f"model.batch_invariant does not hold for {type(model).__name__}: {where} gives a token other bits among "
+            "other rows; leave the key out, or use another model."
+        )
 
 
 Values = dict[tuple[int, int], Array]  # log-probs of a response, by tree and leaf

@@ -46,6 +46,11 @@ def fixed_order() -> Iterator[None]:
         _within.reset(token)
 
 
+def within_fixed_order() -> bool:
+    """Return whether the caller is within the block of a `fixed_order`."""
+    return _within.get()
+
+
 class _Replacing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         replaced = REPLACED.get(func)

@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from rolltree.engine import TokenTree, batch_loss, pack
 from rolltree.engine.batches.cost import CostModel
-from rolltree.engine.batches.distribute import distribute
+from rolltree.engine.batches.distribute import deal, distribute
 from rolltree.engine.model import varlen
 from rolltree.kernels import Objective, tree_attention
 
@@ -122,6 +122,17 @@ def test_ranks_get_equal_work_and_equally_many_batches() -> None:
     assert [sorted(i for b in batches for i in b.tree_index) for batches in few if batches[0].trees] == [[0], [1], [2]]
     assert len({len(batches) for batches in few}) == 1
     assert distribute([], 4, cost, max_tokens=600) == [[], [], [], []]
+
+
+def test_ranks_take_the_batches_of_one_process_in_turn() -> None:
+    trees = [group(10 + i, 5, 3) for i in range(9)]
+    batches = pack(trees, max_tokens=60)
+    assert len(batches) % 2 == 1
+    first, second = deal(trees, 2, max_tokens=60)
+    assert [b.tree_index for b in first] == [b.tree_index for b in batches[::2]]
+    assert [b.tree_index for b in second] == [*(b.tree_index for b in batches[1::2]), ()]
+    assert not second[-1].loss_mask.any()
+    assert deal([], 2, max_tokens=60) == [[], []]
 
 
 def test_the_ranks_together_learn_what_one_would() -> None:

@@ -31,7 +31,7 @@ from rolltree.engine.model import sharding
 from rolltree.engine.prompts.sources import PromptSource
 from rolltree.engine.record.metrics import Stopwatch, Sums
 from rolltree.engine.train import checkpoint
-from rolltree.engine.train import trainer as training
+from rolltree.engine.train import gradients as gradients_module
 from rolltree.engine.train.group import ALONE, Group
 
 from ...support.ranks import run_ranks
@@ -112,6 +112,17 @@ CASES = {
         given=3,
     ),
 }
+SMALL = ("--model.batch_invariant=true", "--trainer.max_tokens=96", "--trainer.max_grad_norm=0.01")
+EXACT = {
+    "equal bits, two updates": Case((*SMALL, "--trainer.updates_per_step=2"), groups=7),
+    "equal bits, bf16": Case((*SMALL, "--model.dtype=bfloat16", "--algorithm.drop_zero_variance=false"), groups=7),
+    "equal bits, untied, a critic": Case(
+        (*SMALL, "--algorithm.objective=ppo", "--algorithm.advantage=gae", "--roles.critic={lr=1e-3}"), tied=False
+    ),
+    "equal bits, an adapter": Case((*SMALL, "--model.lora={rank=4,alpha=8.0}"), groups=7),
+}
+"""Cases in which two ranks learn the bits of one process; gradients are clipped by their norm."""
+CASES |= EXACT
 FIXED = ("--algorithm.advantage=group_norm", "--trainer.max_grad_norm=1e9")
 USER = """
 import numpy as np
@@ -318,7 +329,7 @@ def _of_own(batch: Any) -> Any:
 
 
 _silent = distributing._silent
-HEAD = (training, "added", _averaged)
+HEAD = (gradients_module, "added", _averaged)
 MUTANTS: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     "gradients averaged": (
         "tokens, two updates",

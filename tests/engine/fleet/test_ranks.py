@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rolltree.engine import UserError
 from rolltree.engine.record.metrics import Sums
@@ -18,6 +19,7 @@ from rolltree.engine.train.group import ALONE, Group
 from ...support.tiny import ROOT, write_run
 from .rank_runs import (
     CASES,
+    EXACT,
     MUTANTS,
     OWN,
     RESUMED,
@@ -95,6 +97,23 @@ def test_two_ranks_learn_what_one_process_learns(
 ) -> None:
     for rank in two:
         assert differences(one[case], rank[case]) == {}
+
+
+def same_bits(one: Result, other: Result) -> bool:
+    return all(
+        torch.equal(tensor, theirs[name])
+        for ours, theirs in ((one.weights, other.weights), (one.gradients, other.gradients))
+        for name, tensor in ours.items()
+    )
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("case", EXACT)
+def test_two_ranks_of_a_batch_invariant_model_learn_the_same_bits(
+    case: str, one: dict[str, Result], two: list[dict[str, Result]]
+) -> None:
+    assert all(same_bits(one[case], rank[case]) for rank in two)
+    assert not same_bits(one["tokens, two updates"], two[0]["tokens, two updates"])  # without the key
 
 
 @pytest.mark.check(but=1)

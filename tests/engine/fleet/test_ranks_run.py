@@ -35,7 +35,7 @@ from rolltree.engine.fleet.ranks import Ranks
 from rolltree.engine.fleet.workers import InThreads, LostError, Worker
 from rolltree.engine.learn.learning import RanksLostError
 from rolltree.engine.loop.orchestrator import Orchestrator
-from rolltree.engine.train.checkpoint import Saved
+from rolltree.engine.train.checkpoint import Saved, read_tensors
 from rolltree.engine.train.group import ALONE, Group
 
 from ...support.forked import Forked
@@ -102,14 +102,20 @@ class Started(InThreads):
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Started:
-    made, lock, load_model = Started(), threading.Lock(), build_sampling.load_model
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let threads load models one after the other: transformers changes torch's functions meanwhile."""
+    lock, load_model = threading.Lock(), build_sampling.load_model
 
-    def one_at_a_time(*args: Any, **options: Any) -> Any:  # transformers changes torch's functions meanwhile
+    def load(*args: Any, **options: Any) -> Any:
         with lock:
             return load_model(*args, **options)
 
-    monkeypatch.setattr(build_sampling, "load_model", one_at_a_time)
+    monkeypatch.setattr(build_sampling, "load_model", load)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch, one_at_a_time: None) -> Started:
+    made = Started()
     monkeypatch.setattr(build, "make_workers", lambda config: made)
     monkeypatch.setattr(build_workers, "Rank", Replica)
     return made
@@ -388,7 +394,7 @@ def test_ranks_need_engines(toml: Path) -> None:
 
 
 @pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> Forked:
+def processes(monkeypatch: pytest.MonkeyPatch, one_at_a_time: None) -> Forked:
     made = Forked()
     monkeypatch.setattr(build, "make_workers", lambda config: made)
     return made
@@ -532,3 +538,19 @@ def test_one_share_for_all_ranks_gives_other_weights(toml: Path, processes: Fork
     (one, _), (two, _) = train(toml, [*few, "--name=one", of]), train(toml, [*few, "--name=two", *TWO, of])
     with pytest.raises(AssertionError):
         assert_close(two.run_dir, one.run_dir, WITHIN)
+
+
+@pytest.mark.slow
+def test_batch_invariant_processes_learn_the_same_bits(toml: Path, processes: Forked, tmp_path: Path) -> None:
+    """Two engines and two ranks, against one process: tokens, their log-probs, weights and moments of the optimiser."""
+    exact = [*SHORT, "--model.batch_invariant=true", "--trainer.max_tokens=96", "--trainer.max_grad_norm=0.01"]
+    one, _ = train(toml, [f"--output_dir={tmp_path}/one", *exact])
+    two, _ = train(toml, [f"--output_dir={tmp_path}/two", *exact, "--rollout.engines=2", "--trainer.ranks=2"])
+    assert len(processes.ranks) == 2
+    assert_close(two.run_dir, one.run_dir, 0)
+    for file in sorted((one.run_dir / "rollouts").glob("*.parquet")):
+        ours, theirs = (pq.read_table(run.run_dir / "rollouts" / file.name).to_pydict() for run in (two, one))
+        assert repr(ours) == repr(theirs), file.name
+    last = max((one.run_dir / "checkpoints").glob("step_*")).name
+    got, expected = (read_tensors(run.run_dir / "checkpoints" / last / "learner") for run in (two, one))
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())

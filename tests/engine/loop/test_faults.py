@@ -21,7 +21,7 @@ from rolltree.engine.errors import RunError
 from rolltree.engine.learn.learner import Learner
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.train import checkpoint
-from rolltree.engine.train.trainer import Trainer
+from rolltree.engine.train.gradients import Gradients
 
 from ...support.tiny import write_run
 
@@ -130,10 +130,10 @@ def test_a_verifiers_process_that_is_killed_is_replaced(toml, tmp_path, monkeypa
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_an_update_whose_gradient_is_not_finite_is_skipped(toml, tmp_path, monkeypatch, bad: float) -> None:
-    gather, done = Trainer._gather_gradients, []
+    end, done = Gradients.end_micro_batch, []
 
-    def spoils(self: Trainer) -> None:
-        gather(self)
+    def spoils(self: Gradients) -> None:
+        end(self)
         if not done:
             done.append(True)
             next(m for m in self._masters if m.grad is not None).grad.view(-1)[0] = bad
@@ -147,7 +147,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped(toml, tmp_path, monke
         seen.append(all(torch.equal(a, b) for a, b in zip(before, run.learner.model.parameters(), strict=True)))
         end_step(self, batch, weights, version, others)
 
-    monkeypatch.setattr(Trainer, "_gather_gradients", spoils)
+    monkeypatch.setattr(Gradients, "end_micro_batch", spoils)
     monkeypatch.setattr(Controller, "end_step", looks)
     run.run()
     skipped = [row.get("actor/skipped_updates") for row in untimed(run) if "actor/skipped_updates" in row]

@@ -36,6 +36,7 @@ SAMPLE = (
     "decode merge D128",
     "decode partial D64 bf16",
     "gradient fp32 bf16 options V=151936",
+    "linear 4096x12288 bf16",
     "mamba scan D128 V64 bf16",
     "norm gradient 128 bf16",
     "ppo k3 mask",
@@ -127,7 +128,8 @@ def cases(op: str) -> list[AotCase]:
 
 
 def compile_case(case: AotCase, arch: int) -> AotResult:
-    """Compile for ``sm_<arch>`` and check: no spills, shared memory within the limit; wgmma and loops on sm_90."""
+    """Compile for ``sm_<arch>`` and check: no spills and no atomics, shared memory within the limit; wgmma and loops on
+    sm_90."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -160,6 +162,8 @@ def compile_case(case: AotCase, arch: int) -> AotResult:
     problems = []
     if code.spills:
         problems.append(f"spills registers in a loop, {code.stack} bytes of stack a thread")
+    if code.atomics:
+        problems.append(f"adds in the order in which programs arrive: {', '.join(sorted(set(code.atomics)))}")
     if shared > SHARED_LIMIT[arch]:
         problems.append(f"needs {shared} bytes of shared memory, sm_{arch} has {SHARED_LIMIT[arch]}")
     if arch not in READ:

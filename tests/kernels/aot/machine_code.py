@@ -90,6 +90,10 @@ class Modelled:
         return flops / self.serial, flops / self.overlapped
 
 
+ATOMICS = ("RED", "REDG", "REDS", "ATOM", "ATOMG", "ATOMS", "UBLKRED", "UTMAREDG")
+"""Atomic operations on memory: of a thread, in bulk, and of the tensor memory accelerator. REDUX is none."""
+
+
 @dataclass(frozen=True)
 class Loop:
     instructions: tuple[Instruction, ...]
@@ -231,6 +235,11 @@ class Kernel:
     def spills(self) -> bool:
         """Return True if registers are spilled inside a loop, or anywhere in a kernel without one."""
         return any(loop.local for loop in self.loops) if self.loops else self.stack > 0
+
+    @property
+    def atomics(self) -> list[str]:
+        """Return the instructions whose result depends on the order in which threads arrive; AND and OR have none."""
+        return [i.opcode for i in self.instructions if i.name in ATOMICS and not i.opcode.endswith((".AND", ".OR"))]
 
     def ways(self) -> Iterator[tuple[Instruction, ...]]:
         """Return the instructions on every way through the kernel: both sides of branches and exits, each loop once."""

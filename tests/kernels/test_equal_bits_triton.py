@@ -1,0 +1,189 @@
+"""What sampling and training would share on a GPU: a row's results have the same bits whatever the other rows are."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rolltree.kernels import DecodePlan, sample_tokens, tree_attention, tree_decode_attention, use_backend
+from rolltree.kernels.layer_ops import rms_norm, silu_mul
+from rolltree.kernels.linear import linear
+from rolltree.kernels.linear import triton as backend
+from rolltree.kernels.linear_logprob import logprob_from_logits
+
+from .on_device import device_of, needs_triton
+
+pytestmark = needs_triton
+
+ROWS = (1, 3, 64, 257)
+SHAPES = [(1, 1), (7, 33), (65, 64), (130, 577)]  # width, depth
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def operands(N: int, K: int, dtype: torch.dtype, rows: int = ROWS[-1] + 5) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x [rows, K], weight [N, K] and bias [N]."""
+    random = torch.Generator().manual_seed(N * K)
+    x, weight, bias = (torch.randn(*shape, generator=random) for shape in ((rows, K), (N, K), (N,)))
+    return tuple(t.to(device_of("triton"), dtype) for t in (x, weight, bias))  # type: ignore[return-value]
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The kernel's sums in PyTorch: blocks of the depth in fp32, one after the other, then the bias."""
+    size = backend.tile_of(*weight.shape, x.dtype).depth
+    total = torch.zeros(len(x), len(weight), device=x.device)
+    for rows, columns in zip(x.float().split(size, 1), weight.float().split(size, 1), strict=True):
+        total += rows @ columns.T
+    return (total if bias is None else total + bias.float()).to(x.dtype)
+
+
+@pytest.mark.check(but=6)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("N", "K"), SHAPES)
+def test_a_row_does_not_see_the_others(N: int, K: int, dtype: torch.dtype, biased: bool) -> None:
+    x, weight, bias = operands(N, K, dtype)
+    given = bias if biased else None
+    with use_backend("triton"):
+        whole = linear(x, weight, given)
+        for rows in ROWS:
+            assert torch.equal(linear(x[5 : 5 + rows], weight, given), whole[5 : 5 + rows]), rows
+    exact = x.double() @ weight.double().T + (bias.double() if biased else 0)
+    error, theirs = ((t.double() - exact).abs().max() for t in (whole, plain(x, weight, given)))
+    assert error <= 2 * theirs + 2**-22 * exact.abs().max()
+
+
+def test_other_tiles_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests above would see if the sums along the depth depended on the number of rows."""
+    x, weight, _ = operands(130, 577, torch.float32, 3)
+    with use_backend("triton"):
+        whole = linear(x, weight)
+        monkeypatch.setattr(backend, "tile_of", lambda *_: backend.Tile(64, 64, 32, 4, 3))
+        assert not torch.equal(linear(x, weight), whole)
+
+
+@pytest.mark.parametrize("depth", [16, 4096])
+def test_no_program_shares_a_sum(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are as many programs as tiles of the result, however deep the sums are."""
+    grids: list[Any] = []
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *_, **options: grids.append((grid, options["ROWS"], options["COLUMNS"]))
+
+    monkeypatch.setattr(backend, "linear_kernel", Kernel())
+    for rows in ROWS:
+        backend.linear(torch.empty(rows, depth), torch.empty(200, depth), None)
+    tiles = {(high, wide) for _, high, wide in grids}
+    ((high, wide),) = tiles  # one for all numbers of rows
+    assert [grid for grid, *_ in grids] == [(-(-rows // high) * -(-200 // wide),) for rows in ROWS]
+
+
+def test_gradients_and_layouts() -> None:
+    leaves = [t.requires_grad_() for t in operands(20, 24, torch.float32, 6)]
+    with use_backend("triton"):
+        out = linear(leaves[0].view(2, 3, 24), *leaves[1:])
+        found = torch.autograd.grad((out**2).sum(), leaves)
+        across = linear(leaves[0].T.contiguous().T, leaves[1].T.contiguous().T, leaves[2])
+        assert torch.equal(across, out.view(6, 20))
+        assert linear(leaves[0][:0], leaves[1]).shape == (0, 20)
+    want = torch.autograd.grad((torch.nn.functional.linear(*leaves) ** 2).sum(), leaves)
+    for got, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(got, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.check(but=1)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_log_probs_do_not_see_other_rows(dtype: torch.dtype) -> None:
+    """Those of sampling and those of scoring, which are not yet each other's: a reason why GPUs are refused."""
+    hidden, weight, _ = operands(203, 48, dtype)
+    weight *= 0.3
+    numbers = torch.arange(len(hidden), device=hidden.device)
+    temperature = 0.5 + (numbers % 3).float() / 2
+
+    def drawn(rows: slice) -> tuple[Any, Any]:
+        logits, own = linear(hidden[rows], weight).float(), numbers[rows]
+        few = sample_tokens(logits, temperature=temperature[rows], seed=own, step=torch.zeros_like(own))
+        return few, logprob_from_logits(logits, few.token, temperature=temperature[rows], want=("entropy",))
+
+    with use_backend("triton"):
+        whole, scored = drawn(slice(None))
+        for rows in ROWS:
+            some = slice(5, 5 + rows)
+            few, again = drawn(some)
+            assert torch.equal(few.token, whole.token[some])
+            assert torch.equal(few.logprob, whole.logprob[some])
+            assert torch.equal(few.entropy, whole.entropy[some])
+            assert torch.equal(again.logprob, scored.logprob[some])
+            assert torch.equal(again.entropy, scored.entropy[some])
+    torch.testing.assert_close(whole.logprob, scored.logprob, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(whole.logprob, scored.logprob)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_do_not_see_other_rows(dtype: torch.dtype) -> None:
+    x, _, weight = operands(50, 50, dtype)
+    with use_backend("triton"):
+        norm, unit = rms_norm(x, weight, 1e-6), silu_mul(x, x.flip(1).contiguous())
+        for rows in ROWS:
+            own = x[5 : 5 + rows]
+            assert torch.equal(rms_norm(own, weight, 1e-6), norm[5 : 5 + rows])
+            assert torch.equal(silu_mul(own, own.flip(1).contiguous()), unit[5 : 5 + rows])
+
+
+SHARED, PAGE = 70, 16
+"""Keys of the node that all rows share, and of a page."""
+
+
+def decoded(rows: list[int], q: Tensor, pages: Tensor) -> Tensor:
+    """Return the attention of some of the rows: 7 r + 1 keys of its own follow the shared ones of row r."""
+    lengths, count, shared = [7 * r + 1 for r in rows], len(rows), list(range(-(-SHARED // PAGE)))
+    own = [[20 + 4 * r + i for i in range(-(-length // PAGE))] for r, length in zip(rows, lengths, strict=True)]
+    indptr = [0, *np.cumsum([len(shared), *map(len, own)])]
+    arrays = [
+        indptr,
+        [*shared, *(page for of_row in own for page in of_row)],
+        [0] * (count + 1),
+        [SHARED, *lengths],
+        [0, *[SHARED] * count],
+        [0, *range(count)],
+        [count, *range(1, count + 1)],
+        [SHARED + n - 1 for n in lengths],
+    ]
+    plan = DecodePlan.from_host([np.array(a, np.int32) for a in arrays], q.device)
+    return tree_decode_attention(q[rows], pages[0], pages[1], plan, scale=0.25)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decoded_rows_do_not_see_others(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    q, pages = torch.randn(8, 4, 16, generator=random), torch.randn(2, 60, PAGE, 2, 16, generator=random)
+    q, pages = (t.to(device_of("triton"), dtype) for t in (q, pages))
+    with use_backend("triton"):
+        whole = decoded(list(range(8)), q, pages)
+        for rows in ([0], [3], [1, 4, 7], [5, 6]):
+            assert torch.equal(decoded(rows, q, pages), whole[rows])
+
+
+def test_trained_attention_has_another_order_than_decoding() -> None:
+    """The other reason why GPUs are refused; once this fails, attention is none any more."""
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(SHARED, heads, 16, generator=random).to(device_of("triton")) for heads in (4, 2, 2))
+    pages = torch.zeros(2, -(-SHARED // PAGE) * PAGE, 2, 16, device=q.device)
+    pages[0, :SHARED], pages[1, :SHARED] = k, v
+    cut = 33  # a node ends here in the cache
+    places = [[0, 3, 6], [0, 1, 2, 2, 3, 4], [0, cut % PAGE]]
+    arrays = [*places, [cut, SHARED - cut], [0, cut], [0, 0], [1, 1], [SHARED - 1]]
+    plan = DecodePlan.from_host([np.array(a, np.int32) for a in arrays], q.device)
+    k_pages, v_pages = pages.view(2, -1, PAGE, 2, 16)
+    with use_backend("triton"):
+        trained = tree_attention(q, k, v, torch.full((SHARED,), SHARED, dtype=torch.int32, device=q.device), scale=0.25)
+        (sampled,) = tree_decode_attention(q[-1:], k_pages, v_pages, plan, scale=0.25)[0]
+    torch.testing.assert_close(sampled, trained[-1], rtol=1e-5, atol=1e-6)
+    assert not torch.equal(sampled, trained[-1])
