@@ -34,10 +34,15 @@ struct Task {
     rows->multiply(product, first, last);
     if (!sums) return;
     const int64_t width = product.width, from = first * kColumns, to = std::min(last * kColumns, width);
-    for (int64_t row = 0; row < count; ++row)
-      for (int64_t at = row * width + from; at < row * width + to; ++at)
-        sums[at] = rounded<T>(sums[at] + rounded<T>(product.out[at] * scale));
+    for (int64_t row = 0; row < count; ++row) {
+      float* sum = sums + row * width;
+      const float* found = product.out + row * width;
+      int64_t at = from;
+      for (; at + kLanes <= to; at += kLanes) store(sum + at, added(load(sum + at), load(found + at)));
+      if (at < to) store_some(sum + at, added(load_some(sum + at, to - at), load_some(found + at, to - at)), to - at);
+    }
   }
+  Vec added(Vec sum, Vec found) const { return rounded<T>(sum + rounded<T>(found * scale)); }
 };
 
 // Computes tasks block by block in parallel: the matrices of one are too small to keep all threads busy.

@@ -119,6 +119,7 @@ def test_the_layers_are_one_call_with_and_without_adapters(monkeypatch: pytest.M
     assert not any(runs)
 
 
+@pytest.mark.check
 def test_a_tree_of_each_adapter_with_drafts() -> None:
     native = make(drafts=DraftConfig(rows=4096, remembered=4096))
     program = TreePO(segment_tokens=5, max_depth=4, branch=2, init=2)
@@ -142,6 +143,7 @@ def test_padded_steps_have_the_same_rows() -> None:
 
 
 @needs_triton
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("graphs", [True, False])
 def test_tiles_of_a_step_give_triton_the_same_rows(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's products, which read the tiles of the step's vector, in place of the CPU's; padded and as they are."""
