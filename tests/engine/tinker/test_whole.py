@@ -205,7 +205,7 @@ def test_a_cancelled_change_of_weights_leaves_no_others_to_the_next_request(sour
 
     async def enter(whole: Whole, place: Path | None) -> float:
         async with whole.lent(place, None):
-            return float(engine.model.model.norm.weight[0])
+            return float(engine.model.model.norm.weight[0].detach())
 
     async def run() -> list[float]:
         whole = Whole(engine, Calls(), source)  # type: ignore[arg-type]
