@@ -1,7 +1,6 @@
 """The command line ``rolltree bench [op ...] [--quick] [--cases REGEX] [--out DIR]``.
 
-``rolltree bench job``, ``rolltree bench curves``, ``rolltree bench plot`` and ``rolltree bench simulate`` have command
-lines of their own.
+``rolltree bench job``, ``curves``, ``plot``, ``simulate`` and ``tinker`` have command lines of their own.
 """
 
 from __future__ import annotations
@@ -64,7 +63,13 @@ FIRST = (
 """The ops that run, in small cases, if none is named."""
 
 
-OWN = {"job": ".runs.job", "curves": ".runs.curves", "plot": ".plot", "simulate": ".runs.simulate"}
+OWN = {
+    "job": ".runs.job",
+    "curves": ".runs.curves",
+    "plot": ".plot",
+    "simulate": ".runs.simulate",
+    "tinker": ".runs.tinker_service",
+}
 """Subcommands with their own command lines, and their modules."""
 
 
@@ -125,7 +130,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="rolltree bench",
         description="Time the ops against their peers and limits.",
         epilog="rolltree bench job: a whole job by several trainers; rolltree bench curves: whole runs of recipes; "
-        "rolltree bench plot: pictures of recorded rows; rolltree bench simulate: runs on many GPUs",
+        "rolltree bench plot: pictures of recorded rows; rolltree bench simulate: runs on many GPUs; "
+        "rolltree bench tinker: the training service through Tinker's client",
     )
     parser.add_argument(
         "ops", nargs="*", metavar="op", help=f"one of {', '.join(OPS)}; or all; default: some of them, --quick"

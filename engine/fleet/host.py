@@ -9,6 +9,7 @@ step fails all unfinished jobs with it and is logged once; the thread continues.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import queue
@@ -36,6 +37,8 @@ from .questions import Question, Questions
 T = TypeVar("T")
 PAUSE_S = 0.005
 """Seconds between polls of a paused engine."""
+TURN_S = 0.05
+"""Seconds after which no further command begins before a step, so that long ones of several clients leave it a turn."""
 log = logging.getLogger("rolltree.host")
 
 
@@ -268,15 +271,16 @@ class Host:
                 self._supervise(error)
 
     def _work(self) -> None:
-        """Run the queued commands, waiting for one if the engine is idle, then compute a step."""
+        """Run queued commands for `TURN_S`, waiting for one if the engine is idle, then compute a step."""
         self._working = self.engine.loop.busy
-        block = not self._working
-        while not self._ending:
+        block, until = not self._working, math.inf
+        while not self._ending and time.monotonic() < until:
             try:
                 command = self._commands.get(block=block)
             except queue.Empty:
                 break
             self._working, self._alive_at, block = True, time.monotonic(), False
+            until = min(until, self._alive_at + TURN_S)
             command()
         self._begin()
         if self._ending or not self.engine.loop.busy:

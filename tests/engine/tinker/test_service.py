@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -88,21 +89,57 @@ def test_numbers_of_adapters_are_given_again_without_their_keys(monkeypatch: pyt
 
 
 @pytest.mark.check
-def test_a_long_training_request_does_not_hold_up_samples(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("trainers", [1, 4])
+def test_long_training_requests_do_not_hold_up_samples(
+    url: str, trainers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rolltree.engine.tinker import compute
 
     monkeypatch.setattr("rolltree.engine.tinker.training.shares", lambda data: compute.shares(data, 16))
     service = client(url)
-    trained = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+    each = [service.create_lora_training_client("tiny", rank=2, seed=1).result() for _ in range(trainers)]
     sampler = service.create_sampling_client(base_model="tiny").result()
     some = [example([i, *IDS[1:]], 5) for i in range(60)]  # as many micro-batches
-    loss = trained.forward_backward(some, "cross_entropy")
-    while httpx.get(f"{url}/health").json()["outstanding"] == 0:
+    losses = [trained.forward_backward(some, "cross_entropy") for trained in each]
+    while httpx.get(f"{url}/health").json()["outstanding"] < trainers:
         time.sleep(0.005)
     params = types.SamplingParams(max_tokens=4, seed=1, stop=[])
     assert len(sampler.sample(tokens(IDS), 1, params).result().sequences[0].tokens) == 4
-    assert not loss.future().done()
-    assert len(loss.result().loss_fn_outputs) == 60
+    assert not any(loss.future().done() for loss in losses)
+    assert [len(loss.result().loss_fn_outputs) for loss in losses] == [60] * trainers
+
+
+@pytest.mark.check
+def test_many_clients_at_once_are_each_alone_and_none_waits_for_another_s_end(url: str) -> None:
+    count, steps, params = 16, 4, types.SamplingParams(max_tokens=6, seed=5, stop=[])
+    ends: list[tuple[int, int]] = []  # client and step, in the order of their ends
+
+    def made(i: int, turn: str) -> tinker.TrainingClient:
+        return client(url, f"tml-{turn}-{i}").create_lora_training_client("tiny", rank=2 + i % 3, seed=i).result()
+
+    def work(i: int, trained: tinker.TrainingClient) -> list[float]:
+        found: list[float] = []
+        for step in range(steps):
+            some = [example([i, *IDS[1:]], 5), example([i, *IDS[1:4], 7], 2)]
+            loss = trained.forward_backward(some, "cross_entropy")
+            trained.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+            found.append(loss.result().metrics["loss:sum"])
+            sampler = trained.save_weights_and_get_sampling_client().result()
+            (one,) = sampler.sample(tokens([i, *IDS]), 1, params).result().sequences
+            found += [*one.tokens, *one.logprobs]
+            ends.append((i, step))
+        return found
+
+    alone = [work(i, made(i, "alone")) for i in range(count)]
+    together = [made(i, "together") for i in range(count)]
+    ends.clear()
+    with ThreadPoolExecutor(count) as pool:
+        found = list(pool.map(work, range(count), together))
+    for ours, theirs in zip(found, alone, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    assert len({str(one) for one in found}) == count
+    last_first = max(ends.index((i, 0)) for i in range(count))
+    assert last_first < min(ends.index((i, steps - 1)) for i in range(count))
 
 
 def test_more_requests_than_fit_are_sent_again_later(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
