@@ -32,18 +32,21 @@ def kernels(*names: str) -> tuple[str, ...]:
 
 
 HEAD = kernels(
-    "machine", "bf16_products", "equal_bits", "linear_head", "linear_kept", "linear_logprob", "linear_logprob_options",
-    "linear_logprob_parallel", "linear_policy_loss", "linear_shared_rows", "linear_terms_loss", "logprob_from_logits",
+    "machine", "bf16_products", "equal_bits", "linear", "linear_head", "linear_kept", "linear_logprob",
+    "linear_logprob_options", "linear_logprob_parallel", "linear_policy_loss", "linear_shared_rows",
+    "linear_terms_loss", "logprob_from_logits",
 )  # fmt: skip
 LAYERS = kernels("decoder_layer", "layer_ops")
 ROWS = kernels("sampling", "sampling_noise", "tree_attention", "tree_decode")
 COMPILED = (*HEAD, *LAYERS, *ROWS)
 """The files whose ops csrc/cpu has."""
-FEW = kernels("decoder_layer", "equal_bits", "linear_head")
+FEW = kernels("decoder_layer", "equal_bits", "linear", "linear_head")
 """The files of the products that csrc/cpu makes itself up to some number of rows."""
 GPU = kernels("tree_attention", "tree_recurrence_triton")
 """The files of the kernels whose tiles depend on the GPU."""
 TRAIN = tuple(f"tests/engine/train/test_{name}.py" for name in ("large_batch", "terms", "trainer", "user_term"))
+EXACT = "tests/engine/model/test_invariant.py"
+"""The file of models whose products, sampled and trained, have the same bits."""
 TODAY = "tests/engine/model/test_attention_of_today.py"
 IMPORTS = "tests/engine/app/test_imports.py"
 
@@ -93,16 +96,16 @@ def has_few_rows(most: int) -> bool:
 CASES = (
     Case("AVX-512", COMPILED, {"ROLLTREE_CPU_LEVEL": "avx512", "ROLLTREE_AMX": "off"}, "avx512",
          usual=lambda: has_level("avx512")),
-    Case("AVX2", COMPILED, {"ROLLTREE_CPU_LEVEL": "avx2", "ROLLTREE_AMX": "off"}, "avx2",
+    Case("AVX2", (*COMPILED, EXACT), {"ROLLTREE_CPU_LEVEL": "avx2", "ROLLTREE_AMX": "off"}, "avx2",
          usual=lambda: has_level("avx2")),
-    Case("neither", COMPILED, {"ROLLTREE_CPU_LEVEL": "default", "ROLLTREE_AMX": "off"},
+    Case("neither", (*COMPILED, EXACT), {"ROLLTREE_CPU_LEVEL": "default", "ROLLTREE_AMX": "off"},
          usual=lambda: has_level("default")),
     Case("torch without AVX", kernels("machine", "linear_logprob", "linear_policy_loss"),
          {"ATEN_CPU_CAPABILITY": "default", "ROLLTREE_AMX": "off"}),
-    Case("AMX, emulated", (*HEAD, *LAYERS[:1]), {"ROLLTREE_AMX": "emulate"}),
-    Case("widened bf16", (*HEAD[:2], *LAYERS[:1]), {"ROLLTREE_BF16": "widen", "ROLLTREE_AMX": "off"},
+    Case("AMX, emulated", (*HEAD, *LAYERS[:1], EXACT), {"ROLLTREE_AMX": "emulate"}),
+    Case("widened bf16", (*HEAD[:4], *LAYERS[:1], EXACT), {"ROLLTREE_BF16": "widen", "ROLLTREE_AMX": "off"},
          usual=lambda: load_library("cpu") and torch.ops.rolltree_cpu.pairs() == 0),
-    Case("two threads", COMPILED[1:], {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}),
+    Case("two threads", (*COMPILED[1:], EXACT), {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}),
     Case("few rows", FEW, {"ROLLTREE_FEW_ROWS": "few"}, usual=lambda: has_few_rows(64)),
     Case("many rows", FEW, {"ROLLTREE_FEW_ROWS": "many"}, usual=lambda: has_few_rows(384)),
     Case("no compiled kernels", (*COMPILED, TODAY, *TRAIN), {"ROLLTREE_WITHOUT": "_cpu"}),
