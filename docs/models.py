@@ -25,13 +25,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, TokenTree, UserError, batch_logprob, pack
-from rolltree.engine.app.assembly.sampling import other_bits
 from rolltree.engine.integrations.trees import odd_layers
 from rolltree.engine.model import attention
 from rolltree.engine.model.invariant.install import make_invariant
 from rolltree.engine.model.recurrent import FAMILIES, scanned
 from rolltree.engine.model.routes import ROUTERS
 from rolltree.engine.model.self_check import own_logprobs
+from rolltree.engine.rollout.equal_bits import other_bits
 
 PAGE = Path(__file__).parent / "models.md"
 BATCH = 12  # types that one process measures

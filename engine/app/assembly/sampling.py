@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...data.tree import TokenTree
 from ...errors import UserError
 from ...fleet.fleet import Fleet
 from ...fleet.publication import Publication, Trained
@@ -24,7 +23,6 @@ from ...loop.sampling import SamplingParts
 from ...methods.groups import GROUP_CALLBACKS, GroupCallback, HintLadder
 from ...methods.schedules import Schedule, at_step, find_schedule, scheduled
 from ...model import routes
-from ...model.invariant.check import RESPONSES, TOKENS, check_invariant, differing, sample_prompts
 from ...model.invariant.install import make_invariant
 from ...model.loading import choose_device, load_model, load_tokenizer
 from ...model.lora import add_lora
@@ -37,6 +35,7 @@ from ...prompts.prompts import Prompt
 from ...prompts.sources import PromptSource
 from ...rewards import ProgramVerifier, Rewards, make_rewards
 from ...rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
+from ...rollout.equal_bits import check_sampler
 from ...rollout.local import LocalSampler
 from ...rollout.sampler import Sampler
 from ...settings import LoopConfig, RolloutConfig, TrainConfig
@@ -224,26 +223,6 @@ def vllm_adapter(config: TrainConfig) -> Any:
     lora = config.model.lora
     assert lora is not None
     return Adapter(lora.rank, lora.alpha / (lora.rank**0.5 if lora.rslora else lora.rank))
-
-
-def check_sampler(model: PreTrainedModel) -> None:
-    """Compare the bits of log-probs that a native engine of ``model`` records with those that training computes.
-
-    Raises:
-        UserError: they differ.
-    """
-    check_invariant(model, _sampled(model))
-
-
-def other_bits(model: PreTrainedModel) -> str | None:
-    """Return where log-probs that a native engine of ``model`` samples have other bits in training, as `differing`."""
-    return differing(model, _sampled(model))
-
-
-def _sampled(model: PreTrainedModel) -> list[TokenTree]:
-    engine = NativeEngine(model, config=EngineConfig(kv_tokens=4096))
-    params = SamplingParams(n=RESPONSES, max_new_tokens=TOKENS, ignore_eos=True, seed=0)
-    return engine.generate(sample_prompts(model), params)
 
 
 def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedModel:

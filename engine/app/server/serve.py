@@ -16,7 +16,7 @@ from ...errors import UserError
 from ...model.loading import choose_device, load_model, load_tokenizer
 from ...protocols.keys import VARIABLE, check_key
 from ...rollout import EngineConfig, NativeEngine
-from ..assembly.sampling import check_sampler
+from ...rollout.equal_bits import check_sampler
 from .app import make_app
 
 GRACE_S = 2

@@ -48,7 +48,8 @@ def fixed_order() -> Iterator[None]:
 
 def within_fixed_order() -> bool:
     """Return whether the caller is within the block of a `fixed_order`."""
-    return _within.get()
+    # Compiled code never is: `install` refuses it. torch.compile cannot trace a ContextVar.
+    return not torch.compiler.is_compiling() and _within.get()
 
 
 class _Replacing(TorchFunctionMode):

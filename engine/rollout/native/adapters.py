@@ -149,6 +149,7 @@ def _check(model: PreTrainedModel, name: str) -> None:
             "a LoRA variant (use_dora, ...)": name in getattr(layer, "lora_variant", {}),
             "lora_bias": layer.lora_bias.get(name, False),
             "a part in the vision tower": id(layer.weight) in tower,
+            "a part in an expert, which computes some of the rows": ".experts." in where,
         }
         if what := next((kind for kind, there in found.items() if there), None):
             raise ValueError(

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, TokenTree, UserError, pack
-from rolltree.engine.app.assembly.sampling import check_sampler
 from rolltree.engine.model.decoder import unchecked_logprob
 from rolltree.engine.model.invariant import functions
 from rolltree.engine.model.invariant.check import DECODING, differing, sample_prompts
 from rolltree.engine.model.invariant.functions import OF_NUMBERS, fixed_order, whole_vectors
 from rolltree.engine.model.invariant.install import is_invariant, make_invariant
+from rolltree.engine.rollout.equal_bits import check_sampler
 from rolltree.kernels.libraries import load_library
 
 from ...support import moe_models

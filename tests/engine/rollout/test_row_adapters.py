@@ -296,10 +296,12 @@ def test_batch_invariant_rows_have_the_bits_of_training_and_of_each_alone(
         ({"use_dora": True}, "has a LoRA variant"),
         ({"lora_bias": True}, "has lora_bias"),
         ({"target_modules": ["embed_tokens"]}, "has an adapter of the kind Embedding"),
+        ({"target_modules": ["experts.0"]}, "has a part in an expert"),
     ],
 )
 def test_adapters_that_are_no_two_matrices_are_refused(options: dict[str, Any], message: str) -> None:
     net = copy.deepcopy(model("qwen3"))
+    net.model.layers[0].mlp.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
     peft.inject_adapter_in_model(peft.LoraConfig(**{"target_modules": ["q_proj"], **options}), net, "odd")
     use_adapter(net, None)
     with pytest.raises(ValueError, match=message):

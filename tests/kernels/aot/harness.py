@@ -37,6 +37,7 @@ SAMPLE = (
     "decode partial D64 bf16",
     "gradient fp32 bf16 options V=151936",
     "linear 4096x12288 bf16",
+    "low rank inner bf16",
     "mamba scan D128 V64 bf16",
     "norm gradient 128 bf16",
     "ppo k3 mask",
