@@ -73,8 +73,7 @@ def serving(
     try:
         yield url
     finally:
-        for own in CLIENTS.pop(url, []):
-            own.holder.close()  # or its heartbeat goes on and tells of failures
+        close_clients(url)
         server.should_exit = server.force_exit = True
         thread.join(10)
 
@@ -83,6 +82,12 @@ def client(url: str, key: str = KEY) -> tinker.ServiceClient:
     made = tinker.ServiceClient(base_url=url, api_key=key)
     CLIENTS.setdefault(url, []).append(made)
     return made
+
+
+def close_clients(url: str) -> None:
+    """End the heartbeats of a server's clients, which would go on and tell of failures."""
+    for own in CLIENTS.pop(url, []):
+        own.holder.close()
 
 
 def tokens(ids: list[int]) -> types.ModelInput:

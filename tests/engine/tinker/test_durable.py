@@ -23,7 +23,7 @@ from rolltree.engine.app.cli import main
 
 from ...support.forks import forked
 from ...support.serving import make_engine, save
-from .served import client, example, serving, tinker, tokens, types
+from .served import client, close_clients, example, serving, tinker, tokens, types
 
 from rolltree.engine.tinker.faults import FaultError  # isort: skip
 from rolltree.engine.tinker.store import Store  # isort: skip
@@ -190,9 +190,13 @@ def process(directory: Path, states: Path, port: int) -> Iterator[Any]:
         yield child
 
 
-def free_port() -> int:
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A free port; the clients of the server there are closed at the end."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
+        found = int(listening.getsockname()[1])
+    yield found
+    close_clients(f"http://127.0.0.1:{found}")
 
 
 @pytest.fixture(scope="module")
@@ -201,8 +205,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.check
-def test_a_killed_server_comes_back_with_what_was_saved(directory: Path, tmp_path: Path) -> None:
-    port = free_port()
+def test_a_killed_server_comes_back_with_what_was_saved(directory: Path, tmp_path: Path, port: int) -> None:
     with process(directory, tmp_path, port) as child:
         service = client(f"http://127.0.0.1:{port}")
         trained = service.create_lora_training_client("tiny", rank=4, seed=1).result()
@@ -222,7 +225,7 @@ def test_a_killed_server_comes_back_with_what_was_saved(directory: Path, tmp_pat
         after = waiting.result(timeout=60)
         assert [s.tokens for s in after.sequences] == [s.tokens for s in before.sequences]
         again = service.create_training_client_from_state_with_optimizer(state).result()
-        rest = tinker.RestClient(base_url=f"http://127.0.0.1:{port}", api_key="tml-tests")
+        rest = service.create_rest_client()
         (found,) = rest.list_checkpoints(trained.model_id).result().checkpoints
         assert (found.tinker_path, found.user_metadata) == (state, {"step": "1"})
         judge = service.create_lora_training_client("tiny", rank=4, seed=1).result()
@@ -238,9 +241,9 @@ def test_a_killed_server_comes_back_with_what_was_saved(directory: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_twenty_kills_lose_nothing_that_was_saved(directory: Path, tmp_path: Path) -> None:
+def test_twenty_kills_lose_nothing_that_was_saved(directory: Path, tmp_path: Path, port: int) -> None:
     """A client saves as fast as it can; after each kill, every state whose save was answered is there and loads."""
-    port, rng, total = free_port(), random.Random(0), 0
+    rng, total = random.Random(0), 0
     saved: dict[str, float] = {}
     for turn in range(21):
         with process(directory, tmp_path, port) as child:
@@ -324,7 +327,7 @@ def test_ids_of_one_key_are_unknown_to_another(url: str, service: tinker.Service
         found = post(url, path, body, **other)
         assert found.status_code == (410 if path == "retrieve_future" else 404), path
         assert "There is no " in said(found), path
-    theirs = tinker.RestClient(base_url=url, api_key="tml-other")
+    theirs = client(url, "tml-other").create_rest_client()
     assert theirs.list_training_runs().result().training_runs == []
     assert theirs.list_user_checkpoints().result().checkpoints == []
     for call in (theirs.delete_checkpoint_from_tinker_path, theirs.get_external_weights_urls):
@@ -336,7 +339,7 @@ def test_ids_of_one_key_are_unknown_to_another(url: str, service: tinker.Service
         client(url, "tml-other").create_sampling_client(model_path=state).result()
     with pytest.raises(tinker.RequestFailedError, match="There is no checkpoint"):
         client(url, "tml-other").create_training_client_from_state(state).result()
-    ours = tinker.RestClient(base_url=url, api_key="tml-tests")
+    ours = client(url, "tml-tests").create_rest_client()
     assert state in [c.tinker_path for c in ours.list_user_checkpoints().result().checkpoints]
     assert ours.get_weights_info_by_tinker_path(state).result().lora_rank == 2
     run = ours.get_training_run(mine.model_id).result()
@@ -371,7 +374,7 @@ def test_requests_run_in_the_client_s_order(url: str, service: tinker.ServiceCli
     other = post(url, "save_weights", first).json()["request_id"]
     for request_id in (promise, other):
         assert post(url, "retrieve_future", {"request_id": request_id}).json()["type"] == "save_weights"
-    rest = tinker.RestClient(base_url=url, api_key="tml-tests")
+    rest = client(url, "tml-tests").create_rest_client()
     names = [c.checkpoint_id for c in rest.list_checkpoints(trained.model_id).result().checkpoints]
     assert names == ["weights/late", "weights/first"]  # the newest first
 
@@ -477,7 +480,7 @@ def test_a_key_is_needed_where_there_is_one_and_files_have_signatures(tmp_path: 
         assert post(url, "create_session", {}, key="tml-wrong").status_code == 401
         trained = client(url, "tml-secret").create_lora_training_client("tiny", rank=2).result()
         path = trained.save_weights_external("out").result().path
-        rest = tinker.RestClient(base_url=url, api_key="tml-secret")
+        rest = client(url, "tml-secret").create_rest_client()
         urls = rest.get_external_weights_urls(path).result().urls
         assert set(urls) == {"adapter_config.json", "adapter_model.safetensors"}
         address = urls["adapter_config.json"]
