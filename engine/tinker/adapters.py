@@ -76,10 +76,9 @@ def targets(model: PreTrainedModel, lora: Lora) -> list[str]:
         FaultError: a part cannot be trained, or none is asked for.
     """
     names = parts(model)
-    if lora.train_mlp and any(p.dim() > 2 and "expert" in name for name, p in model.named_parameters()):
-        raise FaultError(
-            "The experts of this model are tensors of three dimensions, which get no adapter here; set train_mlp=False."
-        )
+    tensors = any(p.dim() > 2 and "expert" in name for name, p in model.named_parameters())
+    if lora.train_mlp and (tensors or any(".experts." in name for name in names["mlp"])):
+        raise FaultError("The experts of this model get no adapter here; set train_mlp=False.")
     chosen: list[str] = []
     for part, wanted in (("attn", lora.train_attn), ("mlp", lora.train_mlp), ("unembed", lora.train_unembed)):
         if wanted and not names[part]:
@@ -221,10 +220,10 @@ class Adapters:
         name = self.create(lora)
         try:
             self.read(name, place)
+            self._engine.add_adapter(name)
         except BaseException:
             self.delete(name)
             raise
-        self._engine.add_adapter(name)
         return name
 
     async def _evict(self) -> None:

@@ -2,7 +2,7 @@
 
 A second module is trained, which is there while a client has it. The engine's module samples with one set of weights
 at a time, those of the base model or saved ones: requests for other weights wait until the running ones have ended,
-and nobody overtakes them. Saved states are directories that plain transformers loads.
+in the order of their arrival. Saved states are directories that plain transformers loads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .faults import FaultError
 NAME = "whole"
 """The name of the only model in training, which no parameter's name contains."""
 CHANGED = ""
-"""What the engine's module holds while its weights may be of no directory."""
+"""The directory of the engine's module while its weights may be of none."""
 
 
 class Whole:

@@ -1,4 +1,4 @@
-"""What sampling and training would share on a GPU: a row's results have the same bits whatever the other rows are."""
+"""Kernels that sampling and training would share on a GPU: a row has the same bits whatever the other rows are."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_row_does_not_see_the_others(N: int, K: int, dtype: torch.dtype, biase
 
 
 def test_other_tiles_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests above would see if the sums along the depth depended on the number of rows."""
+    """The tests above fail if the sums along the depth depend on the number of rows."""
     x, weight, _ = operands(130, 577, torch.float32, 3)
     with use_backend("triton"):
         whole = linear(x, weight)
@@ -101,7 +101,7 @@ def test_gradients_and_layouts() -> None:
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_log_probs_do_not_see_other_rows(dtype: torch.dtype) -> None:
-    """Those of sampling and those of scoring, which are not yet each other's: a reason why GPUs are refused."""
+    """The bits of sampling and of scoring still differ from each other: a reason why GPUs are refused."""
     hidden, weight, _ = operands(203, 48, dtype)
     weight *= 0.3
     numbers = torch.arange(len(hidden), device=hidden.device)

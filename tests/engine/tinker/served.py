@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -88,6 +89,16 @@ def close_clients(url: str) -> None:
     """End the heartbeats of a server's clients, which would go on and tell of failures."""
     for own in CLIENTS.pop(url, []):
         own.holder.close()
+
+
+def downloaded(url: str, trained: tinker.TrainingClient, to: Path) -> Path:
+    """The directory ``to`` with the files of a model's weights, as a client downloads them."""
+    to.mkdir()
+    path = trained.save_weights_external(to.name).result().path
+    found = tinker.RestClient(base_url=url, api_key=KEY).get_external_weights_urls(path).result()
+    for name, address in found.urls.items():
+        (to / name).write_bytes(httpx.get(address).content)
+    return to
 
 
 def tokens(ids: list[int]) -> types.ModelInput:

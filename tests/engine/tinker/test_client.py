@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import runpy
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from ...support.serving import model, save
 from ...support.tiny import ROOT
-from .served import client, example, serving, tinker, tokens, types
+from .served import client, downloaded, example, serving, tinker, tokens, types
 
 IDS = [10, 200, 31, 42, 53, 64, 75, 86, 97, 108]
 ADAM = types.AdamParams(learning_rate=1e-2, weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-7, grad_clip_norm=0.5)
@@ -54,20 +53,15 @@ def logprobs(trained: tinker.TrainingClient, ids: list[int]) -> np.ndarray[Any, 
     return np.array(out.loss_fn_outputs[0]["logprobs"].data)
 
 
-def downloaded(service: tinker.ServiceClient, url: str, trained: tinker.TrainingClient, to: Path) -> Any:
+def loaded(url: str, trained: tinker.TrainingClient, to: Path) -> Any:
     """The adapter as peft loads it from the files that a client downloads."""
-    path = trained.save_weights_external(to.name).result().path
-    to.mkdir()
-    found = tinker.RestClient(base_url=url, api_key="tml-tests").get_external_weights_urls(path).result()
-    for name, address in found.urls.items():
-        (to / name).write_bytes(urllib.request.urlopen(address, timeout=20).read())
-    return peft.PeftModel.from_pretrained(copy.deepcopy(model()), str(to))
+    return peft.PeftModel.from_pretrained(copy.deepcopy(model()), str(downloaded(url, trained, to)))
 
 
 @pytest.mark.check
 def test_steps_are_those_of_adamw(service: tinker.ServiceClient, url: str, tmp_path: Path) -> None:
     trained = made(service, seed=4)
-    judge = downloaded(service, url, trained, tmp_path / "before")
+    judge = loaded(url, trained, tmp_path / "before")
     own = [p for n, p in judge.named_parameters() if "lora_" in n]
     for parameter in own:
         parameter.requires_grad_()
@@ -83,7 +77,7 @@ def test_steps_are_those_of_adamw(service: tinker.ServiceClient, url: str, tmp_p
         torch.nn.utils.clip_grad_norm_(own, 0.5)
         adamw.step()
         assert ours == pytest.approx(float(total.detach()), rel=1e-4)
-    after = downloaded(service, url, trained, tmp_path / "after")
+    after = loaded(url, trained, tmp_path / "after")
     for (name, ours), theirs in zip(after.state_dict().items(), judge.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0, msg=name)
     assert losses[-1] < losses[0]

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import peft
 import pytest
@@ -23,7 +22,7 @@ from rolltree.engine.rollout import EngineConfig, NativeEngine
 
 from ...support.picture_models import make_models, plain_inputs
 from ...support.picture_run import encoded, write_model
-from .served import Adapters, Lora, client, serving, tinker, types
+from .served import Adapters, Lora, client, downloaded, serving, tinker, types
 
 BEGIN, END = 121, 122  # around an image
 ADAM = types.AdamParams(learning_rate=1e-2, weight_decay=0.1, eps=1e-7)
@@ -96,15 +95,6 @@ class Judge:
         weights = [0.0] * (len(targets) - trained) + [1.0] * trained
         inputs = {"target_tokens": targets, "weights": weights}
         return types.Datum(model_input=model_input(parts[:-1], self.rows), loss_fn_inputs=inputs)
-
-
-def downloaded(url: str, trained: tinker.TrainingClient, to: Path) -> Path:
-    to.mkdir()
-    path = trained.save_weights_external(to.name).result().path
-    found = tinker.RestClient(base_url=url, api_key="tml-tests").get_external_weights_urls(path).result()
-    for name, address in found.urls.items():
-        (to / name).write_bytes(httpx.get(address).content)
-    return to
 
 
 def train(trained: tinker.TrainingClient, judge: Judge, steps: int) -> list[Any]:

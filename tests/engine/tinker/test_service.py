@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from rolltree.engine.rollout import NativeEngine, SamplingParams
 
 from ...support.serving import make_engine
 from .served import Adapters, Lora, adapted, client, example, randomize, serving, tinker, tokens, types
+
+from rolltree.engine.tinker.faults import FaultError  # isort: skip
 
 IDS = [10, 200, 31, 42, 53, 64, 75, 86, 97, 108]
 
@@ -229,3 +233,28 @@ def test_a_request_that_comes_again_long_after_its_answer_changes_nothing(
     refused = httpx.post(f"{url}/api/v1/optim_step", json=step, headers=key)
     assert (refused.status_code, "was answered already" in refused.text) == (400, True)
     assert trained.forward([example(IDS, 5)], "cross_entropy").result().metrics == before
+
+
+def test_experts_get_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = make_engine()
+    experts = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+    monkeypatch.setattr(native.model.model.layers[0].mlp, "experts", experts, raising=False)
+    adapters = Adapters(native, None)  # type: ignore[arg-type]  # nothing is lent here
+    with pytest.raises(FaultError, match="The experts of this model get no adapter here; set train_mlp=False"):
+        adapters.create(Lora(rank=2, seed=1))
+    assert resident(native) == set()
+    adapters.create(Lora(rank=2, seed=1, train_mlp=False))
+
+
+def test_an_adapter_that_the_engine_refuses_leaves_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = Lora(rank=2, seed=1)
+    native, adapters, name = adapted(lora)
+    adapters.writer(name, lora, "tiny")(tmp_path)
+
+    def refuse(self: NativeEngine, name: str) -> None:
+        raise ValueError("not this one")
+
+    monkeypatch.setattr(NativeEngine, "add_adapter", refuse)
+    with pytest.raises(ValueError, match="not this one"):
+        adapters._load(tmp_path, lora)
+    assert resident(native) == {name}

@@ -20,7 +20,7 @@ from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.tinker.whole import Whole
 
 from ...support.serving import model, save, tokenizer
-from .served import client, example, serving, tinker, tokens, types
+from .served import client, downloaded, example, serving, tinker, tokens, types
 
 IDS = [10, 200, 31, 42, 53, 64, 75, 86, 97, 108]
 SOME = [example(IDS, 5), example([*IDS[:4], 7, 8, 9], 3)]
@@ -60,15 +60,6 @@ def train(trained: tinker.TrainingClient, steps: int) -> list[float]:
 def sampled(sampler: tinker.SamplingClient) -> tuple[list[int], list[float]]:
     (one,) = sampler.sample(tokens(IDS), 1, PARAMS).result().sequences
     return one.tokens, one.logprobs
-
-
-def downloaded(url: str, trained: tinker.TrainingClient, to: Path) -> Path:
-    to.mkdir()
-    path = trained.save_weights_external(to.name).result().path
-    found = tinker.RestClient(base_url=url, api_key="tml-tests").get_external_weights_urls(path).result()
-    for name, address in found.urls.items():
-        (to / name).write_bytes(httpx.get(address).content)
-    return to
 
 
 def logprobs(net: Any, ids: list[int]) -> torch.Tensor:
