@@ -25,6 +25,7 @@ from rolltree.kernels.sampling.noise import uniforms as triton_uniforms
 from rolltree.kernels.sampling.noise import words_of
 from rolltree.kernels.sampling.reference import uniforms
 
+from .on_device import device_of
 from .test_sampling import sample, small_tiles
 from .test_sampling_noise import SEEDS, STEPS
 
@@ -263,9 +264,10 @@ def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
             self.ops.add(str(func))
             return func(*args, **(kwargs or {}))
 
-    integers, row = torch.arange(3), torch.full((3,), 0.9)
+    device = device_of("triton")
+    integers, row = torch.arange(3, device=device), torch.full((3,), 0.9, device=device)
     options: dict[str, Any] = {"top_k": integers.int(), "top_p": row, "min_p": row, "seed": integers, "step": integers}
-    logits = torch.randn(3, 9)
+    logits = torch.randn(3, 9, device=device)
     with use_backend("triton"), Called() as called:
         sample_tokens(logits, temperature=row, **options)
     assert called.ops
@@ -340,7 +342,8 @@ def test_ties_and_extreme_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise that many tokens share, so that scores tie within groups, across groups and across blocks."""
 
     def few(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
-        return [torch.tensor(ADVERSARIAL)[(counter[0] * 7 + counter[2]) % 6] + 0 * key[0]] * 4
+        words = torch.tensor(ADVERSARIAL, device=counter[0].device)
+        return [words[(counter[0] * 7 + counter[2]) % 6] + 0 * key[0]] * 4
 
     monkeypatch.setattr(noise, "philox", few_words)
     monkeypatch.setattr(reference, "philox", few)

@@ -103,7 +103,7 @@ class DecodeGraphs:
         self._forward = forward
         self._device = device
         self._graphs: dict[tuple[int, int, bool, tuple[str, ...]], tuple[torch.cuda.CUDAGraph, Decoded]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # one graph runs at a time
+        self._pool: Any = None  # memory that all graphs share, as one runs at a time
 
     def decode(self, step: Step, draws: Draws, adapter: Array | None) -> Decoded:
         """Run a step that only decodes: each of its rows is sampled once; ``adapter`` is as in `StepVector.load`."""
@@ -140,6 +140,7 @@ class DecodeGraphs:
     def clear(self) -> None:
         """Drop all graphs, because the weights, the adapters or the pages have moved."""
         self._graphs.clear()
+        self._pool = None  # torch refuses captures into a pool whose graphs are all gone
 
     def _capture(self, vector: StepVector, draws: Draws) -> tuple[torch.cuda.CUDAGraph, Decoded]:
         aside = torch.cuda.Stream()
@@ -147,6 +148,8 @@ class DecodeGraphs:
         with torch.cuda.stream(aside):  # compile kernels and initialise libraries before anything is recorded
             self.run(vector, draws.filters)
         torch.cuda.current_stream().wait_stream(aside)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # a trainer in another thread may allocate during the capture
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import types
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -141,6 +143,38 @@ def test_kinds_of_layers_are_as_many_programs(monkeypatch: pytest.MonkeyPatch) -
     compiled = NativeEngine(net, config=EngineConfig(page_size=4, kv_tokens=4096, compile=True))
     assert_same(compiled, NativeEngine(net), PROMPTS, SamplingParams(n=2, max_new_tokens=12), "flat")
     assert programs() == 2
+
+
+def test_graphs_after_a_clear_have_another_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch ends the process's use of a pool with its last graph, and refuses captures into it from then on."""
+    pools: list[Any] = []
+    handles = iter(range(100))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: types.SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, **_: nullcontext(pools.append(pool)))
+    graphs = DecodeGraphs(engine("qwen3").cache, lambda vector: torch.zeros(1), torch.device("cpu"))
+    monkeypatch.setattr(graphs, "run", lambda vector, filters: None)
+    draws: Any = types.SimpleNamespace(filters=())
+    vector: Any = None
+    for clear in (False, False, True, False):
+        if clear:
+            graphs.clear()
+        graphs._capture(vector, draws)
+    assert pools == [0, 0, 1, 1]
+
+
+@pytest.mark.gpu
+def test_graphs_are_captured_again_after_sleep() -> None:
+    net = type(model("qwen3"))(model("qwen3").config).cuda().eval()
+    params = SamplingParams(n=16, max_new_tokens=20, ignore_eos=True)
+    with_graphs = NativeEngine(net, config=EngineConfig(kv_tokens=65536, cuda_graphs=True))
+    first = [responses(tree) for tree in with_graphs.generate(PROMPTS, params, TREEPO)]
+    with_graphs.sleep()
+    with_graphs.wake()
+    assert [responses(tree) for tree in with_graphs.generate(PROMPTS, params, TREEPO)] == first
 
 
 @pytest.mark.gpu
