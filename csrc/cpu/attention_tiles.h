@@ -240,7 +240,7 @@ enum class Into { set, chain, added };
 
 // The products of fp32 numbers; few_rows_in_lanes.h has others.
 struct Plain {
-  static Vec add(Vec sum, float x, Vec row) { return sum + x * row; }
+  static Vec add(Vec sum, float x, Vec row) { return fused(sum, x - Vec{}, row); }
 };
 
 // C [kRows, kVectors * kLanes] = A B in registers, with B from column `first`.

@@ -23,7 +23,7 @@ namespace {
 struct Single {
   static constexpr int64_t kNumbers = 1;
   static constexpr bool kBiasFirst = true;
-  static Vec add(Vec sum, float x, Vec w) { return sum + x * w; }
+  static Vec add(Vec sum, float x, Vec w) { return fused(sum, x - Vec{}, w); }
   static int64_t block(int64_t words) {
     const int64_t block = library_block(words);
     return block ? block : words;
@@ -36,9 +36,8 @@ struct Widened : PairsOfBf16 {
     uint32_t pair;
     std::memcpy(&pair, &x, 4);
     const UVec own = pair - UVec{}, odd = own & 0xffff0000u, even = own << 16;
-    sum += (Vec)odd * (Vec)((UVec)w & 0xffff0000u);
-    sum += (Vec)even * (Vec)((UVec)w << 16);
-    return sum;
+    sum = fused(sum, (Vec)odd, (Vec)((UVec)w & 0xffff0000u));
+    return fused(sum, (Vec)even, (Vec)((UVec)w << 16));
   }
 };
 

@@ -8,6 +8,12 @@
 #include <cstring>
 #include <limits>
 
+#if defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed by value between inlined functions only
 
 namespace rolltree {
@@ -27,6 +33,20 @@ typedef float Vec __attribute__((vector_size(kVectorBytes)));
 typedef int32_t IVec __attribute__((vector_size(kVectorBytes)));
 typedef uint32_t UVec __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t HalfVec __attribute__((vector_size(kVectorBytes / 2)));
+
+// Returns sum + x * y, rounded once where the processor can. Compilers may contract such an expression in one loop and leave it
+// alone in the next: GCC 13 does so in chains of sums for some processors, and a row's bits would depend on its loop.
+inline Vec fused(Vec sum, Vec x, Vec y) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+#elif defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+#elif defined(__aarch64__)
+  return (Vec)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)y);
+#else
+  return sum + x * y;
+#endif
+}
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.4426950408889634f;

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import cpp_extension
 
-from rolltree.kernels import BackendError, use_backend
+from rolltree.kernels import BackendError, machine, use_backend
 from rolltree.kernels.libraries import load_library
 from rolltree.kernels.linear import api, library_agrees, linear
 from rolltree.kernels.linear_logprob.head import few_rows
 
 pytestmark = pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
 
+CSRC = Path(__file__).parents[2] / "csrc" / "cpu"
 ROWS = (1, 2, 3, 11, 12, 64, 257)
 SHAPES = [(1, 1), (7, 33), (47, 192), (48, 193), (64, 48), (130, 577), (300, 1025)]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -108,3 +113,18 @@ def test_what_does_not_fit_is_refused() -> None:
             linear(*wrong)
     with use_backend("reference"), pytest.raises(BackendError, match="linear has no 'reference' backend"):
         linear(x, weight)
+
+
+@pytest.mark.check
+@pytest.mark.skipif(not (machine.is_x86() and machine.has("compiler")), reason="needs a compiler for x86-64")
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
+def test_every_product_is_added_by_one_instruction(level: str, tmp_path: Path) -> None:
+    """GCC 13 contracts some loops and not others where it is tuned to avoid chains, which this parameter asks for."""
+    out = tmp_path / "few_rows.s"
+    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
+    tuned = "--param=avoid-fma-max-bits=512"
+    flags = ["-O3", "-std=c++20", "-ffp-contract=fast", f"-march={level}", tuned, *includes, "-S", "-o", str(out)]
+    subprocess.run([machine.compiler(), *flags, str(CSRC / "few_rows.cpp")], check=True)
+    code = out.read_text()
+    assert code.count("vfmadd") > 500
+    assert "mulps" not in code
