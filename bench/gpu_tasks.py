@@ -175,19 +175,24 @@ def tuning(to: Setting) -> list[Task]:
 
 
 def training(to: Setting) -> list[Task]:
-    """Return whole steps and rollouts; with natural lengths the decoder has few rows in the end."""
-    engines = "^rolltree$|continuous" if to.rehearse else "^rolltree|continuous"
+    """Return whole steps and rollouts; with natural lengths the decoder has few rows in the end.
 
-    def rollouts(lengths: str, limit: float) -> Task:
+    Each engine is timed by itself: the rows of a case are written when its last engine has been timed, and one compiles
+    for a minute.
+    """
+
+    def rollouts(lengths: str, engine: str, limit: float) -> Task:
         cases = f"{lengths} lengths"
-        return to.bench("rollout", cases, engines, limit=limit, name=f"rows rollout {lengths}")
+        return to.bench("rollout", cases, engine, limit=limit, name=f"rows rollout {lengths} {engine.strip('^$')}")
 
     return [
         to.build,
         to.bench("tree_step", r"^4096\+8x1024 Qwen3 0.6B", "tree$|^flat, transformers|flex", limit=120.0),
         to.bench("rl_step", limit=120.0),
-        rollouts("forced", 110.0),
-        rollouts("natural", 90.0),
+        rollouts("forced", "^rolltree$", 90.0),
+        rollouts("natural", "^rolltree$", 90.0),
+        rollouts("forced", "continuous", 110.0),
+        *([] if to.rehearse else [rollouts("forced", "^rolltree compiled$", 150.0)]),
         to.bench(
             "linear_policy_loss",
             "N=8192 H=4096 V=131072 .*frozen",
