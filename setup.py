@@ -135,7 +135,7 @@ class NativeParts(build_ext):
                 "-fPIC",
                 "-fno-math-errno",
                 "-ffp-contract=fast",
-                "--param=avoid-fma-max-bits=0",  # newer GCC would contract some loops and not others
+                "--param=avoid-fma-max-bits=0",  # where tuned so, GCC contracts some loops and not others
                 "-Wall",
                 STABLE_ABI,
                 *includes,

@@ -35,7 +35,7 @@ typedef uint32_t UVec __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t HalfVec __attribute__((vector_size(kVectorBytes / 2)));
 
 // Returns sum + x * y, rounded once where the processor can. Compilers may contract such an expression in one loop and leave it
-// alone in the next: GCC 13 does so in chains of sums for some processors, and a row's bits would depend on its loop.
+// alone in the next, as GCC does where it is tuned to avoid chains of sums, and a row's bits would depend on its loop.
 inline Vec fused(Vec sum, Vec x, Vec y) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);

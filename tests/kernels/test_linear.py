@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.skipif(not (machine.is_x86() and machine.has("compiler")), reason="needs a compiler for x86-64")
 @pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
 def test_every_product_is_added_by_one_instruction(level: str, tmp_path: Path) -> None:
-    """GCC 13 contracts some loops and not others where it is tuned to avoid chains, which this parameter asks for."""
+    """GCC contracts some loops and not others where it is tuned to avoid chains of sums, as by this parameter."""
     out = tmp_path / "few_rows.s"
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     tuned = "--param=avoid-fma-max-bits=512"
