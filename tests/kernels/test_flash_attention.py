@@ -253,7 +253,7 @@ def test_the_op_on_kernels_that_walk_its_lists(
     x = inputs(400 - prefix, 400)
     got = through(x, **options)
     assert walked.calls == 4  # both directions, and both at the first-use check
-    assert [r.message for r in caplog.records] == ["tree_attention runs on flash-attn 4."]
+    assert [r.message for r in caplog.records if "rolltree" in r.name] == ["tree_attention runs on flash-attn 4."]
     for mine, want in zip(got, through(x, "reference", **options), strict=True):
         assert mine.dtype == want.dtype
         assert (mine.float() - want.float()).norm() <= 5e-3 * want.float().norm()
