@@ -1,12 +1,13 @@
-"""Chooses the backend that runs an op: flash | cuda | triton | cpu | reference.
+"""Chooses the backend that runs an op: flash | invariant | cuda | triton | cpu | reference.
 
 An op keeps one table ``{backend name: function}`` and calls :func:`choose`. In order of precedence the backend is the
-one that :func:`use_backend` names, the one that the environment variable ``ROLLTREE_BACKEND`` names, or the best one
-for the tensors' device. A named backend that the op or the device lacks is an error. If nothing faster than the
-reference is there, it runs, and that is logged once.
+one that :func:`use_backend` names, the one that the environment variable ``ROLLTREE_BACKEND`` names, the one that
+:func:`set_backend` has named for the process, or the best one for the tensors' device. A named backend that the op or
+the device lacks is an error. If nothing faster than the reference is there, it runs, and that is logged once.
 
 ``flash`` is never chosen by default: its backward pass adds up dq in the order in which blocks arrive. It belongs to
-tree attention alone, so the other ops run on their default backend while it is named.
+tree attention alone. ``invariant`` is Triton's kernels with one order of sums for sampling and training; attention and
+the head have it. The other ops run on their default backend while one of these two is named.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ import torch
 from . import machine
 from .libraries import load_library, log_once
 
-Backend = Literal["flash", "cuda", "triton", "cpu", "reference"]
+Backend = Literal["flash", "invariant", "cuda", "triton", "cpu", "reference"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
-OPT_IN = ("flash",)
+OPT_IN = ("flash", "invariant")
 """Backends that run only where they are named, and that only some ops have."""
 _PREFERENCE: Mapping[str, tuple[str, ...]] = {
     "cuda": ("triton", "cuda", "reference"),
@@ -38,6 +39,7 @@ FLASH_MAJORS = (9, 10)
 """Major compute capabilities that flash-attn 4's kernels are for: Hopper and Blackwell."""
 
 _override: ContextVar[str | None] = ContextVar("rolltree_backend", default=None)
+_of_process: list[str] = []  # the backend that `set_backend` has named, if one
 Fn = TypeVar("Fn", bound=Callable[..., object])
 
 
@@ -50,9 +52,10 @@ def use_backend(name: Backend) -> Iterator[None]:
     """Run every op inside the ``with`` block on backend ``name``.
 
     Args:
-        name: one of flash, cuda, triton, cpu, reference. ``flash`` runs tree attention on flash-attn 4's kernels
-            (Hopper and Blackwell; its gradients depend on the order in which blocks arrive) and leaves all other ops on
-            their default backend.
+        name: one of flash, invariant, cuda, triton, cpu, reference. ``flash`` runs tree attention on flash-attn 4's
+            kernels (Hopper and Blackwell; its gradients depend on the order in which blocks arrive), ``invariant``
+            attention and the products of the head in one order of sums; both leave all other ops on their default
+            backend.
 
     Raises:
         ValueError: ``name`` is not one of these.
@@ -62,6 +65,15 @@ def use_backend(name: Backend) -> Iterator[None]:
         yield
     finally:
         _override.reset(token)
+
+
+def set_backend(name: Backend | None) -> None:
+    """Run every op of the process on backend ``name`` where nothing else names one, in all threads; None ends it.
+
+    Raises:
+        ValueError: ``name`` is not a backend.
+    """
+    _of_process[:] = [] if name is None else [_known(name, "set_backend")]
 
 
 def current_override() -> str | None:
@@ -111,9 +123,14 @@ def usable(name: str, device: torch.device) -> bool:
     return _named((name,)) in (None, name) and not _unusable(name, device)
 
 
+def named(name: str, device: torch.device) -> bool:
+    """Return whether the caller, the environment or the process names backend ``name``, which runs on ``device``."""
+    return _named((name,)) == name and not _unusable(name, device)
+
+
 def _named(available: Container[str]) -> str | None:
-    """Return the backend that the caller or the environment names for an op that has the ``available`` ones."""
-    name = _override.get() or os.environ.get("ROLLTREE_BACKEND")
+    """Return the backend that is named for an op that has the ``available`` ones."""
+    name = _override.get() or os.environ.get("ROLLTREE_BACKEND") or next(iter(_of_process), None)
     if not name or (name in OPT_IN and name not in available):
         return None
     return _known(name, "ROLLTREE_BACKEND")
@@ -129,11 +146,11 @@ def _unusable(name: str, device: torch.device) -> str | None:
     """Return why backend ``name`` cannot run on ``device``, or None if it can."""
     if name == "reference":
         return None
-    if name == "triton":
+    if name in ("triton", "invariant"):
         if not machine.has("triton"):
             return "triton is not installed"
         if device.type == "cpu" and not machine.interpreting():
-            return "triton runs on the CPU only in its interpreter (TRITON_INTERPRET=1)"
+            return f"{name} runs on the CPU only in its interpreter (TRITON_INTERPRET=1)"
         return None
     if name == "flash":
         return _flash_unusable(device)

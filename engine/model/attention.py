@@ -150,7 +150,8 @@ def _packed(
             raise ValueError(f"{type(module).__name__} has a sliding window but passes no position_ids to attention.")
         position = tree.position.reshape(-1)
     assert tree.subtree_end is not None
-    plain = varlen.kernel() if tree.cu_seqlens is not None and varlen.fits(q, rule.softcap) else None
+    usable = tree.cu_seqlens is not None and varlen.fits(q, rule.softcap) and not within_fixed_order()
+    plain = varlen.kernel() if usable else None
     if tree.cu_seqlens is not None and plain is not None and rule.sink is None and rule.chunk is None:
         return plain(q, k, v, tree.cu_seqlens, tree.longest, rule.scale, rule.window)
     return tree_attention(

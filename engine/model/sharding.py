@@ -87,7 +87,9 @@ def clip_by_rows(weights: Sequence[Tensor], most: float) -> Tensor:  # []
     Rows are added up by themselves in fp64 and then in order, so that sharding does not show.
     """
     gradients = [weight.grad for weight in weights if weight.grad is not None]
-    of_rows = [torch.zeros(0, dtype=torch.float64)]
+    if not gradients:
+        return torch.zeros(())
+    of_rows: list[Tensor] = []
     for gradient in gradients:
         own = local(gradient)
         rows = torch.linalg.vector_norm(own.flatten(1) if own.dim() > 1 else own[:, None], dim=1, dtype=torch.float64)

@@ -48,7 +48,7 @@ def linear_kernel(
     weight,  # [N, K]
     bias,  # [N]; read with HAS_BIAS only
     out,  # [M, N]
-    M, N, K,
+    M, N, K, out_stride,
     HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def linear_kernel(
         acc = tl.dot(left, right.T, acc, input_precision="ieee")
     if HAS_BIAS:
         acc += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
-    to = out + row.to(tl.int64)[:, None] * N + column[None, :]
+    to = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=exists & (column < N)[None, :])
 
 
@@ -84,20 +84,28 @@ def linear(
     bias: Tensor | None,  # [N]
 ) -> Tensor:  # [M, N]
     """Return ``x weight^T + bias``; all contiguous, float32 or bfloat16."""
+    out = x.new_empty(len(x), len(weight))
+    if machine.interpreting() and x.dtype == torch.bfloat16:  # it truncates results
+        return out.copy_(product(x, weight, bias, out.float()))
+    return product(x, weight, bias, out)
+
+
+def product(
+    x: Tensor,  # [M, K]
+    weight: Tensor,  # [N, K]
+    bias: Tensor | None,  # [N]
+    out: Tensor,  # [M, N]
+) -> Tensor:
+    """Fill ``out`` with ``x weight^T + bias`` and return it: float32 or bfloat16, rows at any stride; the others are
+    contiguous."""
     tile = tile_of(len(weight), weight.shape[1], x.dtype)
-    if machine.interpreting() and x.dtype == torch.bfloat16:  # it multiplies bit patterns, and truncates results
-        added = None if bias is None else bias.float()
-        return _launch(x.float(), weight.float(), added, tile).to(x.dtype)
-    return _launch(x, weight, bias, tile)
-
-
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
+    if machine.interpreting() and x.dtype == torch.bfloat16:  # it multiplies bit patterns
+        x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
     (rows, depth), width = x.shape, len(weight)
-    out = x.new_empty(rows, width)
     if not out.numel():
         return out
     linear_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns),)](
-        x, weight, out if bias is None else bias, out, rows, width, depth,
+        x, weight, out if bias is None else bias, out, rows, width, depth, out.stride(0),
         HAS_BIAS=bias is not None, EVEN=depth % tile.depth == 0,
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=GROUP,
         num_warps=tile.warps, num_stages=tile.stages,

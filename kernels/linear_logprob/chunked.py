@@ -176,9 +176,14 @@ def new_tiles(rows: RowKernels, head: Head, C: int) -> tuple[Tensor, Tensor]:
     odd V has strides that row kernels and GEMMs prefer.
     """
     V = len(head.weight)
+    tile = new_tile(rows, head.bias, C, V)
+    return tile, tile if head.dtype == head.accumulator else new_tile(rows, head.bias, C, V, head.dtype)
+
+
+def new_tile(rows: RowKernels, like: Tensor, C: int, V: int, dtype: torch.dtype | None = None) -> Tensor:  # [C, V]
+    """Return a tile whose rows begin at multiples of ``rows.ROW_MULTIPLE`` elements, of the device of ``like``."""
     stride = -(-V // rows.ROW_MULTIPLE) * rows.ROW_MULTIPLE
-    tile = head.bias.new_empty((C, stride))[:, :V]
-    return tile, tile if head.dtype == head.accumulator else head.bias.new_empty((C, stride), dtype=head.dtype)[:, :V]
+    return like.new_empty((C, stride), dtype=dtype)[:, :V]
 
 
 def rows_with_gradient(

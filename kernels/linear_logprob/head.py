@@ -52,7 +52,9 @@ class Head:
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """Fill ``out [C, V]`` with the logits without bias, in the accumulation dtype, and return it."""
-        if self.bf16 and hidden.dtype == torch.bfloat16:
+        if self.accumulator == torch.float32 and dispatch.named("invariant", out.device):
+            _in_one_order(hidden.to(self.weight.dtype).contiguous(), self.weight.contiguous(), None, out)
+        elif self.bf16 and hidden.dtype == torch.bfloat16:
             torch.ops.rolltree_cpu.bf16_logits(_rows(hidden), _rows(self.weight), out)
         elif self.mixed:
             torch.mm(hidden, self.weight.T, out_dtype=self.accumulator, out=out)
@@ -108,6 +110,8 @@ class Head:
         else:
             out.addmm_(left, right)
 
+
+_in_one_order = dispatch.imported(__package__.rpartition(".")[0] + ".linear", "triton", "product")
 
 VOCABULARY_AT_ONCE = 1024
 """Columns of a product of logits on a CPU: MKL is 5 to 18 % faster in parts of 512 to 2048, with the same bits."""

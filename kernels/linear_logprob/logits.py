@@ -64,6 +64,26 @@ def logprob_from_logits(
     )
 
 
+def score_rows(
+    logits: Tensor,  # [N, V] float32
+    target: Tensor,  # [N] int64
+    temperature: Tensor,  # [N] float32
+) -> Tensor:  # [N] float32
+    """Return the log-prob of one target a row, NaN for -1, with the bits that `linear_logprob` has of the same logits.
+
+    Nothing is checked, and no gradient is recorded; neither does it wait for the device.
+    """
+    N, V = logits.shape
+    rows = row_kernels(backend_of("logprob_from_logits", logits))
+    if V % rows.ROW_MULTIPLE:
+        logits = chunked.new_tile(rows, logits, N, V).copy_(logits)
+    new = temperature.new_empty
+    start, logprob = torch.arange(N + 1, device=logits.device), new(N)
+    inputs = chunked.RowInputs(logits, new(0), temperature, 0.0, start, target)
+    rows.statistics(inputs, logprob, new(N), new(N), new(0), new(0))
+    return logprob
+
+
 def _check_arguments(
     logits: Tensor,
     target: Tensor,

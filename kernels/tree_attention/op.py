@@ -25,6 +25,7 @@ from .reference import Scoring
 
 _FORWARD: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "flash": dispatch.imported(__package__, "flash", "tree_attention_forward"),
+    "invariant": dispatch.imported(__package__, "invariant", "tree_attention_forward"),
     "triton": dispatch.imported(__package__, "triton", "tree_attention_forward"),
     "cpu": dispatch.compiled_op("cpu", "tree_attention"),
     "reference": reference.tree_attention_forward,

@@ -26,6 +26,7 @@ def _cpu(q: Tensor, k_pages: Tensor, v_pages: Tensor, nodes: Nodes, work: Work, 
 
 
 _BACKENDS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "invariant": dispatch.imported(__package__, "invariant", "tree_decode"),
     "triton": dispatch.imported(__package__, "triton", "tree_decode"),
     "cuda": cuda.tree_decode,
     "cpu": _cpu,
@@ -48,6 +49,7 @@ def _decode(
     partial_begin: Tensor | None,  # [N + 1] int32
     items: Tensor | None,  # [1 + I, FIELDS] int32
     partials: int,
+    parent: Tensor | None,  # [K] int32
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -61,7 +63,7 @@ def _decode(
         run = _BACKENDS["reference"]
     else:
         run = dispatch.choose("tree_decode_attention", _BACKENDS, q.device)
-    return run(q, k_pages, v_pages, nodes, Work(partial_begin, items, partials), scale, window, softcap)
+    return run(q, k_pages, v_pages, nodes, Work(partial_begin, items, partials, parent), scale, window, softcap)
 
 
 tree_decode_op = torch.library.custom_op("rolltree::tree_decode_attention", _decode, mutates_args=())
@@ -119,7 +121,7 @@ def tree_decode_attention(
     work = Work(None, None, 0)
     if plan.schedule is not None:
         items = plan.schedule.items.get(q.shape[1] // k_pages.shape[2])
-        work = Work(plan.schedule.partial_begin, items, plan.schedule.partials)
+        work = Work(plan.schedule.partial_begin, items, plan.schedule.partials, plan.schedule.parent)
     out, lse = op(q, k_pages, v_pages, *plan.tensors().values(), *work, scale, window, softcap)
     if sink is None:
         return out, lse

@@ -44,9 +44,9 @@ def tree_decode(
     out, lse = q.new_empty(q.shape), q.new_empty((rows, heads), dtype=torch.float32)
     if rows == 0 or len(nodes.node_length) == 0:
         return out.zero_(), lse.fill_(-float("inf"))
-    if work.partial_begin is None or work.items is None:
+    if work.partial_begin is None or work.items is None or work.parent is not None:
         work = make_schedule(nodes, group)
-    partial_begin, items, partials = work
+    partial_begin, items, partials, _ = work
     partial_out = q.new_empty((partials, heads, dim), dtype=torch.float32)
     partial_lse = q.new_empty((partials, heads), dtype=torch.float32)
     torch.ops.rolltree_cuda.tree_decode(

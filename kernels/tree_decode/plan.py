@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checks import Arguments
-from .schedule import FIELDS, HAS_NUMPY, Schedule, count_partials, items_of, partials_of_rows
+from .schedule import FIELDS, HAS_NUMPY, Schedule, columns_of, count_partials
 
 if TYPE_CHECKING:
     from .schedule import Array
@@ -71,6 +71,7 @@ class DecodePlan:
         arrays: Sequence[Array],  # int32, the tensors of a plan in order
         device: torch.device,
         groups: Iterable[int] = (),
+        by_path: bool = False,
     ) -> DecodePlan:
         """Make the plan of arrays on the host, with one copy to ``device``.
 
@@ -78,19 +79,21 @@ class DecodePlan:
             arrays: int32, in the order of the tensors of a plan.
             device: where the queries are.
             groups: numbers of query heads a key head to make schedules for.
+            by_path: the schedules are those of backend ``invariant``.
 
         Raises:
             ValueError: the arrays name pages, rows or keys that cannot exist.
         """
         import numpy as np
 
-        columns = host_columns(arrays, groups)
+        columns = host_columns(arrays, groups, by_path)
         places, length = lay_out({name: len(column) for name, column in columns.items()})
         host = np.zeros(length, np.int32)
         for name, column in columns.items():
             host[places[name]] = column
         vector = torch.from_numpy(host).to(device)
-        partials = count_partials(arrays[3], arrays[5], arrays[6])
+        begin = columns.get("partial_begin")
+        partials = count_partials(arrays[3], arrays[5], arrays[6]) if begin is None else int(begin[-1])
         plan = DecodePlan.of_columns({name: vector[place] for name, place in places.items()}, partials)
         plan.__post_init__()
         if plan.extent is None:  # values on a GPU are not checked; on the host they still can be
@@ -106,7 +109,9 @@ class DecodePlan:
         items = {int(name[5:]): columns[name].view(-1, FIELDS) for name in columns if name.startswith("items")}
         plan = object.__new__(DecodePlan)
         vars(plan).update({name: columns[name] for name in TENSORS}, extent=None)
-        vars(plan)["schedule"] = Schedule(columns["partial_begin"], items, partials) if items else None
+        if items:
+            schedule = Schedule(columns["partial_begin"], items, partials, columns.get("parent"))
+        vars(plan)["schedule"] = schedule if items else None
         return plan
 
 
@@ -139,16 +144,13 @@ def extent_of(arrays: Sequence[Array]) -> tuple[int, int]:
 TENSORS = tuple(f.name for f in fields(DecodePlan) if f.name not in ("schedule", "extent"))
 
 
-def host_columns(arrays: Sequence[Array], groups: Iterable[int]) -> dict[str, Array]:
+def host_columns(arrays: Sequence[Array], groups: Iterable[int], by_path: bool = False) -> dict[str, Array]:
     """Return the int32 vectors of a plan and of its schedule for ``groups`` by name, the longest one last."""
     named = dict(zip(TENSORS, arrays, strict=True))
     page_ids = named.pop("page_ids")
-    if groups := list(groups):
-        named["partial_begin"], before = partials_of_rows(
-            named["node_length"], named["row_begin"], named["row_end"], len(named["query_position"])
-        )
-        named |= {f"items{group}": items_of(arrays, before, group).ravel() for group in groups}
-    return {**named, "page_ids": page_ids}
+    groups = list(groups)
+    schedule = columns_of(arrays, groups, by_path) if groups else {}
+    return {**named, **schedule, "page_ids": page_ids}
 
 
 def lay_out(sizes: Mapping[str, int]) -> tuple[dict[str, slice], int]:

@@ -10,7 +10,7 @@ left.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,8 +35,8 @@ QUERIES = 64  # rows x query heads of an item
 PROGRAMS_A_PROCESSOR = 4
 SAME_STRIDES = "tree_decode_attention: k_pages and v_pages must have the same strides; one address serves both."
 FIELDS = 8
-"""Fields of an item: index of the node's first page id, slots to skip there, keys, position of the first key, first
-row, rows, distance of its partials from the first of each row, 0. 32 bytes, aligned.
+"""Fields of an item: index of the first page id, slots to skip there, keys, position of the first key, first row, rows,
+distance of its partials from the first of each row, node of its last key. 32 bytes, aligned.
 """
 
 
@@ -59,6 +59,7 @@ class Work(NamedTuple):
     partial_begin: Tensor | None  # [N + 1] int32, where each row's partials begin
     items: Tensor | None  # [1 + I, FIELDS] int32; I is the first number of the first
     partials: int  # room for partials; at least their number
+    parent: Tensor | None = None  # [K] int32, -1 for a root; of items in chunks of paths (path_chunks.py)
 
 
 class Schedule(NamedTuple):
@@ -67,6 +68,7 @@ class Schedule(NamedTuple):
     partial_begin: Tensor  # [N + 1] int32, where each row's partials begin
     items: Mapping[int, Tensor]  # query heads a key head -> [1 + I, FIELDS] int32; I is the first number of the first
     partials: int  # room for partials; at least their number
+    parent: Tensor | None = None  # as in `Work`
 
 
 def queries_of(group: int) -> int:
@@ -95,22 +97,30 @@ def partials_of_rows(node_length: Array, row_begin: Array, row_end: Array, rows:
     ended = np.bincount(end, chunks[full], rows + 1).astype(np.int64).cumsum()
     before = np.zeros(len(chunks), np.int64)
     before[full] = chunks[full].cumsum() - chunks[full] - ended[begin]
-    _check_nested(begin, end, np.arange(len(full)) - np.bincount(end, minlength=rows + 1).cumsum()[begin])
+    parents_of(begin, end, rows)
     begun = np.bincount(begin, chunks[full], rows + 1).astype(np.int64).cumsum()
     return np.concatenate([[0], (begun - ended)[:rows].cumsum()]).astype(np.int32), before
 
 
-def _check_nested(begin: Array, end: Array, depth: Array) -> None:
-    """Check that nodes are nested: the last node before n at depth - 1 is its parent, whose rows contain n's."""
+def parents_of(begin: Array, end: Array, rows: int) -> Array:  # all [K]
+    """Return the index of each node's parent, -1 for a root; nodes have rows ``begin`` to ``end - 1``, at least one.
+
+    Raises:
+        ValueError: they are not in depth-first order.
+    """
     import numpy as np
 
     order = np.arange(len(begin))
+    depth = order - np.bincount(end, minlength=rows + 1).cumsum()[begin]
     at_depth = depth.astype(np.int64) * len(begin) + order
     by_depth = np.sort(at_depth)
     child = np.flatnonzero(depth > 0)
-    parent = by_depth[np.searchsorted(by_depth, at_depth[child] - len(begin)) - 1] % max(len(begin), 1)
-    if (np.diff(begin) < 0).any() or (depth < 0).any() or (end[child] > end[parent]).any():
+    # The last node before n at depth - 1 is its parent, whose rows contain n's.
+    parent = np.full(len(begin), -1)
+    parent[child] = by_depth[np.searchsorted(by_depth, at_depth[child] - len(begin)) - 1] % max(len(begin), 1)
+    if (np.diff(begin) < 0).any() or (depth < 0).any() or (end[child] > end[parent[child]]).any():
         raise ValueError("DecodePlan: nodes must be in depth-first order, and a node's rows among those of its parent.")
+    return parent
 
 
 def items_of(plan: Sequence[Array], before: Array, group: int) -> Array:  # [1 + I, FIELDS] int32
@@ -118,45 +128,72 @@ def items_of(plan: Sequence[Array], before: Array, group: int) -> Array:  # [1 +
     import numpy as np
 
     page_indptr, _, offset, length, position, row_begin, row_end, *_ = plan
-    rows_a_tile = queries_of(group) // group
-    tiles = -(-np.maximum(row_end - row_begin, 0) // rows_a_tile)
-    count = tiles * -(-length // CHUNK)
-    node = np.repeat(np.arange(len(count)), count)
-    local = np.arange(len(node)) - np.repeat(count.cumsum() - count, count)
-    chunk, tile = np.divmod(local, tiles[node])
-    row = row_begin[node] + tile * rows_a_tile
+    chunks = np.where(row_end > row_begin, -(-length // CHUNK), 0)
+    node = np.repeat(np.arange(len(chunks)), chunks)
+    chunk = np.arange(len(node)) - np.repeat(chunks.cumsum() - chunks, chunks)
+    item, row, rows = split(row_begin[node], row_end[node] - row_begin[node], group)
+    node, chunk = node[item], chunk[item]
     keys = np.minimum(length[node] - chunk * CHUNK, CHUNK)
-    items = np.zeros((1 + len(node), FIELDS), np.int32)
-    items[0, 0] = len(node)
-    columns = (
-        page_indptr[node],
-        offset[node] + chunk * CHUNK,
-        keys,
-        position[node] + chunk * CHUNK,
-        row,
-        np.minimum(row_end[node] - row, rows_a_tile),
-        before[node] + chunk,
-    )
-    order = np.argsort((CHUNK - keys).astype(np.int16), kind="stable")
-    for i, column in enumerate(columns):
-        items[1:, i] = column[order]
+    slot, begin = offset[node] + chunk * CHUNK, position[node] + chunk * CHUNK
+    return ordered(page_indptr[node], slot, keys, begin, row, rows, before[node] + chunk, node)
+
+
+def split(row: Array, rows: Array, group: int) -> tuple[Array, Array, Array]:  # [C], [C] -> [I] each
+    """Divide the rows of chunks among items; return an item's chunk, its first row and the number of its rows."""
+    import numpy as np
+
+    at_once = queries_of(group) // group
+    tiles = -(-rows // at_once)
+    chunk = np.repeat(np.arange(len(rows)), tiles)
+    skipped = at_once * (np.arange(len(chunk)) - np.repeat(tiles.cumsum() - tiles, tiles))
+    return chunk, row[chunk] + skipped, np.minimum(rows[chunk] - skipped, at_once)
+
+
+def ordered(*fields: Array) -> Array:  # [1 + I, FIELDS] int32
+    """Return items with their ``FIELDS`` fields [I], those with the most keys first, after their number."""
+    import numpy as np
+
+    order = np.argsort((CHUNK - fields[2]).astype(np.int16), kind="stable")
+    items = np.zeros((1 + len(order), FIELDS), np.int32)
+    items[0, 0] = len(order)
+    for i, field in enumerate(fields):
+        items[1:, i] = field[order]
     return items
 
 
+def columns_of(plan: Sequence[Array], groups: Iterable[int], by_path: bool = False) -> dict[str, Array]:
+    """Return the int32 vectors of a plan's schedule by name.
+
+    Args:
+        plan: int32, the tensors of a `DecodePlan` in order.
+        groups: numbers of query heads a key head to make items for.
+        by_path: chunks are counted from the root of a path, not from a node (path_chunks.py).
+    """
+    if by_path:
+        from .path_chunks import path_chunks
+
+        chunks = path_chunks(plan)
+        items = {f"items{group}": chunks.items(group).ravel() for group in groups}
+        return {"parent": chunks.parent, "partial_begin": chunks.partial_begin, **items}
+    begin, before = partials_of_rows(plan[3], plan[5], plan[6], len(plan[7]))
+    return {"partial_begin": begin, **{f"items{group}": items_of(plan, before, group).ravel() for group in groups}}
+
+
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""row_begin of a plan -> query heads a key head -> its schedule: all layers of a step ask for the same one."""
+"""row_begin of a plan -> query heads a key head, `by_path` -> its schedule: all layers of a step ask for the same."""
 
 
-def make_schedule(nodes: Nodes, group: int) -> Work:
+def make_schedule(nodes: Nodes, group: int, by_path: bool = False) -> Work:
     """Return the work of nodes on a device, for ``group`` query heads a key head; waits for the device once a plan."""
     known = _made.setdefault(nodes.row_begin, {})
-    if group not in known:
-        arrays = [x.cpu().numpy() for x in nodes]
-        partial_begin, before = partials_of_rows(arrays[3], arrays[5], arrays[6], len(arrays[7]))
+    if (group, by_path) not in known:
+        columns = columns_of([x.cpu().numpy() for x in nodes], [group], by_path)
         device = nodes.row_begin.device
-        begin, items = (torch.from_numpy(x).to(device) for x in (partial_begin, items_of(arrays, before, group)))
-        known[group] = Work(begin, items, int(partial_begin[-1]))
-    return known[group]
+        on_device = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
+        items = on_device[f"items{group}"].view(-1, FIELDS)
+        partials = int(columns["partial_begin"][-1])
+        known[group, by_path] = Work(on_device["partial_begin"], items, partials, on_device.get("parent"))
+    return known[group, by_path]
 
 
 def programs(device: torch.device, kv_heads: int) -> int:

@@ -163,23 +163,43 @@ def tree_decode(
     if machine.interpreting() and q.dtype == torch.bfloat16:  # the interpreter multiplies bit patterns of bf16 operands
         out, lse = tree_decode(q.float(), k_pages.float(), v_pages.float(), nodes, work, scale, window, softcap)
         return out.to(q.dtype), lse
+    group = q.shape[1] // k_pages.shape[2]
+    if work.partial_begin is None or work.items is None or work.parent is not None:
+        work = make_schedule(nodes, group)
+    return attend(q, k_pages, v_pages, nodes.page_ids, nodes.query_position, work, scale, window, softcap)
+
+
+def attend(
+    q: Tensor,  # [N, Hq, D]
+    k_pages: Tensor,  # [P, page, Hkv, D]
+    v_pages: Tensor,  # [P, page, Hkv, D]
+    page_ids: Tensor,  # [*] int32
+    query_position: Tensor,  # [N] int32
+    work: Work,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Run the items of ``work`` and merge their partials; the result is like that of `reference.tree_decode`.
+
+    Raises:
+        ValueError: keys and values have different strides.
+    """
     rows, heads, dim = q.shape
     kv_heads = k_pages.shape[2]
     out, lse = q.new_empty(q.shape), q.new_empty((rows, heads), dtype=torch.float32)
-    if rows == 0 or len(nodes.node_length) == 0:
+    if rows == 0 or work.partials == 0:
         return out.zero_(), lse.fill_(-float("inf"))
     if k_pages.stride() != v_pages.stride():
         raise ValueError(SAME_STRIDES)
     group = heads // kv_heads
-    if work.partial_begin is None or work.items is None:
-        work = make_schedule(nodes, group)
-    partial_begin, items, partials = work
+    partial_begin, items, partials, _ = work
     partial_out = q.new_empty((partials, heads, dim), dtype=torch.float32)
     partial_lse = q.new_empty((partials, heads), dtype=torch.float32)
     width, queries = padded_width(dim), queries_of(group)
     keys, warps = tile_of(width, queries, q.dtype)
     partial_kernel[(kv_heads, programs(q.device, kv_heads))](
-        q, k_pages, v_pages, nodes.page_ids, nodes.query_position, partial_begin, items, partial_out, partial_lse,
+        q, k_pages, v_pages, page_ids, query_position, partial_begin, items, partial_out, partial_lse,
         *q.stride()[:2], *k_pages.stride()[:3], scale, window or 0, softcap or 0.0,
         PAGE=k_pages.shape[1], HEADS=heads, GROUP=group, DIM=dim, WIDTH=width, QUERIES=queries,
         KEYS=keys, FIELDS=FIELDS, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,

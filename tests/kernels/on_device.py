@@ -20,20 +20,21 @@ needs_interpreter = pytest.mark.skipif(not _interpreted, reason="needs Triton's 
 
 
 def device_of(backend: str) -> torch.device:
-    return torch.device("cuda" if backend in ("flash", "triton", "cuda") and torch.cuda.is_available() else "cpu")
+    on_gpu = backend in ("flash", "invariant", "triton", "cuda") and torch.cuda.is_available()
+    return torch.device("cuda" if on_gpu else "cpu")
 
 
 def interpret_some(backends: Sequence[ParameterSet], cases: Sequence[Any], kept: Collection[int]) -> list[ParameterSet]:
     """Every case on every backend, for ``parametrize``; a case that is a tuple gives several arguments.
 
-    The interpreter takes seconds for a case that a GPU runs in microseconds: without a GPU the cases of Triton other
-    than ``kept`` (by index) are marked slow.
+    The interpreter takes seconds for a case that a GPU runs in microseconds: without a GPU the cases of Triton's
+    kernels other than ``kept`` (by index) are marked slow.
     """
     found = []
     for backend in backends:
         (name,) = backend.values
         for i, case in enumerate(cases):
-            late = name == "triton" and not torch.cuda.is_available() and i not in kept
+            late = name in ("triton", "invariant") and not torch.cuda.is_available() and i not in kept
             marks = [*backend.marks, *([pytest.mark.slow] if late else [])]
             values = case if isinstance(case, tuple) else (case,)
             found.append(pytest.param(name, *values, marks=marks, id="-".join([str(name), *map(str, values)])))

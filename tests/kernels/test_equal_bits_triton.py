@@ -1,4 +1,4 @@
-"""Kernels that sampling and training would share on a GPU: a row has the same bits whatever the other rows are."""
+"""Kernels that sampling and training share on a GPU: a row has the same bits whatever the other rows are."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from rolltree.kernels.layer_ops import rms_norm, silu_mul
 from rolltree.kernels.linear import linear
 from rolltree.kernels.linear import triton as backend
 from rolltree.kernels.linear_logprob import logprob_from_logits
+from rolltree.kernels.linear_logprob.head import Head
+from rolltree.kernels.linear_logprob.logits import score_rows
 
 from .on_device import device_of, needs_triton
 
@@ -102,7 +104,7 @@ def test_gradients_and_layouts() -> None:
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_log_probs_do_not_see_other_rows(dtype: torch.dtype) -> None:
-    """The bits of sampling and of scoring still differ from each other: a reason why GPUs are refused."""
+    """The bits of sampling and of scoring differ from each other, so sampled tokens are scored too (`score_rows`)."""
     hidden, weight, _ = operands(203, 48, dtype)
     weight *= 0.3
     numbers = torch.arange(len(hidden), device=hidden.device)
@@ -173,7 +175,7 @@ def test_decoded_rows_do_not_see_others(dtype: torch.dtype) -> None:
 
 
 def test_trained_attention_has_another_order_than_decoding() -> None:
-    """The other reason why GPUs are refused; once this fails, attention is none any more."""
+    """So backend ``invariant`` has another order (test_path_chunks.py); once this fails, it needs none."""
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(SHARED, heads, 16, generator=random).to(device_of("triton")) for heads in (4, 2, 2))
     pages = torch.zeros(2, -(-SHARED // PAGE) * PAGE, 2, 16, device=q.device)
@@ -188,3 +190,35 @@ def test_trained_attention_has_another_order_than_decoding() -> None:
         (sampled,) = tree_decode_attention(q[-1:], k_pages, v_pages, plan, scale=0.25)[0]
     torch.testing.assert_close(sampled, trained[-1], rtol=1e-5, atol=1e-6)
     assert not torch.equal(sampled, trained[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_of_the_head_are_the_product_of_one_order(dtype: torch.dtype) -> None:
+    """In fp32, into tiles of any stride, for any rows; the head's own product without the backend has other bits."""
+    hidden, weight, _ = operands(203, 96, dtype)
+    head = Head(weight, None, None, torch.float32)
+    whole = torch.empty(len(hidden), 208, device=hidden.device)[:, :203]
+    with use_backend("invariant"):
+        head.logits(hidden, whole)
+        for rows in ROWS:
+            own = torch.empty(rows, 203, device=hidden.device)
+            assert torch.equal(head.logits(hidden[5 : 5 + rows], own), whole[5 : 5 + rows])
+    exact, plain = hidden.double() @ weight.double().T, torch.empty_like(whole)
+    head.logits(hidden, plain)
+    assert not torch.equal(plain, whole)
+    assert (whole.double() - exact).abs().max() <= 2 * (plain.double() - exact).abs().max() + 2**-22 * exact.abs().max()
+
+
+@pytest.mark.parametrize("V", [96, 203])
+def test_drawn_tokens_are_scored_as_they_are_trained(V: int) -> None:
+    hidden, weight, _ = operands(V, 48, torch.float32)
+    logits = linear(hidden, 0.3 * weight)
+    target = torch.arange(len(hidden), device=hidden.device) % V
+    temperature = 0.5 + (target % 3).float() / 2
+    with use_backend("triton"):
+        whole = logprob_from_logits(logits, target, temperature=temperature, want=("entropy",)).logprob
+        target[3], whole[3] = -1, torch.nan  # of a row that failed
+        for rows in ROWS:
+            own = slice(2, 2 + rows)
+            scored = score_rows(logits[own], target[own], temperature[own])
+            assert torch.equal(scored.nan_to_num(7.0), whole[own].nan_to_num(7.0))

@@ -27,6 +27,7 @@ BACKENDS = [
     pytest.param("reference"),
     pytest.param("cpu", marks=needs_cpp),
     pytest.param("triton", marks=needs_triton),
+    pytest.param("invariant", marks=needs_triton),
 ]
 
 
@@ -198,7 +199,8 @@ def test_nodes_of_many_chunks_and_tiles(
         monkeypatch.setattr(schedules, name, small)
     step = forest(seed=48, roots=1, chunk=chunk, longest=100)
     q, k, v = tensors(step, heads, kv_heads, 16)
-    partial_begin, items, _ = schedules.make_schedule(schedules.Nodes(*step.plan.tensors().values()), heads // kv_heads)
+    nodes = schedules.Nodes(*step.plan.tensors().values())
+    partial_begin, items, *_ = schedules.make_schedule(nodes, heads // kv_heads)
     assert partial_begin.diff().max() > 5
     assert items[0, 0] > 2 * len(step.plan.node_length)
     assert (items[1:, 2].diff() <= 0).all(), "the longest come first"
@@ -227,7 +229,7 @@ def test_items_cover_every_row_and_key_once(group: int) -> None:
     step = forest(seed=13, roots=2, chunk=9, longest=1300, page=16)
     plan = on_host(step.plan)
     indptr, _, offset, length, position, row_begin, row_end, query_position = plan
-    begin, items, partials = schedules.make_schedule(schedules.Nodes(*step.plan.tensors().values()), group)
+    begin, items, partials, _ = schedules.make_schedule(schedules.Nodes(*step.plan.tensors().values()), group)
     assert int(begin[-1]) == partials == schedules.count_partials(length, row_begin, row_end)
     found: dict[tuple[int, int], tuple[int, ...]] = {}
     for first_page, slot, keys, first, row, rows, before, _ in items[1:].tolist():
@@ -434,9 +436,9 @@ def test_huge_logits_stay_finite(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck(backend: str) -> None:
     step = forest(seed=8, longest=9)
-    q, k, v = tensors(step, 2, 1, 16)
+    given = (t.to(device_of(backend)) for t in (*tensors(step, 2, 1, 16), *step.plan.tensors().values()))
     with dispatch.use_backend(backend):
-        torch.library.opcheck(tree_decode_op, (q, k, v, *step.plan.tensors().values(), None, None, 0, 0.25, 7, None))
+        torch.library.opcheck(tree_decode_op, (*given, None, None, 0, None, 0.25, 7, None))
 
 
 def test_errors_name_the_argument() -> None:

@@ -26,17 +26,20 @@ LENGTH, RESPONSES, TOKENS = 60, 4, 9
 """Tokens of a prompt at most, responses to each, and tokens of a response in a sample."""
 PIECE = 50
 """Rows of a piece of a tree."""
+ROWS_ON_A_GPU = 256
+"""Rows that are more than a tile's (kernels/linear/triton.py)."""
 DECODING = "decoding"
 """The answer of `differing` where only the sampler's log-probs are others."""
 
 
 def sample_prompts(model: PreTrainedModel) -> list[list[int]]:
-    """Return prompts of random tokens, so many that the rows of all are more than those of own products."""
+    """Return prompts of random tokens, with more rows in all than an own product has on a CPU, or a tile on a GPU."""
     usual = usual_tokens(model.config)
     draw = np.random.default_rng(0)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LENGTH + TOKENS
     longest = max(min(LENGTH, positions - TOKENS), 1)
-    lengths = [max(longest - i % 7, 1) for i in range(few_rows() // longest + 1)]
+    rows = few_rows() if model.device.type == "cpu" else ROWS_ON_A_GPU
+    lengths = [max(longest - i % 7, 1) for i in range(rows // longest + 1)]
     return [usual[draw.integers(len(usual), size=n)].tolist() for n in lengths]
 
 
@@ -56,14 +59,14 @@ def differing(model: PreTrainedModel, trees: Sequence[TokenTree]) -> str | None:
     was_training = model.training
     model.eval()
     try:
-        whole = _values(model, trees, pack(trees, max_tokens=1 << 20))
+        whole = _values(model, trees, pack(trees, max_tokens=1 << 20, device=model.device))
         alone = {
-            (index, leaf): _values(model, [chain], pack([chain], max_tokens=1 << 20))[0, 0]
+            (index, leaf): _values(model, [chain], pack([chain], max_tokens=1 << 20, device=model.device))[0, 0]
             for index, tree in enumerate(trees)
             for leaf in {0, tree.num_leaves - 1}
             for chain in [tree.chain(leaf)]
         }
-        pieces = _values(model, trees, pack(trees, max_tokens=PIECE, in_pieces=True))
+        pieces = _values(model, trees, pack(trees, max_tokens=PIECE, in_pieces=True, device=model.device))
         if not (_equal(alone, whole) and _equal(pieces, whole)):
             return _first_layer(model, trees) or "attention"
         for (index, leaf), values in whole.items():
@@ -99,7 +102,7 @@ def _equal(some: Values, others: Values) -> bool:
 def _values(model: PreTrainedModel, trees: Sequence[TokenTree], batches: Sequence[TreeBatch]) -> Values:
     found: Values = {}
     for batch in batches:
-        leaves = batch.to_leaves(unchecked_logprob(model, batch).logprob)
+        leaves = batch.to_leaves(unchecked_logprob(model, batch).logprob.cpu())
         for index, which, values in zip(batch.tree_index, batch.leaf_index, leaves, strict=True):
             for leaf, own in zip(which, values, strict=True):
                 found[index, int(leaf)] = own.numpy()
@@ -109,12 +112,12 @@ def _values(model: PreTrainedModel, trees: Sequence[TokenTree], batches: Sequenc
 def _first_layer(model: PreTrainedModel, trees: Sequence[TokenTree]) -> str | None:
     """Return the class of the first module that gives a sequence other bits among others than alone, from the same
     input; None if none does."""
-    among = pack(trees, max_tokens=1 << 20)[0]
+    among = pack(trees, max_tokens=1 << 20, device=model.device)[0]
     tree = trees[among.tree_index[0]]
     paths = ((leaf, tree.token_id[tree.path_rows(leaf)]) for leaf in range(tree.num_leaves))
-    ids = among.input_ids.numpy()
+    ids = among.input_ids.cpu().numpy()
     first = next(leaf for leaf, path in paths if np.array_equal(ids[: len(path)], path))  # rows are depth-first
-    (alone,) = pack([tree.chain(first)], max_tokens=1 << 20)
+    (alone,) = pack([tree.chain(first)], max_tokens=1 << 20, device=model.device)
     with _calls(model) as shared:
         unchecked_logprob(model, among)
     with _calls(model) as own:

@@ -2,7 +2,8 @@
 
 PyTorch multiplies few rows in another order than many, and computes the last numbers of a tensor, or of a thread's
 part of it, one by one and not as vectors, with another last bit of exponentials and the like. Within `fixed_order`,
-products with a weight are `rolltree.kernels.linear`'s, and tensors of such functions are padded to whole vectors.
+products with a weight are `rolltree.kernels.linear`'s, and on a CPU tensors of such functions are padded to whole
+vectors. A GPU computes every number of such a function in the same way.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _within: ContextVar[bool] = ContextVar("rolltree_fixed_order", default=False)
 
 @contextmanager
 def fixed_order() -> Iterator[None]:
-    """Within the block, functions of `REPLACED` compute each row by itself on a CPU.
+    """Within the block, functions of `REPLACED` compute each row by itself.
 
     Raises:
         ValueError: autocast is on where a product is computed.
@@ -61,11 +62,11 @@ class _Replacing(TorchFunctionMode):
 
 
 def _fits(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
+    return isinstance(x, Tensor) and x.device.type in ("cpu", "cuda") and x.dtype in (torch.float32, torch.bfloat16)
 
 
 def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled(weight.device.type):
         raise ValueError("Batch-invariant layers do not go with autocast; load the model in the dtype that it uses.")
     return linear(input, weight, bias) if _fits(weight) else func(input, weight, bias)
 
@@ -97,7 +98,7 @@ def _grouped_mm(func: Any, rows: Tensor, weights: Tensor, *, offs: Tensor | None
 
 def _by_vectors(func: Callable[..., Tensor], x: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Compute a function of numbers on so many that none is left over from whole vectors, in any thread."""
-    if not _fits(x) or not x.numel():
+    if not _fits(x) or x.device.type != "cpu" or not x.numel():
         return func(x, *args, **kwargs)
     if kwargs.pop("inplace", False):
         return x.copy_(_by_vectors(func, x, *args, **kwargs))

@@ -53,16 +53,19 @@ class _InOrder:
 
 
 def make_invariant(model: PreTrainedModel) -> PreTrainedModel:
-    """Let the layers of ``model`` compute each row by itself, on a CPU; return the same ``model``.
+    """Let the layers of ``model`` compute each row by itself; return the same ``model``.
 
     Its layers are fused too (`fuse_layers`), as those of the native engine are. A second call changes nothing. Whether
-    every layer of the model then has the same bits is `check.check_invariant`'s to tell.
+    every layer of the model then has the same bits is `check.check_invariant`'s to tell. On a GPU attention and the
+    head run on backend ``invariant`` from then on, in the whole process (`dispatch.set_backend`).
 
     Raises:
         UserError: a part of the model is known not to be batch-invariant.
     """
     if reason := unfit(model):
         raise UserError(f"{KEY} does not hold for {type(model).__name__}: {reason}.")
+    if head(model).weight.is_cuda:
+        dispatch.set_backend("invariant")
     fuse_layers(model)
     decoder = decoder_of(model)
     if not is_invariant(model):
@@ -81,14 +84,13 @@ def unfit(model: Any) -> str | None:
     """Return the part of a model that is known not to be batch-invariant, as the rest of a sentence; None if all are,
     or it is not known."""
     own = head(model)
-    weight = own.weight
-    if weight.device.type != "cpu":
-        return (
-            f"on a {weight.device.type} device matrix products (cuBLAS) and attention change the order of their sums "
-            "with the number of rows; set model.device to 'cpu', or leave the key out"
-        )
-    if not dispatch.usable("cpu", weight.device):
-        return "it needs the CPU kernels, which are not built here or not chosen; see `rolltree doctor`"
+    device = own.weight.device
+    backend = {"cpu": "cpu", "cuda": "invariant"}.get(device.type)
+    if backend is None:
+        return f"it is for CPUs and GPUs, not for {device.type} devices; set model.device, or leave the key out"
+    if not dispatch.usable(backend, device):
+        needed = "the CPU kernels, which are not built here" if backend == "cpu" else "Triton, which is not installed"
+        return f"it needs {needed} or not chosen; see `rolltree doctor`"
     if names := recurrent.scanned(model):
         return (
             f"the scan of {', '.join(names)} (tree_recurrence) sums in chunks that begin where a part of a tree does; "
@@ -96,7 +98,11 @@ def unfit(model: Any) -> str | None:
         )
     if own.lora is not None:
         return "products of an adapter on the head depend on the number of rows; leave lm_head out of its targets"
-    if not has_equal_bits(weight):
+    if backend == "invariant":
+        if own.bias is None and own.softcap is None and own.scale == 1:
+            return None
+        return "sampling on a GPU applies its head's bias, soft cap or scale by itself; set model.device to 'cpu'"
+    if not has_equal_bits(own.weight):
         return "the order of sums of the head's product in torch's library is not known on this processor"
     return None
 

@@ -107,7 +107,8 @@ class DecodeGraphs:
 
     def decode(self, step: Step, draws: Draws, adapter: Array | None) -> Decoded:
         """Run a step that only decodes: each of its rows is sampled once; ``adapter`` is as in `StepVector.load`."""
-        rows, partials = _bucket(len(step.input_ids), LEAST_ROWS), _bucket(count_partials(step), LEAST_PARTIALS)
+        rows = _bucket(len(step.input_ids), LEAST_ROWS)
+        partials = _bucket(count_partials(step, self._device), LEAST_PARTIALS)
         kind = rows, partials, adapter is not None, draws.filters
         if kind not in self._graphs:
             self._graphs[kind] = self._capture(self.pad(step, draws, rows, partials, adapter), draws)

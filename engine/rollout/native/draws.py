@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rolltree.kernels import SampleOutput
+from rolltree.kernels import SampleOutput, dispatch
+from rolltree.kernels.linear_logprob.logits import score_rows
 from rolltree.kernels.sampling import sample_rows
 
 from .assembly import Step
@@ -106,17 +107,22 @@ def draw(
     temperature = columns["temperature"]
     left = logits if never is None else logits.index_fill(1, never, -torch.inf)
     out = sample_rows(left, temperature, top_k, top_p, min_p, columns["seed"], columns["step"])
-    if never is not None:
-        whole = temperature > 0
-        for name in filters:
-            whole = whole & (columns[name] == FILTERS[name])
-        scale = torch.where(temperature > 0, temperature, 1.0)[:, None]
-        lost = (left / scale).logsumexp(-1) - (logits / scale).logsumexp(-1)
-        lost_raw = left.logsumexp(-1) - logits.logsumexp(-1)
-        out = out._replace(
-            logprob=torch.where(whole, out.logprob + lost, out.logprob), raw_logprob=out.raw_logprob + lost_raw
-        )
-    return device_samples(out)
+    trained = dispatch.named("invariant", logits.device)  # the sampler's sums have another order than a trainer's
+    if never is None and not trained:
+        return device_samples(out)
+    whole = temperature > 0
+    for name in filters:
+        whole = whole & (columns[name] == FILTERS[name])
+    scale = torch.where(temperature > 0, temperature, 1.0)
+    if trained:
+        logprob = score_rows(logits, out.token, scale)
+        raw_logprob = score_rows(logits, out.token, torch.ones_like(scale))
+    else:
+        scale = scale[:, None]
+        logprob = out.logprob + ((left / scale).logsumexp(-1) - (logits / scale).logsumexp(-1))
+        raw_logprob = out.raw_logprob + (left.logsumexp(-1) - logits.logsumexp(-1))
+    logprob = torch.where(whole, logprob, out.logprob)
+    return device_samples(out._replace(logprob=logprob, raw_logprob=raw_logprob))
 
 
 def device_samples(out: SampleOutput) -> DeviceSamples:

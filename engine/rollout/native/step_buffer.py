@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rolltree.kernels import dispatch
 from rolltree.kernels.low_rank import Runs
 from rolltree.kernels.low_rank.runs import tiles_of
 from rolltree.kernels.tree_decode import DecodePlan
@@ -62,7 +63,8 @@ class StepVector:
         self.sizes = rows, partials, samples, head_rows, adapted
         self.pages = pages
         self._groups = groups
-        nodes = partials  # every node that a row reads has at least one partial result, as has every work item
+        self._by_path = dispatch.named("invariant", device)
+        nodes = partials  # `count_partials` are at least as many as nodes that a row reads, and as work items
         words = {name: samples * (dtype.itemsize // 4) for name, dtype in DTYPES.items()}
         sizes: dict[str, int] = {
             **dict.fromkeys(("input_ids", "slots", "query_position"), rows),
@@ -72,12 +74,13 @@ class StepVector:
             **({"tiles": 3 * rows, "head_tiles": 3 * head_rows} if adapted else {}),
             "page_indptr": nodes + 1,
             **dict.fromkeys(("node_offset", "node_length", "node_position", "row_begin", "row_end"), nodes),
+            **({"parent": nodes} if self._by_path else {}),
             "partial_begin": rows + 1,
             **{f"items{group}": (1 + partials) * schedules.FIELDS for group in groups},
             "page_ids": pages,
         }
         if not groups:
-            del sizes["partial_begin"]
+            sizes = {name: size for name, size in sizes.items() if name not in ("partial_begin", "parent")}
         places, length = lay_out(sizes)
         self._host = torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
@@ -106,8 +109,9 @@ class StepVector:
         """Return a vector with the step, padded only to ``least`` rows, pages and nodes: compilers treat a size of one
         as another program. The vector ``before`` is reused if its sizes fit. ``adapter`` is as in `load`."""
         rows, pages, nodes = (max(len(values), least) for values in (step.input_ids, *step.plan[1:3]))
-        groups = cache.groups if device.type == "cuda" else ()  # a CPU iterates over nodes without a schedule
-        partials = max(count_partials(step), nodes) if groups else nodes
+        scheduled = device.type == "cuda" or dispatch.named("invariant", device)
+        groups = cache.groups if scheduled else ()  # a CPU iterates over nodes without a schedule
+        partials = max(count_partials(step, device), nodes) if groups else nodes
         sizes = rows, partials, len(draws.slots), len(step.sample_rows), adapter is not None
         if before is None or before.sizes != sizes or before.pages < pages:
             pages += pages // 4  # branches need further pages after some steps
@@ -131,7 +135,7 @@ class StepVector:
         Args:
             adapter: [N] int64, places of the rows' adapters as `RowAdapters.places` returns them.
         """
-        columns = host_columns((*step.plan, step.position_ids), self._groups)
+        columns = host_columns((*step.plan, step.position_ids), self._groups, self._by_path)
         values: dict[str, Array] = {
             "input_ids": step.input_ids,
             "slots": step.kv_slots,
@@ -184,7 +188,9 @@ class StepVector:
         return self.view("input_ids").long(), self.view("query_position").long(), rotary
 
 
-def count_partials(step: Step) -> int:
-    """Return the number of partial results of the step's attention."""
+def count_partials(step: Step, device: torch.device) -> int:
+    """Return a number of partial results that the step's attention on ``device`` does not exceed, nor do its nodes."""
     _, _, _, lengths, _, begins, ends = step.plan
+    if dispatch.named("invariant", device):  # every row's keys end at its own position at the latest
+        return max(int((step.position_ids // schedules.CHUNK + 1).sum()), len(lengths))
     return schedules.count_partials(lengths, begins, ends)

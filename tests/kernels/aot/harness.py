@@ -35,6 +35,7 @@ OPS = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in ("__init__", "ha
 SAMPLE = (
     "decode merge D128",
     "decode partial D64 bf16",
+    "decode slots of pages of 16",
     "gradient fp32 bf16 options V=151936",
     "linear 4096x12288 bf16",
     "low rank inner bf16",

@@ -1,7 +1,8 @@
 """Decode attention over pages: head sizes 64, 128 and 256 in bf16 with groups of 4 heads, the options, and fp32."""
 
 from rolltree.kernels.tree_attention.blocks import padded_width
-from rolltree.kernels.tree_decode.schedule import FIELDS, queries_of
+from rolltree.kernels.tree_decode.invariant import slots_kernel
+from rolltree.kernels.tree_decode.schedule import CHUNK, FIELDS, queries_of
 from rolltree.kernels.tree_decode.triton import merge_kernel, partial_kernel, tile_of
 
 from .harness import AotCase
@@ -38,10 +39,18 @@ def merge(dim: int) -> AotCase:
     return AotCase(f"decode merge D{dim}", merge_kernel, {**PARTS, "out": "*bf16", "lse": "*fp32"}, constants)
 
 
+def slots(page: int) -> AotCase:
+    names = ("page_indptr", "page_ids", "node_offset", "node_position", "parent", "items", "out")
+    constants = {"PAGE": page, "CHUNK": CHUNK, "FIELDS": FIELDS}
+    return AotCase(f"decode slots of pages of {page}", slots_kernel, dict.fromkeys(names, "*i32"), constants)
+
+
 CASES = [
     *(partial(dim, "bf16") for dim in (64, 128, 256)),
     partial(128, "bf16", options=True),
     partial(64, "fp32"),
     merge(128),
     merge(256),
+    slots(16),
+    slots(1),
 ]
