@@ -116,7 +116,9 @@ def test_tree_decode_that_sees_nothing() -> None:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("case", ["plain", "bias", "temperature of rows", "softcap", "everything", "several blocks"])
+@pytest.mark.parametrize(
+    "case", ["plain", "bias", "temperature", "temperature of rows", "softcap", "everything", "several blocks"]
+)
 def test_linear_logprob(case: str) -> None:
     linear.compare("cuda", linear.CASES[case])
 
