@@ -95,27 +95,36 @@ def restored_backend(name: str | None) -> Iterator[None]:
         _override.reset(token)
 
 
-def choose(op: str, table: Mapping[str, Fn], device: torch.device) -> Fn:
+def choose(op: str, table: Mapping[str, Fn], device: torch.device, unfit: Mapping[str, str] | None = None) -> Fn:
     """Return the function of ``table`` that runs ``op`` on ``device``.
 
+    ``unfit`` says of backends of the table why they cannot compute this call, whatever the device.
+
     Raises:
-        BackendError: the named backend has no implementation of ``op`` or is not usable on ``device``, or no backend of
-            the table is.
+        BackendError: the named backend has no implementation of ``op``, cannot compute this call or is not usable on
+            ``device``, or no backend of the table is.
     """
+    unfit = unfit or {}
     if name := _named(table):
         if name not in table:
             raise BackendError(f"{op} has no '{name}' backend; it has {', '.join(table)}.")
+        if name in unfit:
+            others = ", ".join(b for b in table if b not in unfit and not _unusable(b, device))
+            raise BackendError(f"Backend '{name}' cannot compute this {op}: {unfit[name]}; use {others}.")
         if reason := _unusable(name, device):
             raise BackendError(f"Backend '{name}' cannot run {op} on a {device.type} tensor: {reason}.")
         return table[name]
-    preference = _PREFERENCE.get(device.type, ("reference",))
-    best = next((name for name in preference if name in table and not _unusable(name, device)), None)
-    if best is None:
+    missing = []
+    for name in _PREFERENCE.get(device.type, ("reference",)):
+        reason = unfit.get(name) or _unusable(name, device) if name in table else "not written for this op"
+        if not reason:
+            break
+        missing.append(f"{name}: {reason}")
+    else:
         raise BackendError(f"No backend of {op} runs on a {device.type} tensor; it has {', '.join(table)}.")
-    if best == "reference":
-        missing = "; ".join(f"{b}: {_unusable(b, device) or 'not written for this op'}" for b in preference[:-1])
-        log_once(f"{op} runs on the slow reference backend ({missing}).")
-    return table[best]
+    if name == "reference":
+        log_once(f"{op} runs on the slow reference backend ({'; '.join(missing)}).")
+    return table[name]
 
 
 def usable(name: str, device: torch.device) -> bool:

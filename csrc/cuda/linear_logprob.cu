@@ -46,7 +46,7 @@ struct Scale {
       slope = 1.0f - t * t;
       u = softcap * t;
     }
-    return u * inverse_temperature;
+    return __fmul_rn(u, inverse_temperature);  // never contracted: both kernels have to round z alike
   }
 };
 

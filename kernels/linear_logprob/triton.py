@@ -11,6 +11,9 @@ row and writes as many in the dtype of the result.
 A row of a tile begins at a multiple of ``ROW_MULTIPLE`` elements whatever V is, and is loaded and stored to its end, so
 that an odd vocabulary costs no vector access: Triton specialises on multiples of 16, and GEMMs want 8.
 
+Nothing is contracted (``enable_fp_fusion=False``): if one kernel rounded the product by 1 / temperature and the other
+did not, p would not be exp(z - lse) of one z, an error of up to half a unit in the last place of z.
+
 NaN and +inf make their own row NaN; -inf is a logit of probability zero. Rows without any gradient are written as zeros
 whatever their logits are.
 """
@@ -279,6 +282,6 @@ def _row_stride(tile: Tensor) -> int:
 
 
 def _launch(V: int) -> dict[str, Any]:
-    """Return block and warps as a function of V alone, so that a row's result does not depend on the batch."""
+    """Return block, warps and options as a function of V alone, so that a row's result does not depend on the batch."""
     block = min(MAX_BLOCK, triton.next_power_of_2(V))
-    return {"BLOCK": block, "num_warps": max(1, min(8, block // 512))}
+    return {"BLOCK": block, "num_warps": max(1, min(8, block // 512)), "enable_fp_fusion": False}

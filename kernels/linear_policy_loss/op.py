@@ -169,12 +169,13 @@ def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tupl
             result.append(None)
             continue
         dtype = gradient.dtype if i == 0 else ctx.dtype
+        factor = grad.view(1)  # not [], which torch would round to the gradient's dtype before it multiplies
         if torch.compiler.is_compiling():
-            result.append((gradient * grad).to(dtype))
+            result.append((gradient * factor).to(dtype))
         elif dtype == gradient.dtype:
-            result.append(gradient.mul_(grad.to(dtype)))
+            result.append(gradient.mul_(factor))
         else:  # scaled and cast in one kernel
-            result.append(torch.mul(gradient, grad.to(gradient.dtype), out=torch.empty_like(gradient, dtype=dtype)))
+            result.append(torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype)))
     return *result, *ctx.constants
 
 

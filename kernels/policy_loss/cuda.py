@@ -21,9 +21,13 @@ def _rows() -> tuple[str, ...]:
     return tuple(torch.ops.rolltree_cuda.clipped_loss_sums().split())
 
 
-def supports(x: Elements, kind: Kind) -> bool:
-    """Return whether the kernel computes this loss."""
-    return kind.surrogate == "ppo" and x.pos_weight is None
+def unfit(x: Elements, kind: Kind) -> str | None:
+    """Return why the kernel cannot compute this loss, or None if it can."""
+    if kind.surrogate != "ppo":
+        return f"its kernel has the surrogate 'ppo' alone, and this one is '{kind.surrogate}'"
+    if x.pos_weight is not None:
+        return "its kernel does not count clipped targets by the signs of their leaves' advantages"
+    return None
 
 
 def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -37,7 +41,7 @@ def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, 
     inputs = {
         name: absent if t is None else t.contiguous()
         for name, t in tensors.items()
-        if name not in ("all_weight", "extra", "pos_weight", "neg_weight")  # `supports` excludes losses that use them
+        if name not in ("all_weight", "extra", "pos_weight", "neg_weight")  # losses that use them are `unfit`
     }
     torch.ops.rolltree_cuda.clipped_loss(
         **inputs,

@@ -150,10 +150,13 @@ def _elements(
         mask=fields.mask,
     )
     kind = Kind(objective.elementwise, objective.kl, objective.kl_importance, objective.token_mismatch)
-    single = logprob.dtype == torch.float32
-    serves = {"triton": single, "cuda": single and cuda.supports(x, kind)}
-    table = {backend: terms for backend, terms in _TERMS.items() if serves.get(backend, True)}
-    total, d_logprob, d_entropy, sums = dispatch.choose("policy_loss", table, logprob.device)(x, kind, _spec(objective))
+    unfit = {}
+    if logprob.dtype != torch.float32:
+        unfit = dict.fromkeys(("triton", "cuda"), "its kernel computes in fp32, and the log-probs are fp64")
+    elif reason := cuda.unfit(x, kind):
+        unfit = {"cuda": reason}
+    run = dispatch.choose("policy_loss", _TERMS, logprob.device, unfit)
+    total, d_logprob, d_entropy, sums = run(x, kind, _spec(objective))
     return Evaluation(total, d_logprob, None if entropy is None else d_entropy, sums)
 
 

@@ -17,7 +17,7 @@ from .on_device import needs_triton
 ASKED = """
 import sys
 import numpy as np, torch
-from triton import knobs
+from triton.runtime.jit import JITFunction
 from rolltree.engine.app import compile as command
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.kernels import Objective, ahead
@@ -28,9 +28,9 @@ from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
 asked = set()
 
-def note(*, key, fn, **_):
-    asked.add((fn.name, str(key)))
-    return True  # do not compile
+# in the compiler's place: for a `jit_cache_hook` Triton 3.6 writes arguments as JSON, and functions are none
+def note(self, key, *_):
+    asked.add((self.fn.__qualname__, str(key)))
 
 def asks(step):
     before = set(asked)
@@ -55,7 +55,7 @@ def sample(rows, filtered):
     filters = {"top_k": some.int(), "top_p": some} if filtered else {}
     sample_tokens(torch.empty(rows, 5003), temperature=some, seed=ids, step=ids, **filters)
 
-knobs.runtime.jit_cache_hook = note
+JITFunction._do_compile = note
 def train(rows, _):
     ahead._layers(model, rows)
 

@@ -16,6 +16,7 @@ from . import test_linear_logprob as linear
 from . import test_logprob_from_logits as logits
 from . import test_policy_loss as loss
 from .emulation.build import build
+from .on_device import computes
 from .test_tree_decode import by_paths, forest, run, tensors
 
 pytestmark = [
@@ -116,7 +117,9 @@ def test_tree_decode_that_sees_nothing() -> None:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("case", ["plain", "bias", "temperature of rows", "softcap", "everything", "several blocks"])
+@pytest.mark.parametrize(
+    "case", ["plain", "bias", "temperature", "temperature of rows", "softcap", "everything", "several blocks"]
+)
 def test_linear_logprob(case: str) -> None:
     linear.compare("cuda", linear.CASES[case])
 
@@ -158,7 +161,7 @@ def test_gradient_of_many_targets(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.check(but=3)
-@pytest.mark.parametrize("name", [n for n in loss.PRESETS if Objective.preset(n).surrogate in ("ppo", "clip_cov")])
+@pytest.mark.parametrize("name", [n for n in loss.PRESETS if computes("cuda", Objective.preset(n))])
 def test_clipped_loss(name: str) -> None:
     loss.test_compiled_equals_reference("cuda", name)
 

@@ -20,6 +20,7 @@ BACKENDS = [
     for b in (("cuda", "triton", "reference") if HAS_GPU else ("cpu", "triton", "reference"))
 ]
 ROW_KERNELS = [p for p in BACKENDS if p.values[0] != "reference"]
+COMPILED = ("cuda", "triton") if HAS_GPU else ("cpu",)  # quick enough for every case
 Inputs = dict[str, Any]
 
 
@@ -204,27 +205,35 @@ def test_rows_without_gradient_are_zero_whatever_their_logits(backend: Backend) 
 
 @pytest.mark.parametrize("backend", ROW_KERNELS)
 def test_what_lies_between_the_rows_of_a_tile_does_not_matter(backend: Backend) -> None:
-    """Bitwise: rows that begin at multiples, with NaN after each, against rows end to end; an odd vocabulary."""
+    """Bitwise: rows that begin at multiples, with NaN after each or a number; an odd vocabulary.
+
+    Rows end to end have the same numbers to rounding: Triton loads by other widths there, which sums follow.
+    """
     rows, C, V = op.row_kernels(backend), 3, 4500 + 37
     head = chunked.Head(torch.empty(V, 4, device=DEVICE), None, None, torch.float32)
-    tile, _ = chunked.new_tiles(rows, head, C)
-    assert tile.stride(0) % rows.ROW_MULTIPLE == 0
     assert (16 if backend == "triton" else 1) == rows.ROW_MULTIPLE
     whole = torch.randn(C, V, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    tile.as_strided((C, tile.stride(0)), (tile.stride(0), 1)).fill_(torch.nan)
-    tile.copy_(whole)
+
+    def padded(between: float) -> Tensor:
+        tile, _ = chunked.new_tiles(rows, head, C)
+        assert tile.stride(0) % rows.ROW_MULTIPLE == 0
+        tile.as_strided((C, tile.stride(0)), (tile.stride(0), 1)).fill_(between)
+        return tile.copy_(whole)
+
     start, target = torch.arange(C + 1, device=DEVICE), torch.tensor([0, V - 1, 7], device=DEVICE)
     one, absent = torch.ones(C, device=DEVICE), torch.zeros(0, device=DEVICE)
     results = []
-    for logits in (tile, whole):
+    for logits in (padded(torch.nan), padded(3e4), whole):
         outputs = [torch.empty(C, device=DEVICE) for _ in range(5)]
         given = chunked.RowInputs(logits, absent, one, 0.0, start, target)
         rows.statistics(given, *outputs)
         rows.gradient(given, *outputs[1:3], one, one, one, one, logits)
         results.append([*outputs, logits])
-    for padded, dense in zip(*results, strict=True):
-        assert padded.isfinite().all()
-        assert padded.equal(dense)
+    for number, (found, again, dense) in enumerate(zip(*results, strict=True)):
+        assert found.isfinite().all()
+        assert found.equal(again)
+        if number != 2:  # the correction is itself a rounding
+            assert (found - dense).abs().max() <= 1e-6 * dense.abs().max()
 
 
 @pytest.mark.parametrize("backend", ROW_KERNELS)

@@ -40,27 +40,29 @@ OPTIONS = {"vocabulary": 65, "hidden_size": 16, "device": "cpu"}
 
 def planned(names: str, V: int = 65) -> tuple[Inputs, list[AnyTerm], plan.HeadPlan]:
     given, of_batch = forest(TREES["groups"], V=V)
-    given = {name: t.cpu() for name, t in given.items()}
-    terms = make_terms(names, "tree", cast(of_batch, torch.float32, "token_mean"))
+    made_terms = make_terms(names, "tree", cast(of_batch, torch.float32, "token_mean"))
+    given, terms = {name: t.cpu() for name, t in given.items()}, [moved(t, "cpu") for t in made_terms]
     options = OPTIONS | {"vocabulary": V}
     made = plan_terms_loss(terms, num_rows=len(given["hidden"]), row=given["row"], **options)
     return given, terms, made
 
 
-def away(x: Any) -> Any:
-    """The same on the meta device, which stands for a GPU."""
+def moved(x: Any, device: str) -> Any:
+    """The same on ``device``; a normalizer, a single number, may stay on the host."""
     if isinstance(x, Tensor):
-        return x.to("meta")
+        return x.to(device)
     if isinstance(x, PolicyFields):
         tensors, names = x.tensors()
-        return PolicyFields.from_tensors([away(t) for t in tensors], names, x.aggregation)
+        return PolicyFields.from_tensors([moved(t, device) for t in tensors], names, x.aggregation)
     if isinstance(x, PathIndex):
-        return PathIndex(**{f.name: away(getattr(x, f.name)) for f in fields(x)})
+        return PathIndex(**{f.name: moved(getattr(x, f.name), device) for f in fields(x)})
     if isinstance(x, Term):
-        return x._replace(fields=away(x.fields))
+        normalizer = x.normalizer.cpu() if isinstance(x.normalizer, Tensor) else x.normalizer
+        return x._replace(fields=moved(x.fields, device), normalizer=normalizer)
     if isinstance(x, LogprobTerm):
         loss: Any = x.loss
-        return x._replace(mask=away(x.mask), loss=partial(loss.func, **{k: away(v) for k, v in loss.keywords.items()}))
+        keywords = {k: moved(v, device) for k, v in loss.keywords.items()}
+        return x._replace(mask=moved(x.mask, device), loss=partial(loss.func, **keywords))
     return x
 
 
@@ -110,8 +112,9 @@ def host_waits(names: str, patch: pytest.MonkeyPatch) -> list[str]:
     body(logprob_api, "linear_logprob_op", logprob_op._setup_context, logprob_op._autograd_backward)
     patch.setattr(logprob_op, "linear_logprob_backward_op", logprob_op.linear_logprob_backward_op._init_fn)
     patch.setattr(checks, "WITHOUT_VALUES", ())  # here they stand for a GPU's
-    hidden, weight = (away(given[n]).requires_grad_() for n in ("hidden", "weight"))
-    target, row, terms = away(given["target"]), away(given["row"]), [away(t) for t in terms]
+    # the meta device stands for a GPU
+    hidden, weight = (given[n].to("meta").requires_grad_() for n in ("hidden", "weight"))
+    target, row, terms = given["target"].to("meta"), given["row"].to("meta"), [moved(t, "meta") for t in terms]
     made = made.to("meta")
 
     def step() -> None:

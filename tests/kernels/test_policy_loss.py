@@ -35,6 +35,7 @@ from .formulas import (
     mean_by,
     sum_by_sequence,
 )
+from .on_device import computes
 
 
 @pytest.mark.check(but=29)
@@ -263,7 +264,7 @@ COMPILED = [
     pytest.param(b, name, marks=pytest.mark.skipif(bool(reason := dispatch._unusable(b, DEVICE)), reason=str(reason)))
     for b in (("triton", "cuda") if HAS_GPU else ("triton",))
     for name in PRESETS
-    if b == "triton" or Objective.preset(name).surrogate in ("ppo", "clip_cov")  # all that CUDA C++ has
+    if computes(b, Objective.preset(name))
 ]
 
 
@@ -306,6 +307,23 @@ def test_compiled_equals_reference(compiled: Backend, name: str) -> None:
         results.append((out.loss.detach(), out.metrics, torch.autograd.grad(out.loss, (x, h))))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
     assert results[0][1]["actor/entropy"][1] > 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "dtype", "reason"),
+    [
+        ("cuda", "cispo", torch.float32, "its kernel has the surrogate 'ppo' alone, and this one is 'cispo'"),
+        ("cuda", "dapo", torch.float32, "its kernel does not count clipped targets by the signs of their leaves'"),
+        ("cuda", "dapo", torch.float64, "its kernel computes in fp32, and the log-probs are fp64"),
+        ("triton", "dapo", torch.float64, "its kernel computes in fp32, and the log-probs are fp64"),
+    ],
+)
+def test_a_backend_without_this_loss_is_refused(backend: Backend, name: str, dtype: torch.dtype, reason: str) -> None:
+    b = batch(dtype)
+    fields = replace(flat(b), pos_weight=b["mask"].to(dtype), neg_weight=b["mask"].to(dtype))
+    match = rf"^Backend '{backend}' cannot compute this policy_loss: {reason}.*; use .*reference\.$"
+    with use_backend(backend), pytest.raises(dispatch.BackendError, match=match):
+        policy_loss(b["logprob"], fields, Objective.preset(name), normalizer=1.0)
 
 
 def test_metrics() -> None:

@@ -26,7 +26,7 @@ from rolltree.kernels.policy_loss.rules import (
 from rolltree.kernels.policy_loss.subsets import only
 from rolltree.kernels.policy_loss.surrogates import SURROGATES
 
-from .formulas import Tree, batch, flat
+from .formulas import DEVICE, Tree, batch, flat
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 
@@ -120,8 +120,8 @@ def test_options_reach_the_head(surrogate: str, options: dict[str, float]) -> No
     torch.manual_seed(0)
     b = batch()
     M = len(b["logprob"])
-    hidden, weight = torch.randn(M, 6, dtype=torch.float64), torch.randn(23, 6, dtype=torch.float64)
-    target = torch.randint(23, (M,))
+    hidden, weight = (torch.randn(rows, 6, dtype=torch.float64).to(DEVICE) for rows in (M, 23))
+    target = torch.randint(23, (M,)).to(DEVICE)
     objective = Objective(surrogate=surrogate, options=options)
     assert Objective.decode(objective.encoded) == objective
     assert hash(objective) == hash(Objective.decode(objective.encoded))

@@ -25,7 +25,7 @@ from rolltree.kernels.sampling.noise import uniforms as triton_uniforms
 from rolltree.kernels.sampling.noise import words_of
 from rolltree.kernels.sampling.reference import uniforms
 
-from .on_device import device_of
+from .on_device import device_of, needs_interpreter
 from .test_sampling import sample, small_tiles
 from .test_sampling_noise import SEEDS, STEPS
 
@@ -338,6 +338,7 @@ def few_words(seed, step, counter):  # type: ignore[no-untyped-def]
     return word, word, word, word
 
 
+@needs_interpreter  # a kernel compiled before keeps the function that is replaced
 def test_ties_and_extreme_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise that many tokens share, so that scores tie within groups, across groups and across blocks."""
 

@@ -20,7 +20,7 @@ from rolltree.kernels.tree_attention.triton_tiles import wide_product
 
 from ..gpu.test_kernels_gpu import ATTENTION
 from ..support.trees import ancestors_mask, random_trees
-from .on_device import needs_interpreter
+from .on_device import device_of, needs_interpreter
 from .test_tree_attention import CASES, Case, Inputs, error, make, plain, run
 
 
@@ -161,7 +161,7 @@ def test_rows_of_gradients_are_aligned() -> None:
 
 
 def test_lists_are_made_once_for_all_layers() -> None:
-    x, tile = make(Case(90, 1, 1, 16)), Tile(16, 16, 4)
+    x, tile = make(Case(90, 1, 1, 16)).on("triton"), Tile(16, 16, 4)
     first = visible.visible_blocks(x.subtree_end, None, None, tile, 0, by_key=False)
     assert visible.visible_blocks(x.subtree_end, None, None, tile, 0, by_key=False) is first
     x.subtree_end[0] = 1
@@ -172,7 +172,7 @@ def test_a_gpu_checks_every_kind_of_tile() -> None:
     """`make gpu` compares attention with float64 first: its trees reach both loops of each kernel, and cut roots."""
     kinds = set()
     for tokens, (heads, kv_heads), dim, kind in ATTENTION:
-        end, _, _ = random_trees(tokens, seed=1, **kind)
+        end = random_trees(tokens, seed=1, **kind)[0].to(device_of("triton"))
         tiles = tiles_for(dim, torch.bfloat16, major=9, softcap=False)
         programs = kv_heads * tiles.dkdv.parts
         of_keys, work = visible.work_items(end, None, None, tiles.dkdv, 0, programs, heads // kv_heads)

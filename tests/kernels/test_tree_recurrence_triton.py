@@ -396,9 +396,9 @@ def test_the_backend_is_chosen_as_for_other_ops(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(backend, name, lambda *a, f=original, n=name: called.append(n) or f(*a))
     case = Case("delta", (2,), (-1,))
 
-    def run(dtype: torch.dtype, named: Any = None) -> list[str]:
-        given = [x.to(dtype).requires_grad_() for x in case.inputs()]
-        plan = RecurrencePlan.make(find_segments(case.subtree_end()))
+    def run(dtype: torch.dtype, named: Any = None, where: Any = "cpu") -> list[str]:
+        given = [x.to(where, dtype).requires_grad_() for x in case.inputs()]
+        plan = RecurrencePlan.make(find_segments(case.subtree_end()), device=where)
         with use_backend(named) if named else nullcontext():
             out, _ = tree_recurrence(*given, plan)
         worker = threading.Thread(target=out.sum().backward)
@@ -410,18 +410,18 @@ def test_the_backend_is_chosen_as_for_other_ops(monkeypatch: pytest.MonkeyPatch)
 
     both = ["tree_recurrence_forward", "tree_recurrence_backward"]
     assert run(torch.float32) == []
-    assert run(torch.float32, "triton") == both
+    assert run(torch.float32, "triton", DEVICE) == both
     monkeypatch.setenv("ROLLTREE_BACKEND", "triton")
-    assert run(torch.float32) == both
-    assert run(torch.float64) == []  # the definition alone has it
+    assert run(torch.float32, where=DEVICE) == both
+    assert run(torch.float64, where=DEVICE) == []  # the definition alone has it
     monkeypatch.setenv("ROLLTREE_BACKEND", "reference")
     assert run(torch.float32) == []
     monkeypatch.delenv("ROLLTREE_BACKEND")
     plan = case.plan()
     with use_backend("cuda"), pytest.raises(BackendError, match="tree_recurrence has no 'cuda' backend"):
-        tree_recurrence(*(x.float() for x in case.inputs()), plan)
+        tree_recurrence(*(x.to(DEVICE, torch.float32) for x in case.inputs()), plan)
     with use_backend("cuda"), pytest.raises(BackendError, match="tree_convolution has no 'cuda' backend"):
-        tree_convolution(torch.zeros(2, 3), torch.zeros(3, 2), None, plan)
+        tree_convolution(torch.zeros(2, 3, device=DEVICE), torch.zeros(3, 2, device=DEVICE), None, plan)
     table = op._FORWARD
     monkeypatch.setattr(op.dispatch, "_unusable", lambda name, device: None)
     assert op.dispatch.choose("tree_recurrence", table, torch.device("cuda")) is table["triton"]

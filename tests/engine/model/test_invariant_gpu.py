@@ -5,7 +5,7 @@ Without a GPU the kernels of attention and of the head run in Triton's interpret
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ from ..rollout.test_fused_decoder import made
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = device_of("invariant")
-LENGTHS = (60, 700, 1100, 510, 513) if ON_GPU else (9, 513)
+LENGTHS = (60, 700, 1100, 510, 513)
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +47,11 @@ def attending(name: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def sampled(model: Any, **options: Any) -> list[TokenTree]:
+def sampled(model: Any, lengths: Sequence[int] = LENGTHS, **options: Any) -> list[TokenTree]:
     engine = NativeEngine(model, config=EngineConfig(kv_tokens=16384, **options))
     engine.loop.runner._fused = None  # a CPU's decoder in one call has attention of its own
     draw = np.random.default_rng(0)
-    prompts = [draw.integers(5, model.config.vocab_size - 1, size=n).tolist() for n in LENGTHS]
+    prompts = [draw.integers(5, model.config.vocab_size - 1, size=n).tolist() for n in lengths]
     params = SamplingParams(n=4 if ON_GPU else 2, max_new_tokens=24 if ON_GPU else 3, ignore_eos=True, seed=0)
     return engine.generate(prompts, params)
 
@@ -71,15 +71,16 @@ def test_sampled_is_trained_in_any_form(name: str, dtype: torch.dtype, graphs: b
 
 @needs_triton
 @pytest.mark.check
-def test_paths_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("longest", [30, pytest.param(513, marks=pytest.mark.slow)])
+def test_the_engine_runs_the_kernels_of_training(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's steps and packed trees through the kernels of backend ``invariant``."""
     calls: list[int] = []
     decode = import_module("rolltree.kernels.tree_decode.invariant")
     attend = decode.attend
     monkeypatch.setattr(decode, "attend", lambda q, *rest: calls.append(len(q)) or attend(q, *rest))
-    monkeypatch.setattr(check, "PIECE", 400)
+    monkeypatch.setattr(check, "PIECE", longest - 7)
     model = make_invariant(attending("qwen2 with a window", torch.float32))
-    trees = sampled(model)
+    trees = sampled(model, (9, longest))
     steps = len(calls)
     assert steps >= 2 * 3  # two layers
     assert differing(model, trees) is None

@@ -65,6 +65,7 @@ class AotCase:
     constexprs: dict[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 2
+    fp_fusion: bool = True
     needs_wgmma: bool = False
     multiply_adds: int | None = None  # one round of a main loop needs; if given, loops must have no `faults`
     elements: int = 0  # of vectors that a round copies, for `faults`
@@ -155,7 +156,7 @@ def compile_case(case: AotCase, arch: int) -> AotResult:
             {(fn.arg_names.index(a),): v for a, v in case.constexprs.items()},
             {(i,): [["tt.divisibility", 16]] for i in aligned},
         )
-        options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+        options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": case.fp_fusion}
         kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     except Exception as error:
         return AotResult(case.name, arch, error=f"does not compile: {type(error).__name__}: {error}")

@@ -26,12 +26,12 @@ GRADIENT = {
 
 def _case(name: str, fn: Any, signature: dict[str, str], V: int, **constexprs: Any) -> AotCase:
     launch = triton._launch(V)
-    warps = launch.pop("num_warps")
+    options = {"num_warps": launch.pop("num_warps"), "fp_fusion": launch.pop("enable_fp_fusion")}
     width = "i32:16" if V % 16 == 0 else "i32"
     # rows of a tile of fp32 are padded, those of a caller's logits lie end to end
     stride = "i32:16" if signature["logits"] == "*fp32" else width
     strides = {name: stride for name in ("stride", "out_stride") if name in fn.arg_names}
-    return AotCase(f"{name} V={V}", fn, {**signature, **strides, "V": width}, {**constexprs, **launch}, num_warps=warps)
+    return AotCase(f"{name} V={V}", fn, {**signature, **strides, "V": width}, {**constexprs, **launch}, **options)
 
 
 def _statistics(V: int, options: bool, logits: str = "fp32") -> AotCase:

@@ -183,6 +183,10 @@ template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) { return emulator::shuffle(value, emulator::lane() ^ mask); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __fmul_rn(float x, float y) {
+  volatile float product = x * y;  // which the compiler does not contract
+  return product;
+}
 inline int min(int a, int b) { return std::min(a, b); }
 using std::isfinite;
 
