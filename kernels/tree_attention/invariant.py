@@ -18,7 +18,7 @@ from .reference import Scoring
 from .visible import once
 
 if TYPE_CHECKING:
-    from ..tree_decode.schedule import Array
+    from ..tree_decode.items import Array
 
 PARTIAL_BYTES = 2**30
 """Room for partial results: query heads are computed in groups that need no more, or for one key head at a time."""

@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .schedule import QUERIES, SAME_STRIDES, Nodes, Work, make_schedule, programs
+from .items import QUERIES
+from .schedule import SAME_STRIDES, Nodes, Work, make_schedule, programs
 
 DIMS = (64, 128, 256)
 

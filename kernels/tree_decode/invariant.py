@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import machine
-from .schedule import CHUNK, FIELDS, Nodes, Work, make_schedule
+from .items import CHUNK, FIELDS
+from .schedule import Nodes, Work, make_schedule
 from .triton import attend
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from .schedule import CHUNK, ordered, parents_of, split
+from .items import CHUNK, ordered, parents_of, split
 
 if TYPE_CHECKING:
-    from .schedule import Array
+    from .items import Array
 
 
 class PathChunks(NamedTuple):
@@ -30,7 +30,7 @@ class PathChunks(NamedTuple):
     rows: Array  # [C]
 
     def items(self, group: int) -> Array:  # [1 + I, FIELDS] int32
-        """Return the items for ``group`` query heads a key head (`schedule.FIELDS`): item i finds its keys' slots at
+        """Return the items for ``group`` query heads a key head (`items.FIELDS`): item i finds its keys' slots at
         ``CHUNK i`` of a table."""
         import numpy as np
 

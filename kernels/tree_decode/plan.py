@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ..checks import Arguments
-from .schedule import FIELDS, HAS_NUMPY, Schedule, columns_of, count_partials
+from .items import FIELDS
+from .schedule import HAS_NUMPY, Schedule, columns_of, count_partials
 
 if TYPE_CHECKING:
-    from .schedule import Array
+    from .items import Array
 
 ALIGNED = 32  # columns that share a vector begin at multiples of this many int32, 128 bytes
 

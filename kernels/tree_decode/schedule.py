@@ -11,33 +11,25 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import machine
+from .items import CHUNK, FIELDS, ordered, parents_of, split
+from .path_chunks import path_chunks
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
+    from .items import Array
 
 HAS_NUMPY = importlib.util.find_spec("numpy") is not None
 """True if numpy is installed. Plans are made by numpy, in half of torch's time. It is imported where it is used,
 because the other kernels need torch alone.
 """
-CHUNK = 512
-"""Keys of a node that one item sums up; chunks are counted from the node's first key, so they do not depend on other
-rows."""
-QUERIES = 64  # rows x query heads of an item
 PROGRAMS_A_PROCESSOR = 4
 SAME_STRIDES = "tree_decode_attention: k_pages and v_pages must have the same strides; one address serves both."
-FIELDS = 8
-"""Fields of an item: index of the first page id, slots to skip there, keys, position of the first key, first row, rows,
-distance of its partials from the first of each row, node of its last key. 32 bytes, aligned.
-"""
 
 
 class Nodes(NamedTuple):
@@ -71,11 +63,6 @@ class Schedule(NamedTuple):
     parent: Tensor | None = None  # as in `Work`
 
 
-def queries_of(group: int) -> int:
-    """Return the queries of an item: 64, or as many as the query heads of one key head need."""
-    return max(QUERIES, 1 << (group - 1).bit_length())
-
-
 def count_partials(node_length: Array, row_begin: Array, row_end: Array) -> int:  # all [K]
     import numpy as np
 
@@ -102,27 +89,6 @@ def partials_of_rows(node_length: Array, row_begin: Array, row_end: Array, rows:
     return np.concatenate([[0], (begun - ended)[:rows].cumsum()]).astype(np.int32), before
 
 
-def parents_of(begin: Array, end: Array, rows: int) -> Array:  # all [K]
-    """Return the index of each node's parent, -1 for a root; nodes have rows ``begin`` to ``end - 1``, at least one.
-
-    Raises:
-        ValueError: they are not in depth-first order.
-    """
-    import numpy as np
-
-    order = np.arange(len(begin))
-    depth = order - np.bincount(end, minlength=rows + 1).cumsum()[begin]
-    at_depth = depth.astype(np.int64) * len(begin) + order
-    by_depth = np.sort(at_depth)
-    child = np.flatnonzero(depth > 0)
-    # The last node before n at depth - 1 is its parent, whose rows contain n's.
-    parent = np.full(len(begin), -1)
-    parent[child] = by_depth[np.searchsorted(by_depth, at_depth[child] - len(begin)) - 1] % max(len(begin), 1)
-    if (np.diff(begin) < 0).any() or (depth < 0).any() or (end[child] > end[parent[child]]).any():
-        raise ValueError("DecodePlan: nodes must be in depth-first order, and a node's rows among those of its parent.")
-    return parent
-
-
 def items_of(plan: Sequence[Array], before: Array, group: int) -> Array:  # [1 + I, FIELDS] int32
     """Return the items of a plan's nodes, in the order of `DecodePlan`."""
     import numpy as np
@@ -138,29 +104,6 @@ def items_of(plan: Sequence[Array], before: Array, group: int) -> Array:  # [1 +
     return ordered(page_indptr[node], slot, keys, begin, row, rows, before[node] + chunk, node)
 
 
-def split(row: Array, rows: Array, group: int) -> tuple[Array, Array, Array]:  # [C], [C] -> [I] each
-    """Divide the rows of chunks among items; return an item's chunk, its first row and the number of its rows."""
-    import numpy as np
-
-    at_once = queries_of(group) // group
-    tiles = -(-rows // at_once)
-    chunk = np.repeat(np.arange(len(rows)), tiles)
-    skipped = at_once * (np.arange(len(chunk)) - np.repeat(tiles.cumsum() - tiles, tiles))
-    return chunk, row[chunk] + skipped, np.minimum(rows[chunk] - skipped, at_once)
-
-
-def ordered(*fields: Array) -> Array:  # [1 + I, FIELDS] int32
-    """Return items with their ``FIELDS`` fields [I], those with the most keys first, after their number."""
-    import numpy as np
-
-    order = np.argsort((CHUNK - fields[2]).astype(np.int16), kind="stable")
-    items = np.zeros((1 + len(order), FIELDS), np.int32)
-    items[0, 0] = len(order)
-    for i, field in enumerate(fields):
-        items[1:, i] = field[order]
-    return items
-
-
 def columns_of(plan: Sequence[Array], groups: Iterable[int], by_path: bool = False) -> dict[str, Array]:
     """Return the int32 vectors of a plan's schedule by name.
 
@@ -170,8 +113,6 @@ def columns_of(plan: Sequence[Array], groups: Iterable[int], by_path: bool = Fal
         by_path: chunks are counted from the root of a path, not from a node (path_chunks.py).
     """
     if by_path:
-        from .path_chunks import path_chunks
-
         chunks = path_chunks(plan)
         items = {f"items{group}": chunks.items(group).ravel() for group in groups}
         return {"parent": chunks.parent, "partial_begin": chunks.partial_begin, **items}

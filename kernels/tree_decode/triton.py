@@ -24,7 +24,8 @@ from torch import Tensor
 from .. import machine
 from ..tree_attention.blocks import padded_width
 from ..tree_attention.triton import LN2, log2_scores
-from .schedule import FIELDS, SAME_STRIDES, Nodes, Work, make_schedule, programs, queries_of
+from .items import FIELDS, queries_of
+from .schedule import SAME_STRIDES, Nodes, Work, make_schedule, programs
 
 
 @triton.jit

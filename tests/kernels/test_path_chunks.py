@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rolltree.kernels import DecodePlan, tree_attention, tree_decode_attention, use_backend
+from rolltree.kernels.tree_decode.items import CHUNK, QUERIES
 from rolltree.kernels.tree_decode.path_chunks import path_chunks
-from rolltree.kernels.tree_decode.schedule import CHUNK, QUERIES
 
 from .on_device import device_of, needs_triton
 from .test_tree_decode import forest, on_host
@@ -93,8 +94,16 @@ def _below(n: int, parents: tuple[int, ...]) -> int:
     return sum(1 + _below(m, parents) for m in children)
 
 
-LENGTHS, PARENTS = (530, 3, 1, 40, 2, 9, 5), (-1, 0, 1, 0, 3, 3, -1)
+LENGTHS, PARENTS = (18, 3, 1, 40, 2, 9, 5), (-1, 0, 1, 0, 3, 3, -1)
 HEADS, KV_HEADS, DIM = 4, 2, 16
+ON_GPU = torch.cuda.is_available()
+
+
+def set_chunk(patch: pytest.MonkeyPatch, size: int) -> None:
+    """Let chunks have ``size`` keys, so that an interpreted kernel has fewer to read."""
+    own = [import_module(f"rolltree.kernels.tree_decode.{name}") for name in ("items", "path_chunks", "invariant")]
+    for module in own:  # all are imported by now
+        patch.setattr(module, "CHUNK", size)
 
 
 def operands(dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,11 +140,15 @@ def sampled(rows: list[Ints], cuts: list[int], q: Tensor, k: Tensor, v: Tensor, 
 
 @needs_triton
 @pytest.mark.check
+@pytest.mark.parametrize("size", [64, pytest.param(CHUNK, marks=[] if ON_GPU else pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"window": 37}, {"softcap": 2.0, "scale": -0.3}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_has_the_same_bits_wherever_it_is_computed(dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_a_token_has_the_same_bits_wherever_it_is_computed(
+    dtype: torch.dtype, options: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a tree, as a sequence alone, as a piece after a prefix, and sampled from any nodes and pages."""
-    ends, paths = random_tree(LENGTHS, PARENTS)
+    set_chunk(monkeypatch, size)
+    ends, paths = random_tree((size + LENGTHS[0], *LENGTHS[1:]), PARENTS)
     q, k, v = operands(dtype, len(ends))
 
     def trained(tokens: Ints, own: Ints, skipped: int = 0) -> Tensor:
@@ -156,11 +169,11 @@ def test_a_token_has_the_same_bits_wherever_it_is_computed(dtype: torch.dtype, o
             last = np.full(len(path), len(path))
             at = torch.from_numpy(path).to(q.device)
             assert torch.equal(trained(path, last), whole[at])
-            cut = min(517, len(path) - 2)
+            cut = min(size + 5, len(path) - 2)
             assert torch.equal(trained(path, last, cut), whole[at[cut:]])
         ones = [paths[2], paths[4], paths[5], paths[6]]
         at = torch.from_numpy(np.array([path[-1] for path in ones])).to(q.device)
-        for seed, cuts in enumerate(([], [1, 2, 300], [512, 515], [511, 513, 530])):
+        for seed, cuts in enumerate(([], [1, 2, 30], [size, size + 3], [size - 1, size + 1, size + 18])):
             assert torch.equal(sampled(ones, cuts, q, k, v, seed, **options), whole[at])
             assert torch.equal(sampled(ones[1:2], cuts, q, k, v, seed, **options), whole[at[1:2]])
     with use_backend("reference"):

@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rolltree.kernels import dispatch
 from rolltree.kernels.libraries import load_library
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
+from rolltree.kernels.tree_decode import items as items_module
 from rolltree.kernels.tree_decode import schedule as schedules
 from rolltree.kernels.tree_decode.api import tree_decode_op
+from rolltree.kernels.tree_decode.items import CHUNK, QUERIES
 from rolltree.kernels.tree_decode.plan import host_columns, lay_out
 
 from .on_device import device_of, interpret_some, needs_interpreter, needs_triton
@@ -195,8 +197,9 @@ def test_nodes_of_many_chunks_and_tiles(
     monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, chunk: int, window: int | None
 ) -> None:
     """Many partials a row, more rows below a node than an item takes, fewer programs than items."""
-    for name, small in {"CHUNK": 32, "QUERIES": 16, "PROGRAMS_A_PROCESSOR": 3}.items():
-        monkeypatch.setattr(schedules, name, small)
+    monkeypatch.setattr(schedules, "CHUNK", 32)
+    monkeypatch.setattr(schedules, "PROGRAMS_A_PROCESSOR", 3)
+    monkeypatch.setattr(items_module, "QUERIES", 16)
     step = forest(seed=48, roots=1, chunk=chunk, longest=100)
     q, k, v = tensors(step, heads, kv_heads, 16)
     nodes = schedules.Nodes(*step.plan.tensors().values())
@@ -233,17 +236,17 @@ def test_items_cover_every_row_and_key_once(group: int) -> None:
     assert int(begin[-1]) == partials == schedules.count_partials(length, row_begin, row_end)
     found: dict[tuple[int, int], tuple[int, ...]] = {}
     for first_page, slot, keys, first, row, rows, before, _ in items[1:].tolist():
-        assert 0 < keys <= schedules.CHUNK
-        assert 0 < rows * group <= schedules.QUERIES
+        assert 0 < keys <= CHUNK
+        assert 0 < rows * group <= QUERIES
         for r in range(row, row + rows):
             assert (r, before) not in found
             found[r, before] = (first_page, slot, keys, first)
     for r in range(len(query_position)):
         expected = [
-            (indptr[n], offset[n] + c, min(length[n] - c, schedules.CHUNK), position[n] + c)
+            (indptr[n], offset[n] + c, min(length[n] - c, CHUNK), position[n] + c)
             for n in range(len(length))
             if row_begin[n] <= r < row_end[n]
-            for c in range(0, length[n], schedules.CHUNK)
+            for c in range(0, length[n], CHUNK)
         ]
         assert [found.pop((r, i)) for i in range(int(begin[r + 1] - begin[r]))] == expected
     assert not found

@@ -15,6 +15,7 @@ from rolltree.kernels.low_rank import Runs
 from rolltree.kernels.low_rank.runs import tiles_of
 from rolltree.kernels.tree_decode import DecodePlan
 from rolltree.kernels.tree_decode import schedule as schedules
+from rolltree.kernels.tree_decode.items import CHUNK, FIELDS
 from rolltree.kernels.tree_decode.plan import host_columns, lay_out
 
 from ...model.both_ways import Block
@@ -76,7 +77,7 @@ class StepVector:
             **dict.fromkeys(("node_offset", "node_length", "node_position", "row_begin", "row_end"), nodes),
             **({"parent": nodes} if self._by_path else {}),
             "partial_begin": rows + 1,
-            **{f"items{group}": (1 + partials) * schedules.FIELDS for group in groups},
+            **{f"items{group}": (1 + partials) * FIELDS for group in groups},
             "page_ids": pages,
         }
         if not groups:
@@ -192,5 +193,5 @@ def count_partials(step: Step, device: torch.device) -> int:
     """Return a number of partial results that the step's attention on ``device`` does not exceed, nor do its nodes."""
     _, _, _, lengths, _, begins, ends = step.plan
     if dispatch.named("invariant", device):  # every row's keys end at its own position at the latest
-        return max(int((step.position_ids // schedules.CHUNK + 1).sum()), len(lengths))
+        return max(int((step.position_ids // CHUNK + 1).sum()), len(lengths))
     return schedules.count_partials(lengths, begins, ends)

@@ -21,10 +21,11 @@ from rolltree.engine.model.invariant import check, install
 from rolltree.engine.model.invariant.check import DECODING, differing
 from rolltree.engine.model.invariant.install import make_invariant
 from rolltree.engine.model.sharding import clip_by_rows
-from rolltree.engine.rollout.native import draws
+from rolltree.engine.rollout.native import draws, step_buffer
 from rolltree.kernels import dispatch
 
 from ...kernels.on_device import device_of, needs_triton
+from ...kernels.test_path_chunks import set_chunk
 from ..rollout.test_fused_decoder import made
 
 ON_GPU = torch.cuda.is_available()
@@ -71,16 +72,17 @@ def test_sampled_is_trained_in_any_form(name: str, dtype: torch.dtype, graphs: b
 
 @needs_triton
 @pytest.mark.check
-@pytest.mark.parametrize("longest", [30, pytest.param(513, marks=pytest.mark.slow)])
-def test_the_engine_runs_the_kernels_of_training(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_runs_the_kernels_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's steps and packed trees through the kernels of backend ``invariant``."""
+    set_chunk(monkeypatch, 16)
+    monkeypatch.setattr(step_buffer, "CHUNK", 16)
     calls: list[int] = []
     decode = import_module("rolltree.kernels.tree_decode.invariant")
     attend = decode.attend
     monkeypatch.setattr(decode, "attend", lambda q, *rest: calls.append(len(q)) or attend(q, *rest))
-    monkeypatch.setattr(check, "PIECE", longest - 7)
+    monkeypatch.setattr(check, "PIECE", 20)
     model = make_invariant(attending("qwen2 with a window", torch.float32))
-    trees = sampled(model, (9, longest))
+    trees = sampled(model, (9, 31))
     steps = len(calls)
     assert steps >= 2 * 3  # two layers
     assert differing(model, trees) is None

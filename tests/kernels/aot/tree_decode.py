@@ -2,7 +2,7 @@
 
 from rolltree.kernels.tree_attention.blocks import padded_width
 from rolltree.kernels.tree_decode.invariant import slots_kernel
-from rolltree.kernels.tree_decode.schedule import CHUNK, FIELDS, queries_of
+from rolltree.kernels.tree_decode.items import CHUNK, FIELDS, queries_of
 from rolltree.kernels.tree_decode.triton import merge_kernel, partial_kernel, tile_of
 
 from .harness import AotCase
