@@ -60,7 +60,7 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass; this saves memory and takes about a third more time."""
     batch_invariant: bool = False
     """Give the log-prob of a token the same bits wherever it is computed: sampled or trained, among any other rows, as
-    a tree, a sequence or in pieces. On a CPU, with the native backend; what cannot hold it is refused. See
+    a tree, a sequence or in pieces. With the native backend, on a CPU or a GPU; what cannot hold it is refused. See
     docs/exactness.md."""
     lora: LoraConfig | None = None
     """Train a LoRA adapter (needs `peft`) and leave the model's own weights as they are; see docs/models.md."""
