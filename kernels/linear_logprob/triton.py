@@ -275,10 +275,11 @@ def gradient(
 
 def _row_stride(tile: Tensor) -> int:
     """Return the stride of rows. A single row may be a part of another tensor, whose stride says nothing about it,
-    unless the row is that of a tile (`chunked.new_tiles`): then it is read to its end like each of several rows."""
+    unless it is that of a tile (`chunked.new_tile`): then the row is read to its end like each of several."""
     stride, V = tile.stride(0), tile.shape[1]
     room = tile.untyped_storage().nbytes() // tile.itemsize - tile.storage_offset()
-    return stride if len(tile) > 1 or V <= stride < min(V + ROW_MULTIPLE, room + 1) else V
+    of_a_tile = stride == triton.cdiv(V, ROW_MULTIPLE) * ROW_MULTIPLE <= room
+    return stride if len(tile) > 1 or of_a_tile else V
 
 
 def _launch(V: int) -> dict[str, Any]:
