@@ -22,6 +22,7 @@ from ...fleet.workers import Role, Workers
 from ...learn.learning import LearningParts
 from ...loop.judging import decode
 from ...model.loading import choose_device, load_tokenizer
+from ...openmp import release_threads
 from ...parts.context import Context
 from ...rewards import ProgramVerifier, make_rewards
 from ...settings import TrainConfig
@@ -207,6 +208,7 @@ def engine_host(config: TrainConfig) -> Host:
         set_seed(config.seed)  # for the adapter, which is the trained one before the first update
         model = load_policy(config).requires_grad_(False).eval()
     engine = make_engine(config, model, tokenizer)
+    release_threads()  # the engine computes in the host's thread
     program = rollout_program(config.rollout)
     if config.reward.hosts:
         asked = Questions()

@@ -14,6 +14,7 @@ import uvicorn
 
 from ...errors import UserError
 from ...model.loading import choose_device, load_model, load_tokenizer
+from ...openmp import release_threads
 from ...protocols.keys import VARIABLE, check_key
 from ...rollout import EngineConfig, NativeEngine
 from ...rollout.equal_bits import check_sampler
@@ -108,6 +109,7 @@ def serve(
     level = "debug" if debug else "warning"
     settings = uvicorn.Config(app, log_level=level, timeout_graceful_shutdown=GRACE_S)
     address = f"[{host}]" if ":" in host else host
+    release_threads()  # the engine computes in a thread of its own
     Server(settings, f"http://{address}:{listening.getsockname()[1]}/v1").run(sockets=[listening])
 
 
