@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rolltree.kernels import DecodePlan, tree_attention, tree_decode_attention, use_backend
+from rolltree.kernels import DecodePlan, dispatch, tree_attention, tree_decode_attention, use_backend
 from rolltree.kernels.tree_decode.items import CHUNK, QUERIES
 from rolltree.kernels.tree_decode.path_chunks import path_chunks
 
@@ -224,3 +225,32 @@ def test_positions_that_are_no_depths_are_refused() -> None:
         for options in ({"window": 4}, {"chunk": 4}):
             with pytest.raises(ValueError, match="takes windows in depths along a path, and position has other"):
                 tree_attention(q, k, v, end, position=place, **options)
+
+
+def test_a_backend_of_the_process_yields_to_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any thread; ops that lack it run as usual."""
+    monkeypatch.setattr(dispatch, "_unusable", lambda name, device: None)
+    monkeypatch.delenv("ROLLTREE_BACKEND", raising=False)
+    host = torch.device("cpu")
+    tables = ({"invariant": 1, "cpu": 2, "triton": 3}, {"cpu": 2, "triton": 3})
+
+    def chosen() -> list[Any]:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.extend(dispatch.choose("op", t, host) for t in tables))  # type: ignore[type-var]
+        thread.start()
+        thread.join()
+        return [*found, dispatch.named("invariant", host), dispatch.usable("invariant", host)]
+
+    assert chosen() == [2, 2, False, True]
+    dispatch.set_backend("invariant")
+    try:
+        assert chosen() == [1, 2, True, True]
+        with use_backend("triton"):
+            assert [dispatch.choose("op", t, host) for t in tables] == [3, 3]  # type: ignore[type-var]
+            assert not dispatch.named("invariant", host)
+        monkeypatch.setenv("ROLLTREE_BACKEND", "triton")
+        assert chosen() == [3, 3, False, False]
+    finally:
+        dispatch.set_backend(None)
+    with pytest.raises(ValueError, match="set_backend names 'fast', which is not a backend"):
+        dispatch.set_backend("fast")  # type: ignore[arg-type]
