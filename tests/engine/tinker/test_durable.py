@@ -495,7 +495,7 @@ def test_a_cancelled_sample_stops(url: str, service: tinker.ServiceClient) -> No
     body = {
         "sampling_session_id": sampler._sampling_session_id,
         "seq_id": 99,
-        "num_samples": 16,
+        "num_samples": 256,  # a second or two, if it does not stop
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
         "sampling_params": {"max_tokens": 200, "stop": []},
     }
