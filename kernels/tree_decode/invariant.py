@@ -12,12 +12,10 @@ One kernel writes the slots of every item's keys to a table: it goes from the no
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import machine
 from .items import CHUNK, FIELDS
 from .schedule import Nodes, Work, make_schedule
 from .triton import attend
@@ -67,9 +65,6 @@ def tree_decode(
     Raises:
         ValueError: keys and values have different strides, or the keys of a page do not follow the page before.
     """
-    if machine.interpreting() and q.dtype == torch.bfloat16:  # the interpreter multiplies bit patterns of bf16 operands
-        out, lse = tree_decode(q.float(), k_pages.float(), v_pages.float(), nodes, work, scale, window, softcap)
-        return out.to(q.dtype), lse
     page = k_pages.shape[1]
     if page > 1 and k_pages.stride(0) != page * k_pages.stride(1):
         raise ValueError("tree_decode_attention: backend 'invariant' takes pages that follow each other in memory.")

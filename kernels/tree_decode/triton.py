@@ -161,9 +161,6 @@ def tree_decode(
     Raises:
         ValueError: keys and values have different strides.
     """
-    if machine.interpreting() and q.dtype == torch.bfloat16:  # the interpreter multiplies bit patterns of bf16 operands
-        out, lse = tree_decode(q.float(), k_pages.float(), v_pages.float(), nodes, work, scale, window, softcap)
-        return out.to(q.dtype), lse
     group = q.shape[1] // k_pages.shape[2]
     if work.partial_begin is None or work.items is None or work.parent is not None:
         work = make_schedule(nodes, group)
@@ -186,6 +183,10 @@ def attend(
     Raises:
         ValueError: keys and values have different strides.
     """
+    if machine.interpreting() and q.dtype == torch.bfloat16:  # the interpreter multiplies bit patterns of bf16 operands
+        q32, k32, v32 = q.float(), k_pages.float(), v_pages.float()
+        out, lse = attend(q32, k32, v32, page_ids, query_position, work, scale, window, softcap)
+        return out.to(q.dtype), lse
     rows, heads, dim = q.shape
     kv_heads = k_pages.shape[2]
     out, lse = q.new_empty(q.shape), q.new_empty((rows, heads), dtype=torch.float32)

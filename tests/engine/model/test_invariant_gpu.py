@@ -16,7 +16,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, TokenTree, UserError
+from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, TokenTree, UserError, pack
+from rolltree.engine.model import attention
+from rolltree.engine.model.decoder import unchecked_logprob
 from rolltree.engine.model.invariant import check, install
 from rolltree.engine.model.invariant.check import DECODING, differing
 from rolltree.engine.model.invariant.install import make_invariant
@@ -90,6 +92,22 @@ def test_the_engine_runs_the_kernels_of_training(monkeypatch: pytest.MonkeyPatch
     whole = trees[0].columns["behaviour_logprob"]
     whole[~np.isnan(whole)] += np.float32(1e-6)  # a few units in the last place
     assert differing(model, trees) == DECODING
+
+
+@needs_triton
+def test_plain_sequences_have_no_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Varlen attention of torch, which a GPU may have, has another order of sums."""
+
+    def varlen(*_: Any) -> torch.Tensor:
+        raise RuntimeError("varlen attention")
+
+    monkeypatch.setattr(attention.varlen, "fits", lambda *_: True)
+    monkeypatch.setattr(attention.varlen, "kernel", lambda: varlen)
+    model = attending("llama", torch.float32)
+    (batch,) = pack([TokenTree.from_sequences([5, 6, 7], [[8, 9]])], max_tokens=64, device=DEVICE)
+    with pytest.raises(RuntimeError, match="varlen attention"):
+        unchecked_logprob(model, batch)
+    unchecked_logprob(make_invariant(model), batch)
 
 
 def test_drawn_rows_are_scored_where_nothing_was_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
