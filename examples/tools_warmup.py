@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rolltree.engine import TokenTree
 from rolltree.engine.parts.resolve import import_object
-from rolltree.engine.programs.chat.messages import added_ids
+from rolltree.engine.chat.messages import added_ids
 from rolltree.engine.programs.chat.toolbox import calculator
 from rolltree.engine.prompts.prompts import held_out
 from rolltree.engine.prompts.sources import PromptSource

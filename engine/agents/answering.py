@@ -48,6 +48,7 @@ class Answering:
     ) -> None:
         self.call, self.form, self._raw, self._abort = call, form, raw, abort
         self._stream, self._headers = stream, dict(headers)
+        form.asked(call.turn.prompt)
         self._told, self._choice = "", form.streamed()  # of a stream
         self._open = True
         self._news = asyncio.Event()
@@ -86,8 +87,8 @@ class Answering:
         while not self._answer.done():
             self._news.clear()
             ids = self.call.sampled
-            if text := self._choice.add(ids[self._choice.seen :].tolist()):
-                said = self.form.part(0, self._choice, text, ids)
+            if told := self._choice.add(ids[self._choice.seen :].tolist()):
+                said = self.form.part(0, self._choice, told, ids)
                 self._told += said
                 yield said
             self.call.watch = self._watch
@@ -133,8 +134,9 @@ class Answering:
         """Return the answer, and what tells it."""
         begin = int(tree.leaf_prompt[0])
         ids, status = tree.token_id[begin:], LeafStatus(int(tree.status[0]))
+        stop = tree.meta.get("stopped", {}).get(0)
         none, zero = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32)
-        completion = Completion(ids, zero.astype(np.int8), none, none, none, zero, [], None, status, None)
+        completion = Completion(ids, zero.astype(np.int8), none, none, none, zero, [], None, status, None, stop)
         prompts = [tree.token_id[:begin].tolist()]
         answer = self.form.read(completion)
         if not self._stream:

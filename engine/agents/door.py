@@ -33,7 +33,7 @@ from ..protocols.calls import CHATS, COUNT, Call, read_call
 from ..protocols.grammar import Grammars
 from ..protocols.http import RefusedError, handle_errors, read_body
 from ..protocols.keys import key_of, same_key
-from ..protocols.prompts import answer_schema, plain_messages, shown_tools, template_options
+from ..protocols.prompts import answer_schema, chat_prompt, plain_messages, shown_tools, template_options
 from ..protocols.schema import ChatBody
 from ..rollout import SamplingParams
 from ..rollout.records import child_seed, parent_seed
@@ -166,12 +166,7 @@ class Door:
         raw = await read_body(http)
 
         def count() -> int:
-            chat = read_call(COUNT, raw).chat
-            options, _ = template_options(self.tokenizer, chat, shown_tools(chat))
-            ids: Any = self.tokenizer.apply_chat_template(
-                plain_messages(chat), tools=shown_tools(chat), add_generation_prompt=True, return_dict=False, **options
-            )
-            return len(ids)
+            return len(chat_prompt(self.tokenizer, read_call(COUNT, raw).chat).ids)
 
         return JSONResponse({"input_tokens": await self._aside(count)})
 

@@ -18,10 +18,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..chat.writing import as_sent
 from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..programs import AgentCalls, CallContext
-from ..programs.chat.messages import tool_schema
+from ..programs.chat.toolbox import tool_schema
 from ..protocols.http import RefusedError
 from ..rollout.digest import Held
 from ..rollout.local import LocalSampler
@@ -134,7 +135,7 @@ class AgentSampler:
         """Return what agents get: the row of the data, and the conversation with the descriptions of its tools."""
         task = dict(job.context or {})
         if "messages" in task:
-            task["messages"] = [dict(message) for message in task["messages"]]
+            task["messages"] = as_sent(task["messages"])
             task["tools"] = [tool_schema(name) for name in task.get("tools", ())]
         return task
 

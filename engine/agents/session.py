@@ -24,8 +24,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..programs.chat.conversation import Conversation, conversation
-from ..programs.chat.messages import call_id
+from ..chat.conversation import Conversation, conversation
+from ..chat.marks import response_text
+from ..chat.messages import call_id
+from ..chat.writing import IncompleteError, complete
 from ..protocols.answers import Answer
 from ..rollout.records import child_seed
 
@@ -132,12 +134,14 @@ class Session:
             options: further variables of the template.
 
         Raises:
-            ValueError: the template cannot write the messages.
+            ValueError: the template cannot write the messages, or not all that they say.
         """
         talk = conversation(self.tokenizer, tools, self.ends, options)
         template = json.dumps(talk.tools), json.dumps(talk.options)
         keys, shown = [_key(message) for message in messages], [self._as_shown(message) for message in messages]
-        for base in self._bases(template, keys):
+        bases = self._bases(template, keys)
+        shown = self._written(talk, shown, len(bases[0].messages) if bases else 0)
+        for base in bases:
             length = len(base.messages)
             try:
                 ids, written = talk.grow(shown[:length], base.written, shown[length:], base.end, base.turns)
@@ -149,7 +153,7 @@ class Session:
             if base.next is None:
                 base.next = turn
             return turn
-        ids, shown = self._first(talk, shown)
+        ids = self._first(talk, shown)
         return Turn(None, ids, self._new_chain(), template, shown, keys, talk.begin(shown), [])
 
     def answered(self, turn: Turn, sampled: Sequence[int], answer: Answer) -> None:
@@ -161,7 +165,7 @@ class Session:
         ]
         message: Message = {"role": "assistant", "content": answer.text} | ({"tool_calls": calls} if calls else {})
         turn.sampled = list(sampled)
-        whole = self.tokenizer.decode(turn.sampled, skip_special_tokens=True)
+        whole = response_text(self.tokenizer, turn.sampled)
         if answer.stop is not None and whole == answer.text + answer.stop:
             turn.also = _key({**message, "content": whole})[1]
         turn.end = turn.sampled[-1] if turn.sampled and turn.sampled[-1] in self.ends else None
@@ -188,17 +192,22 @@ class Session:
                 found.append((last, turn.next is None, number))
         return [self._answered[number] for _, _, number in sorted(found, reverse=True)]
 
-    def _first(self, talk: Conversation, messages: list[Message]) -> tuple[list[int], list[Message]]:
-        """Return the ids of messages that begin with no answer of this episode, and the messages as they were written:
-        some templates take the arguments of calls as texts only."""
+    def _written(self, talk: Conversation, messages: list[Message], since: int) -> list[Message]:
+        """Return the messages in the form in which the template writes them whole from the place ``since`` on; what is
+        before it has been sampled."""
         try:
-            ids = talk.ids(messages)
+            return complete(self.tokenizer, messages, talk.tools, talk.options, since=since).messages
+        except IncompleteError:
+            raise
         except ValueError:
-            spelt = [_spelt(message) for message in messages]
-            if spelt == messages:
+            if since == 0:
                 raise
-            messages, ids = spelt, talk.ids(spelt)
-        return (self._prompt if ids != self._prompt and self._is_prompt(talk, messages) else ids), messages
+            return messages  # what was sampled need not be written: `Conversation.grow` checks the rest
+
+    def _first(self, talk: Conversation, messages: list[Message]) -> list[int]:
+        """Return the ids of messages that begin with no answer of this episode."""
+        ids = talk.ids(messages)
+        return self._prompt if ids != self._prompt and self._is_prompt(talk, messages) else ids
 
     def _is_prompt(self, talk: Conversation, messages: Sequence[Message]) -> bool:
         """Return whether the messages are the group's prompt, in which a text may spell control tokens."""
@@ -243,18 +252,3 @@ def _called(call: Any) -> Any:
 
 def _digest(value: Any) -> bytes:
     return hashlib.blake2b(json.dumps(value, sort_keys=True, default=repr).encode(), digest_size=16).digest()
-
-
-def _spelt(message: Message) -> Message:
-    """Return a message with the arguments of its calls as texts."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_spelt_call(call) for call in calls]}
-
-
-def _spelt_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
-        return call
-    return {**call, "function": {**function, "arguments": json.dumps(function.get("arguments"))}}

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rolltree.kernels import Objective
 from rolltree.kernels.libraries import load_library
 
+from ..chat.ends import end_token_ids
 from ..methods.groups import GroupCallback
 from ..methods.schedules import scheduled
 from ..model.loading import check_model_dir, choose_device, load_tokenizer
@@ -26,7 +27,6 @@ from ..prompts.prompts import held_out, read_rows
 from ..record import directory
 from ..rewards import ProgramVerifier, RewardPool, Rewards, check_references, make_rewards
 from ..rewards.interface import FromProgram
-from ..rollout.sampling_params import eos_token_ids
 from ..settings import RewardPartConfig, TrainConfig
 from ..tasks import GymProblems
 from .assembly import preflight
@@ -277,7 +277,7 @@ def _ends(path: Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the end-of-sequence tokens of a model's directory, found as the sampler finds them."""
     files = [path / name for name in ("generation_config.json", "config.json") if (path / name).is_file()]
     given = [json.loads(file.read_text()) for file in files]
-    return eos_token_ids(*given, *(some.get("text_config", {}) for some in given), tokenizer)
+    return end_token_ids(tokenizer, *given, *(some.get("text_config", {}) for some in given))
 
 
 def _size(count: float) -> str:

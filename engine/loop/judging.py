@@ -13,6 +13,8 @@ from itertools import islice
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..chat.ends import turn_end
+from ..chat.marks import response_text
 from ..data.columns import Array
 from ..data.concat import side_by_side
 from ..data.episodes import Episodes
@@ -53,7 +55,7 @@ class Judging:
         trace: TraceCall = no_trace,
     ) -> None:
         self.tokenizer, self._notify, self._on_failure, self._trace = tokenizer, notify, on_failure, trace
-        self._text_of = partial(tokenizer.decode, skip_special_tokens=True)
+        self._text_of = partial(response_text, tokenizer)
         self._waiting: list[tuple[Group, list[RewardItem]]] = []
         self._asked: dict[Future[list[RewardResult]], list[tuple[Group, list[RewardItem]]]] = {}
         self._judged: list[Group] = []
@@ -161,8 +163,10 @@ class Judging:
             self._judged.append(group)
 
     def given(self, group: Group, responses: Sequence[str], rewards: Sequence[float]) -> Responses:
-        """Return responses that were given and not sampled, with their rewards; the end token is their last."""
-        end = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
+        """Return responses that were given and not sampled, with their rewards; the token that ends a turn is their
+        last."""
+        last = turn_end(self.tokenizer, chat=bool(group.prompt.messages))
+        end = [] if last is None else [last]
         ids = [[*self.tokenizer(text, add_special_tokens=False)["input_ids"], *end] for text in responses]
         tree = TokenTree.from_nodes(
             [-1] + [0] * len(ids),
@@ -207,7 +211,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, trees: Sequence[TokenTree]) -> li
         return []
     all_of = side_by_side(trees)
     responses = np.split(all_of.token_id[all_of.path_tokens], np.cumsum(all_of.response_length)[:-1])
-    texts = iter(tokenizer.batch_decode(responses, skip_special_tokens=True))
+    texts = (response_text(tokenizer, response) for response in responses)
     return [list(islice(texts, tree.num_leaves)) for tree in trees]
 
 

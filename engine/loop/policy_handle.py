@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..chat.marks import response_text
 from ..data.columns import Array
 from ..errors import UserError
 from ..parts.context import Context
@@ -81,9 +82,7 @@ class Policy:
         seeds = np.random.default_rng([self._seed, *self._calls]).integers(2**31, size=len(prompts)).tolist()
         jobs = [Job(ids, params, seed) for ids, seed in zip(self._ids(prompts), seeds, strict=True)]
         return [
-            self._tokenizer.batch_decode(
-                [tree.token_id[tree.response_rows(leaf)] for leaf in range(tree.num_leaves)], skip_special_tokens=True
-            )
+            [response_text(self._tokenizer, tree.token_id[tree.response_rows(leaf)]) for leaf in range(tree.num_leaves)]
             for tree in self._sampler.generate(jobs)
         ]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..chat.marks import response_text
 from ..data.characters import token_that_completes
 from ..data.columns import Array
 from ..data.policies import in_role, role_texts
@@ -98,7 +99,7 @@ def step_verdicts(
         raise UserError(f"step_verdicts needs the roles '{of}' and '{by}'; rollout.program has {list(roles) or 'one'}.")
 
     def decode(ids: Array) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
+        return response_text(tokenizer, ids)
 
     marked = in_role(tree, roles.index(of))
     response = _last_rows(tree, roles.index(of))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..chat.marks import response_text
 from ..data.columns import Array
 from ..data.segment import Origin
 from ..data.statistics import reads
@@ -223,7 +224,7 @@ def foresight(tree: TokenTree, tokenizer: Any, *, lengths: bool = False) -> Arra
     rate, length = float(right[~asked].mean()), float(tree.response_length[right].mean()) if right.any() else 0.0
     for leaf in np.flatnonzero(asked):
         rows = tree.response_rows(int(leaf))
-        answer = tokenizer.decode(tree.token_id[rows[tree.origin[rows] == Origin.SAMPLED]], skip_special_tokens=True)
+        answer = response_text(tokenizer, tree.token_id[rows[tree.origin[rows] == Origin.SAMPLED]])
         guess, foreseen = share_in(answer), length_in(answer)
         rewards[leaf] = 0.0 if guess is None else 1 - abs(guess - rate)
         if lengths and length:

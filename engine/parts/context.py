@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..chat.marks import response_text
 from ..errors import UserError
 from .calling import call
 
@@ -93,7 +94,7 @@ class Context:
                 )
             raise NotReadyError("A made-up group has no entry.")
         ids = (of.token_id[of.response_rows(leaf)] for leaf in range(of.num_leaves))
-        return self.tokenizer.batch_decode(list(ids), skip_special_tokens=True)
+        return [response_text(self.tokenizer, some) for some in ids]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..chat.marks import response_text
 from ..data.segment import LeafStatus
 from .program import Action, BranchId, Call, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
 
@@ -57,7 +58,7 @@ class TryAgain(RolloutProgram):
                 yield self._again(segment.branch)
             else:
                 assert self.tokenizer is not None
-                self._asked[segment.branch] = self.tokenizer.decode(segment.response_ids, skip_special_tokens=True)
+                self._asked[segment.branch] = response_text(self.tokenizer, segment.response_ids)
                 yield self._judged(segment.branch)
 
     def _judged(self, branch: BranchId) -> Action:

@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from ..chat.marks import response_text
 from ..data.segment import LeafStatus
 from ..parts.shares import length_in, share_in
 from .program import Action, BranchId, Finish, Given, GroupState, Rewind, RolloutProgram, SegmentReport
@@ -126,7 +127,7 @@ class Foresee(RolloutProgram):
     def _said(self, segment: SegmentReport) -> str:
         """Return what a response about the others answers."""
         assert self.tokenizer is not None
-        return self.tokenizer.decode(segment.token_ids, skip_special_tokens=True)
+        return response_text(self.tokenizer, segment.token_ids)
 
     def _open(self) -> bool:
         """Return whether the others are worth sampling."""

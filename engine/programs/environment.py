@@ -15,10 +15,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..chat.conversation import Conversation, conversation
+from ..chat.messages import Message, assistant_message, find_format
+from ..chat.reading import HERMES, begins_reasoning, read_ids
+from ..chat.rendering import render
 from ..data.segment import LeafStatus, Origin
 from ..parts.resolve import import_object, resolve
-from .chat.conversation import Conversation, conversation
-from .chat.messages import Message, assistant_message, find_format, tool_schema
+from .chat.toolbox import tool_schema
 from .chat.turns import Observation, ToolBox
 from .program import Action, BranchId, Call, Finish, Fork, Given, GroupState, Reward, RolloutProgram, SegmentReport
 
@@ -63,6 +66,10 @@ def _taskset(context: Mapping[str, Any], taskset: str) -> Any:
 
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"tools": ToolBox, "game": Game, "verifiers": _taskset}
+
+
+MADE = ("_tools", "_form", "_conversation", "_thinks")
+"""Attributes of `EnvironmentTurns` that follow from its context."""
 
 
 @dataclass(frozen=True)
@@ -194,10 +201,10 @@ class EnvironmentTurns(RolloutProgram):
                     yield Finish(segment.branch, LeafStatus.LENGTH)  # the turn was too long
                 continue
             assert self.tokenizer is not None
-            text = self.tokenizer.decode(
-                segment.token_ids[:-1], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            turn = read_ids(
+                self.tokenizer, segment.token_ids[:-1], self._tools, self._form or HERMES, thinks=self._thinks
             )
-            talk.messages.append(assistant_message(text, self._tools, self._form))
+            talk.messages.append(assistant_message(turn, self._tools))
             talk.end, talk.length = int(segment.token_ids[-1]), segment.length
             yield self._step(segment.branch)
 
@@ -246,9 +253,11 @@ class EnvironmentTurns(RolloutProgram):
         self._tools = {schema["function"]["name"]: schema["function"].get("parameters", {}) for schema in schemas}
         self._form = find_format(self.tokenizer, schemas, self.tool_format) if schemas else None
         self._conversation = conversation(self.tokenizer, schemas, self.segment_stop_token_ids)
+        prompt = render(self.tokenizer, self.context["messages"], schemas or None, generation=True)
+        self._thinks = begins_reasoning(self.tokenizer, prompt)
 
     def state_dict(self, own: dict[str, Any]) -> dict[str, Any]:
-        own = {name: value for name, value in own.items() if name not in ("_tools", "_form", "_conversation")}
+        own = {name: value for name, value in own.items() if name not in MADE}
         return own | {"_talks": [(branch, talk.state()) for branch, talk in self._talks.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

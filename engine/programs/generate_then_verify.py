@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
+from ..chat.conversation import conversation
 from ..data.segment import LeafStatus, Origin
-from .chat.conversation import conversation
 from .program import WHOLE, Action, BranchId, Finish, Fork, Given, GroupState, RolloutProgram, SegmentReport
 
 QUESTION = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from ..chat.marks import response_text
 from ..parts.resolve import import_object
 from .program import Action, BranchId, Call, Given, GroupState, Prune, Rewind, RolloutProgram, SegmentReport
 
@@ -53,7 +54,7 @@ class HintLadder(RolloutProgram):
         assert self.tokenizer is not None
         assert self.judge is not None
         for segment in finished:
-            text = self.tokenizer.decode(segment.response_ids, skip_special_tokens=True)
+            text = response_text(self.tokenizer, segment.response_ids)
             yield Call(segment.branch, self.judge, (text, self.context))
 
     def returned(self, group: GroupState, branch: BranchId, result: Any) -> Iterable[Action]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..chat.marks import response_text
 from ..data.segment import LeafStatus, Origin
 from ..parts.resolve import import_object
 from .hints import Judge
@@ -133,7 +134,7 @@ class MCTS(RolloutProgram):
                 self._ended[segment.branch] = segment
                 if self._searching and segment.status is not LeafStatus.FAILED:
                     self._asked.add(segment.branch)
-                    text = self.tokenizer.decode(segment.response_ids, skip_special_tokens=True)
+                    text = response_text(self.tokenizer, segment.response_ids)
                     yield Call(segment.branch, self.judge, (text, self.context))
         if self._known is not None and self._ended:
             solution, self._known = self._known, None

@@ -13,9 +13,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..chat.messages import Message
 from ..errors import UserError
 from ..parts.resolve import import_object
-from .chat.messages import Message
 from .chat.turns import Observation, ToolBox
 
 

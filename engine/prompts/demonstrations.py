@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..chat.conversation import conversation
+from ..chat.ends import turn_end
 from ..data.columns import Array
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..programs.chat.conversation import conversation
 from ..settings import DataConfig, DemonstrationsConfig
 from ..tasks import Problem, read_tables
 from .prompts import Prompt, make_prompts, pictures_of, question
@@ -130,7 +131,9 @@ class _Reader:
 
     def __init__(self, config: DemonstrationsConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config, self.data, self.tokenizer = config, data, tokenizer
-        self.end = int(tokenizer.eos_token_id)
+        end = turn_end(tokenizer, chat=data.chat)
+        assert end is not None  # loading refuses a tokenizer without one
+        self.end = end
         self.problems = self._read()
 
     def trees(self) -> list[TokenTree]:

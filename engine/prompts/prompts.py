@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from ..chat.writing import complete, plain
 from ..data.media import Picture, distinct, expand
 from ..errors import UserError
 from ..model.processor import processor_beside
-from ..programs.chat.messages import tool_schema
+from ..programs.chat.toolbox import tool_schema
 from ..settings import DataConfig, Place
 from ..tasks import GymProblems, Problem, read_problems
 from ..tasks.images import Image, content_of
@@ -208,12 +208,10 @@ def _write(
         )
     tools = [tool_schema(name) for name in config.tools] or None
     try:
-        chat = tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False)
-    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UserError(
-            f"The tokenizer's chat template cannot write the prompt '{problem.id}': {' '.join(str(error).split())}"
-        ) from error
-    return str(chat), messages
+        written = complete(tokenizer, plain(messages), tools)
+    except ValueError as error:
+        raise UserError(f"The prompt '{problem.id}' cannot be written: {str(error).rstrip('.')}.") from error
+    return written.text, tuple(written.messages)
 
 
 def _wanted(problem: Problem, config: DataConfig) -> int | None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from ..chat.marks import marks_of, plain_text, response_text
+from ..chat.reading import Turn, begins_reasoning, read_ids
+from ..chat.schemas import read_object
+from ..chat.streamed import Streamed, Told
 from ..data.segment import LeafStatus
-from ..programs.chat.tool_calls import read_turn
 from ..rollout import Completion
-from .detokenize import Detokenizer
 from .prompts import Offered
-from .streamed import Streamed
 
 
 class Called(NamedTuple):
@@ -35,6 +36,8 @@ class Answer(NamedTuple):
     """``stop``, ``length``, ``tool_calls`` or ``error``."""
     stop: str | None = None
     """The stop text that ended it."""
+    reasoning: str = ""
+    """Reasoning between marks that are special tokens, which the text does not have."""
 
 
 REASONS = {LeafStatus.STOP: "stop", LeafStatus.LENGTH: "length"}
@@ -56,6 +59,7 @@ class Reader:
         tools: tools whose calls are searched for in that text.
         most_calls: largest number of such calls; None: any number.
         new_id: gives calls their ids.
+        turn: the answer is a turn of a chat, whose reasoning is told apart.
     """
 
     def __init__(
@@ -67,58 +71,89 @@ class Reader:
         tools: Offered | None = None,
         most_calls: int | None = None,
         new_id: NewId = random_id,
+        turn: bool = True,
     ) -> None:
         self.tokenizer, self.tool = tokenizer, tool
-        self._stop, self._tools, self._most_calls, self._new_id = stop, tools, most_calls, new_id
+        self._stop, self._tools, self._most_calls, self._new_id, self._turn = stop, tools, most_calls, new_id, turn
+        self._thinks = False
         self._last: tuple[Completion, Answer] | None = None
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return cast("str", self.tokenizer.decode(ids, skip_special_tokens=True))
-
-    def text(self, completion: Completion) -> str:
-        """Return the answer's text, without the stop text that ended it, as the protocols require."""
-        return self._cut(self.decode(completion.token_ids.tolist()))[0]
+    def asked(self, prompt: Sequence[int]) -> None:
+        """Take note of the prompt, which may have begun the reasoning."""
+        tail: Any = self.tokenizer.decode(list(prompt[-8:]), skip_special_tokens=False)
+        self._thinks = begins_reasoning(self.tokenizer, tail)
 
     def read(self, completion: Completion) -> Answer:
         """Return what an answer says and calls; calls keep their ids where the same answer is read again."""
         if self._last is not None and self._last[0] is completion:
             return self._last[1]
-        text, stop = self._cut(self.decode(completion.token_ids.tolist()))
-        content, calls = self._calls(text, completion.status)
+        stop = None if completion.stop is None else completion.stop.text
+        turn, called = self._read(completion)
+        calls = [Called(self._new_id(own, place), name, spelt) for place, (own, name, spelt) in enumerate(called)]
         reason = REASONS.get(completion.status, "error")
         reason = "tool_calls" if calls and completion.status is LeafStatus.STOP else reason
-        answer = Answer(content, calls, reason, stop if completion.status is LeafStatus.STOP else None)
+        answer = Answer(turn.content, calls, reason, stop, turn.reasoning)
         self._last = completion, answer
         return answer
 
     def streamed(self) -> Streamed:
-        """Return the state of a stream of one choice, which has sent nothing."""
-        return Streamed(Detokenizer(self.tokenizer), self._stop, self._tools.form if self._tools else None)
+        """Return the state of a stream of one choice, which has told nothing."""
+        form = self._tools.form if self._tools else None
+        return Streamed(self.tokenizer, self._stop, form, turn=self._turn, thinks=self._thinks)
 
-    def rest(self, choice: Streamed, answer: Answer) -> str | None:
-        """Return the text of an answer that a stream has not sent; None where what it sent is not in the answer."""
-        return answer.text[len(choice.sent) :] if answer.text.startswith(choice.sent) else None
+    def rest(self, choice: Streamed, answer: Answer) -> Told | None:
+        """Return what a stream has not told of an answer; None where what it told is not in the answer."""
+        if not answer.text.startswith(choice.text) or not answer.reasoning.startswith(choice.reasoning):
+            return None
+        return Told(answer.reasoning[len(choice.reasoning) :], answer.text[len(choice.text) :])
 
-    def _calls(self, text: str, status: LeafStatus) -> tuple[str, list[Called]]:
-        found: list[tuple[str | None, str, Any]]
-        if self.tool is None:
-            if self._tools is None:
-                return text, []
-            turn = read_turn(text, self._tools.schemas, self._tools.form, self._most_calls)
-            text, found = turn.content, [(call.id, call.name, json.dumps(call.arguments)) for call in turn.calls]
-        elif status is not LeafStatus.STOP:
-            return text, []
-        elif self.tool:
-            text, found = "", [(None, self.tool, text)]
-        else:  # one of several: the answer names it
-            call = json.loads(text)
-            text, found = "", [(None, call["name"], json.dumps(call["arguments"]))]
-        return text, [Called(self._new_id(own, place), *call) for place, (own, *call) in enumerate(found)]
+    def _read(self, completion: Completion) -> tuple[Turn, list[tuple[str | None, str, str]]]:
+        """Return the turn, and its calls: their own ids, names and arguments, a JSON object each."""
+        ids = completion.token_ids.tolist()
+        until = self._until(completion)
+        if not self._turn or self.tool is not None:
+            text = self._text(ids)[:until]
+            turn = Turn("", text, [], [])
+            # a call that a stop text or the longest answer has cut is none
+            if self.tool is None or completion.status is not LeafStatus.STOP or completion.stop is not None:
+                return turn, []
+            called = _forced(text, self.tool)
+            return (turn, []) if called is None else (turn._replace(content=""), [(None, *called)])
+        given = None if self._tools is None else self._tools.schemas
+        form = None if self._tools is None else self._tools.form
+        turn = read_ids(self.tokenizer, ids, given or {}, form, self._most_calls, thinks=self._thinks, until=until)
+        return turn, [(call.id, call.name, json.dumps(call.arguments)) for call in turn.calls]
 
-    def _cut(self, text: str) -> tuple[str, str | None]:
-        ends = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        at, stop = min(ends, default=(len(text), None))
-        return text[:at], stop
+    def _text(self, ids: Sequence[int]) -> str:
+        return (response_text if self._turn else plain_text)(self.tokenizer, ids)
+
+    def _until(self, completion: Completion) -> int | None:
+        """Return how much of the text comes before the stop text that ended it; None without one."""
+        if completion.stop is None:
+            return None
+        ids = completion.token_ids.tolist()
+        text, tail = self._text(ids), completion.stop.tail
+        for special in marks_of(self.tokenizer).dropped_in(ids, marks=not self._turn):
+            tail = tail.replace(special, "")
+        if text.endswith(tail):
+            return len(text) - len(tail)
+        at = text.rfind(completion.stop.text)  # the decoder writes the end of a text otherwise
+        return len(text) if at < 0 else at
+
+
+def _forced(text: str, tool: str) -> tuple[str, str] | None:
+    """Return the name and the arguments of a call that the answer had to be; None where they cannot be read.
+
+    Args:
+        tool: its name, "" where the answer names it.
+    """
+    try:
+        found = read_object(text)
+        if tool:
+            return tool, text
+        return (found["name"], json.dumps(found["arguments"])) if isinstance(found["arguments"], dict) else None
+    except (ValueError, LookupError):
+        return None
 
 
 def usage(prompts: Sequence[Sequence[int]], written: int) -> dict[str, int]:

@@ -11,12 +11,15 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 from transformers import PreTrainedTokenizerBase
 
+from ..chat.streamed import Streamed, Told
 from ..rollout import Completion
 from .answers import Answer, Reader
 from .schema import ChatBody, Length, Name, Strict, Text, only
-from .streamed import Streamed
 
 Array = npt.NDArray[Any]
+TEXT: dict[str, Any] = {"type": "text", "text": ""}
+THINKING: dict[str, Any] = {"type": "thinking", "thinking": "", "signature": ""}
+"""The empty blocks of an answer; what is thought has no signature here."""
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "error": "end_turn"}
 KINDS = {
     400: "invalid_request_error",
@@ -95,11 +98,16 @@ class CountBody(Strict):
             messages.append({"role": "system", "content": said})
         for i, turn in enumerate(self.messages):
             if isinstance(turn.content, str):
-                messages.append({"role": turn.role, "content": turn.content})
+                made = [{"role": turn.role, "content": turn.content}]
             elif turn.role == "assistant":
-                messages.append(_said(turn.content, f"messages.{i}.content"))
+                made = [_said(turn.content, f"messages.{i}.content")]
             else:
-                messages += _heard(turn.role, turn.content, f"messages.{i}.content")
+                made = _heard(turn.role, turn.content, f"messages.{i}.content")
+            if made and messages and made[0]["role"] == messages[-1]["role"] == "user":
+                messages[-1]["content"] += f"\n\n{made.pop(0)['content']}"  # the protocol combines turns of a user
+            messages += made
+        if not any(message["role"] in ("user", "tool") for message in messages):
+            raise ValueError("`messages` has no content of a user; give at least one text.")
         if messages[-1]["role"] == "assistant":
             raise ValueError(
                 "The last message is the assistant's, and this server does not continue messages; end with a user's."
@@ -164,17 +172,22 @@ def _texts(blocks: Sequence[Block], where: str) -> str:
 
 
 def _said(blocks: Sequence[Block], where: str) -> dict[str, Any]:
-    """Return a message of the assistant: its text, and its calls."""
-    texts, calls = [], []
+    """Return a message of the assistant: its text, its calls and its thinking."""
+    texts, calls, thoughts = [], [], []
     for i, block in enumerate(blocks):
-        if block.type == "tool_use":
+        thinking = (block.model_extra or {}).get("thinking")
+        if block.type == "thinking" and isinstance(thinking, str):
+            thoughts.append(thinking)
+        elif block.type == "tool_use":
             if block.id is None or block.name is None or block.input is None:
                 raise ValueError(f"`{where}.{i}` is a tool_use; it needs `id`, `name` and `input`.")
             function = {"name": block.name, "arguments": json.dumps(block.input)}
             calls.append({"id": block.id, "type": "function", "function": function})
         else:
             texts.append(_texts([block], f"{where}[{i}]"))
-    return {"role": "assistant", "content": "\n".join(texts)} | ({"tool_calls": calls} if calls else {})
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    message |= {"reasoning_content": "\n".join(thoughts)} if any(thoughts) else {}
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def _heard(role: str, blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
@@ -247,27 +260,38 @@ class MessageForm(Reader):
         """Return the events before any text."""
         return _event("message_start", message=self._message([], len(prompts[0]), 0))
 
-    def part(self, index: int, choice: Streamed, text: str, records: Array) -> str:
-        """Return the events for new text."""
-        return (_opened() if choice.first else "") + _delta(text)
+    def part(self, index: int, choice: Streamed, told: Told, records: Array) -> str:
+        """Return the events for what is new."""
+        thinks, speaks = choice.opens(told)
+        said = _opened(0, THINKING) if thinks else ""
+        said += _delta(0, "thinking", told.reasoning)
+        place = int(bool(choice.reasoning))
+        if speaks:
+            said += (_closed(0) if place else "") + _opened(place, TEXT)
+        return said + _delta(place, "text", told.text)
 
     def last(self, index: int, choice: Streamed, completion: Completion, prompts: Sequence[Sequence[int]]) -> str:
         """Return the events that end the answer, or an error where its text is not what was sent of it."""
         answer = self.read(completion)
-        text = self.rest(choice, answer)
-        if text is None:
+        rest = self.rest(choice, answer)
+        if rest is None:
             return self.failed("The tokenizer changed text that was sent; ask again without `stream`.")
-        blocks, said = _blocks(answer), ""
-        if choice.begun and blocks[0]["type"] != "text":
-            blocks.insert(0, {"type": "text", "text": ""})
-        for at, block in enumerate(blocks):
-            if block["type"] == "text":
-                said += ("" if choice.begun else _opened()) + _delta(text)
-            else:
-                said += _event("content_block_start", index=at, content_block={**block, "input": {}})
-                spelt = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-                said += _event("content_block_delta", index=at, delta=spelt)
-            said += _event("content_block_stop", index=at)
+        said, at = "", 0
+        if choice.reasoning or (rest.reasoning and not choice.text):
+            if not choice.text:  # the reasoning is still open, or was not begun
+                said += ("" if choice.reasoning else _opened(0, THINKING)) + _delta(0, "thinking", rest.reasoning)
+                said, rest = said + _closed(0), rest._replace(reasoning="")
+            at = 1
+        if choice.text or rest.text or not (answer.calls or at):
+            said += ("" if choice.text else _opened(at, TEXT)) + _delta(at, "text", rest.text) + _closed(at)
+            at += 1
+        if rest.reasoning:  # what was thought after the text had begun
+            said += _opened(at, THINKING) + _delta(at, "thinking", rest.reasoning) + _closed(at)
+            at += 1
+        for place, block in enumerate(_calls(answer), at):
+            said += _opened(place, {**block, "input": {}})
+            spelt = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            said += _event("content_block_delta", index=place, delta=spelt) + _closed(place)
         counts = _usage(len(prompts[0]), len(completion.token_ids))
         return said + _event("message_delta", delta=_stop(answer), usage=counts) + _event("message_stop")
 
@@ -282,9 +306,13 @@ class MessageForm(Reader):
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:
     """Return the blocks of an answer; one without anything has an empty text."""
-    text = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
-    calls = [{"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)} for c in answer.calls]
-    return [*text, *calls]
+    thought = [{**THINKING, "thinking": answer.reasoning}] if answer.reasoning else []
+    text = [{**TEXT, "text": answer.text}] if answer.text or not (answer.calls or thought) else []
+    return [*thought, *text, *_calls(answer)]
+
+
+def _calls(answer: Answer) -> list[dict[str, Any]]:
+    return [{"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)} for c in answer.calls]
 
 
 def _stop(answer: Answer) -> dict[str, Any]:
@@ -297,12 +325,17 @@ def _usage(read: int, written: int) -> dict[str, int]:
     return {"input_tokens": read, "output_tokens": written, **cached}
 
 
-def _opened() -> str:
-    return _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+def _opened(place: int, block: dict[str, Any]) -> str:
+    return _event("content_block_start", index=place, content_block=block)
 
 
-def _delta(text: str) -> str:
-    return _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text}) if text else ""
+def _delta(place: int, kind: str, text: str) -> str:
+    delta = {"type": f"{kind}_delta", kind: text}
+    return _event("content_block_delta", index=place, delta=delta) if text else ""
+
+
+def _closed(place: int) -> str:
+    return _event("content_block_stop", index=place)
 
 
 def _event(kind: str, **data: Any) -> str:

@@ -16,11 +16,12 @@ from typing import Any, cast
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
+from ..chat.marks import plain_text
+from ..chat.streamed import Streamed, Told
 from ..rollout import Completion
 from ..rollout.records import top_logprobs
 from .answers import Called, Reader, usage
 from .schema import Sampling
-from .streamed import Streamed
 
 Array = npt.NDArray[Any]
 LEAST_LOGPROB = -9999.0  # OpenAI's own floor: JSON has no infinity
@@ -78,7 +79,7 @@ class Form(Reader):
         logprobs: bool,
         **more: Any,
     ) -> None:
-        super().__init__(tokenizer, stop, **more)
+        super().__init__(tokenizer, stop, turn=chat, **more)
         self.body, self.chat, self.logprobs = body, chat, logprobs
         self._special = frozenset(tokenizer.all_special_ids)
         self._model = model
@@ -107,7 +108,7 @@ class Form(Reader):
         """
         answers: list[dict[str, Any]] = []
         for prompt, some, before in zip(prompts, choices, scored or [None] * len(prompts), strict=True):
-            echoed = self.decode(prompt) if echo else ""
+            echoed = plain_text(self.tokenizer, prompt) if echo else ""
             answers += [self.choice(len(answers) + i, c, echoed, before) for i, c in enumerate(_best(some, n))]
         written = sum(len(c.token_ids) for some in choices for c in some)
         return {**self.head(""), "choices": answers, "usage": usage(prompts, written)}
@@ -126,6 +127,8 @@ class Form(Reader):
             return {"index": index, "text": echoed + answer.text, **end}
         content = answer.text or (None if answer.calls else "")
         message: dict[str, Any] = {"role": "assistant", "content": content}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
         if answer.calls:
             message["tool_calls"] = list(map(_call, answer.calls))
         return {"index": index, "message": message, **end}
@@ -136,25 +139,25 @@ class Form(Reader):
         """Return the events before any text."""
         return ""
 
-    def part(self, index: int, choice: Streamed, text: str, records: Array) -> str:
-        """Return the events for new text of a choice; ``records`` are those of its tokens so far [tokens]."""
+    def part(self, index: int, choice: Streamed, told: Told, records: Array) -> str:
+        """Return the events for what is new of a choice; ``records`` are those of its tokens so far [tokens]."""
         new = Scored.of_records(records[choice.tokens :]) if self.logprobs else Scored()
         end: dict[str, Any] = {"finish_reason": None, "logprobs": None}
-        said = event(self._chunk(index, text, [], new, choice.offset, end, first=choice.first))
+        said = event(self._chunk(index, told, [], new, choice.offset, end, first=choice.tokens == 0))
         choice.tokens, choice.offset = len(records), choice.offset + self._width(new.tokens)
         return said
 
     def last(self, index: int, choice: Streamed, completion: Completion, prompts: Sequence[Sequence[int]]) -> str:
         """Return the events that end a choice, or an error where its text is not what was sent of it."""
         answer = self.read(completion)
-        text = self.rest(choice, answer)
-        if text is None:
+        told = self.rest(choice, answer)
+        if told is None:
             return self.failed("The tokenizer changed text that was sent; ask again without `stream`.")
         new = Scored.of_completion(completion).since(choice.tokens)
         end: dict[str, Any] = {"finish_reason": answer.reason, "logprobs": None}
         if self.body.return_token_ids:
             end["token_ids"] = completion.token_ids.tolist()
-        return event(self._chunk(index, text, answer.calls, new, choice.offset, end, first=not choice.begun))
+        return event(self._chunk(index, told, answer.calls, new, choice.offset, end, first=not choice.begun))
 
     def failed(self, message: str) -> str:
         """Return the event that tells an error in a stream."""
@@ -170,7 +173,7 @@ class Form(Reader):
     def _chunk(
         self,
         index: int,
-        text: str,
+        told: Told,
         calls: Sequence[Called],
         scored: Scored,
         offset: int,
@@ -178,15 +181,17 @@ class Form(Reader):
         *,
         first: bool,
     ) -> dict[str, Any]:
-        """Format a part of a stream: new text and new tokens; ``offset`` is the number of characters before them."""
+        """Format a part of a stream: what is new, and its tokens; ``offset`` is the number of characters before."""
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
-        if text or not calls:
-            delta["content"] = text
+        if told.reasoning:
+            delta["reasoning_content"] = told.reasoning
+        if told.text or not (calls or told.reasoning):
+            delta["content"] = told.text
         if calls:
             delta["tool_calls"] = [{"index": i, **_call(call)} for i, call in enumerate(calls)]
         if self.logprobs and scored.tokens:
             end["logprobs"] = self.spell(scored, offset)
-        body = {"delta": delta} if self.chat else {"text": text}
+        body = {"delta": delta} if self.chat else {"text": told.text}
         return {**self.head(".chunk"), "choices": [{"index": index, **body, **end}]}
 
     # -- log-probs --------------------------------------------------------------------------------------------------

@@ -5,13 +5,10 @@ All of it may take long, so it runs in threads other than the event loop's.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import inspect
 import json
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -19,8 +16,9 @@ import jinja2.nodes
 import jinja2.parser
 from transformers import PreTrainedTokenizerBase
 
-from ..programs.chat.messages import find_format
-from ..programs.chat.tool_formats import ToolFormat
+from ..chat.messages import find_format
+from ..chat.tool_formats import ToolFormat
+from ..chat.writing import complete, plain
 from .schema import ChatBody, CompletionBody, JsonObjectFormat, JsonSchemaFormat, NamedTool, Sampling, TextFormat
 
 HINTS = ("reasoning_effort", "verbosity")
@@ -54,46 +52,28 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> Conversat
     """Return the token ids of the conversation, written with the model's chat template.
 
     Raises:
-        ValueError: there is no template, or it cannot write these messages.
+        ValueError: there is no template, or it cannot write these messages, or not all that they say.
     """
     if tokenizer.chat_template is None:
         raise ValueError("This model has no chat template; use /v1/completions.")
-    messages, shown = plain_messages(body), shown_tools(body)
+    shown = shown_tools(body)
     options, ignored = template_options(tokenizer, body, shown)
-    try:
-        ids = tokenizer.apply_chat_template(
-            messages,
-            tools=shown,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **options,
-        )
-    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"The model's chat template cannot write these messages: {' '.join(str(error).split())}"
-        ) from error
-    return Conversation(cast("list[int]", ids), ignored)
+    text = complete(tokenizer, plain_messages(body), shown, options).text
+    return Conversation(list(tokenizer(text, add_special_tokens=False)["input_ids"]), ignored)
 
 
 def plain_messages(body: ChatBody) -> list[dict[str, Any]]:
-    """Return the messages as templates take them: content as text, arguments of calls as objects, and tools' answers
-    with the names of the tools.
+    """Return the messages in the form that all doors share; see `plain`.
 
     Raises:
         ValueError: a message has no content, or a part that is no text.
     """
-    messages: list[dict[str, Any]] = []
-    names: dict[Any, str] = {}
-    for i, message in enumerate(body.messages):
-        plain = {**message.model_dump(exclude_none=True), "content": message.text(f"messages.{i}")}
-        if "tool_calls" in plain:
-            plain["tool_calls"] = _with_objects(plain["tool_calls"])
-            names |= dict(_named(plain["tool_calls"]))
-        elif message.role == "tool" and "name" not in plain and plain.get("tool_call_id") in names:
-            plain["name"] = names[plain["tool_call_id"]]
-        messages.append(plain)
-    return messages
+    return plain(
+        [
+            {**message.model_dump(exclude_none=True), "content": message.text(f"messages.{i}")}
+            for i, message in enumerate(body.messages)
+        ]
+    )
 
 
 def shown_tools(body: ChatBody) -> list[dict[str, Any]] | None:
@@ -126,14 +106,6 @@ def template_options(
     return options, [name for name in hints if name not in known]
 
 
-def _named(calls: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the id and the function's name of each call."""
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(call.get("id"), str):
-            yield call["id"], function["name"]
-
-
 class _Generation(jinja2.ext.Extension):
     """The tag of Transformers that marks what a model writes."""
 
@@ -149,17 +121,6 @@ def _variables(template: str) -> frozenset[str]:
     """Return the names that a template reads."""
     tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _Generation]).parse(template)
     return frozenset(name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "load")
-
-
-def _with_objects(calls: Any) -> Any:
-    """Parse the arguments of tool calls, which clients send as JSON text and templates take as objects."""
-    calls = copy.deepcopy(calls)
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            with contextlib.suppress(ValueError, RecursionError):
-                function["arguments"] = json.loads(function["arguments"])
-    return calls
 
 
 def forced_tool(body: ChatBody) -> str | None:

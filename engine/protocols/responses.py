@@ -16,10 +16,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
 
+from ..chat.streamed import Streamed, Told
 from ..rollout import Completion
 from .answers import Answer, Called, Reader
 from .schema import ChatBody, Length, Name, Strict, Text, only
-from .streamed import Streamed
 
 Array = npt.NDArray[Any]
 TEXTS = ("input_text", "output_text", "text")
@@ -133,10 +133,16 @@ class ResponsesBody(Strict):
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
         open_turn = False  # the last message is the assistant's, and the next calls are its
+        thought: dict[str, Any] = {}  # the reasoning of the assistant's next message
         for i, item in enumerate(items):
+            speaks = item.type in ("function_call", "reasoning") or item.role == "assistant"
+            if thought and not speaks:  # the turn ended with its reasoning
+                messages.append({"role": "assistant", "content": ""} | thought)
+                thought = {}
             if item.type == "function_call":
                 if not open_turn:
-                    messages.append({"role": "assistant", "content": ""})
+                    messages.append({"role": "assistant", "content": ""} | thought)
+                    thought = {}
                 messages[-1].setdefault("tool_calls", []).append(_call_of(item, i))
                 open_turn = True
             elif item.type == "function_call_output":
@@ -144,13 +150,15 @@ class ResponsesBody(Strict):
                 messages.append({"role": "tool", "tool_call_id": item.call_id or "", "content": said})
                 open_turn = False
             elif item.type == "message" and item.role is not None:
-                role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": _text(item.content, f"input.{i}.content")})
-                open_turn = role == "assistant"
+                said = _text(item.content, f"input.{i}.content")
+                messages.append({"role": item.role, "content": said} | (thought if item.role == "assistant" else {}))
+                open_turn, thought = item.role == "assistant", {}
+            elif item.type == "reasoning":
+                thought, open_turn = _thought(item, f"input.{i}"), False
             else:
                 raise ValueError(
-                    f"`input.{i}` is of type '{item.type}'; this server takes messages with a role, function_call and "
-                    "function_call_output."
+                    f"`input.{i}` is of type '{item.type}'; this server takes messages with a role, reasoning, "
+                    "function_call and function_call_output."
                 )
         choice: Any = self.tool_choice
         if isinstance(choice, NamedFunction):
@@ -187,6 +195,15 @@ def _call_of(item: Item, place: int) -> dict[str, Any]:
     return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
 
 
+def _thought(item: Item, where: str) -> dict[str, Any]:
+    """Return the reasoning of an item as a field of a message; a summary is what stands for it."""
+    parts = item.content or (item.model_extra or {}).get("summary") or []
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        raise ValueError(f"`{where}` is a reasoning item whose parts are no texts.")
+    text = "\n".join(part["text"] for part in parts)
+    return {"reasoning_content": text} if text else {}
+
+
 def _text(content: Any, where: str) -> str:
     """Return a text, or text parts joined by line breaks.
 
@@ -215,6 +232,7 @@ class ResponseForm(Reader):
         super().__init__(tokenizer, stop, **more)
         self._body, self._model = body, model
         self._id, self._message_id = f"resp_{secrets.token_hex(24)}", f"msg_{secrets.token_hex(24)}"
+        self._reasoning_id = f"rs_{secrets.token_hex(24)}"
         self._created = int(time.time())
         self._number = 0
 
@@ -228,10 +246,14 @@ class ResponseForm(Reader):
 
     def _items(self, answer: Answer) -> list[dict[str, Any]]:
         status = "incomplete" if answer.reason == "length" else "completed"
-        items = []
-        if answer.text or not answer.calls:
+        items = [self._reasoning(answer.reasoning, status)] if answer.reasoning else []
+        if answer.text or not (answer.calls or items):
             items.append({**self._message(status), "content": [_part(answer.text)]})
         return items + [_call_item(call, status) for call in answer.calls]
+
+    def _reasoning(self, text: str, status: str) -> dict[str, Any]:
+        parts = [{"type": "reasoning_text", "text": text}] if text else []
+        return {"id": self._reasoning_id, "type": "reasoning", "summary": [], "content": parts, "status": status}
 
     def _message(self, status: str) -> dict[str, Any]:
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": []}
@@ -281,37 +303,62 @@ class ResponseForm(Reader):
         kinds = ("response.created", "response.in_progress")
         return "".join(self._event(kind, response=self._response(None, [])) for kind in kinds)
 
-    def part(self, index: int, choice: Streamed, text: str, records: Array) -> str:
-        """Return the events for new text."""
-        return (self._opened() if choice.first else "") + self._delta(text)
+    def part(self, index: int, choice: Streamed, told: Told, records: Array) -> str:
+        """Return the events for what is new."""
+        thinks, speaks = choice.opens(told)
+        said = self._begins(0) if thinks else ""
+        said += self._think_delta(0, told.reasoning)
+        place = int(bool(choice.reasoning))
+        if speaks:
+            said += (self._thought(0, choice.reasoning) if place else "") + self._opened(place)
+        return said + self._delta(place, told.text)
 
-    def _opened(self) -> str:
-        place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-        added = self._event("response.output_item.added", output_index=0, item=self._message("in_progress"))
-        return added + self._event("response.content_part.added", **place, part=_part(""))
+    def _begins(self, place: int) -> str:
+        return self._event("response.output_item.added", output_index=place, item=self._reasoning("", "in_progress"))
 
-    def _delta(self, text: str) -> str:
-        place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-        return self._event("response.output_text.delta", **place, delta=text, logprobs=[]) if text else ""
+    def _think_delta(self, place: int, text: str) -> str:
+        where = {"item_id": self._reasoning_id, "output_index": place, "content_index": 0}
+        return self._event("response.reasoning_text.delta", **where, delta=text) if text else ""
+
+    def _thought(self, place: int, text: str, status: str = "completed") -> str:
+        """Return the events that end reasoning."""
+        where = {"item_id": self._reasoning_id, "output_index": place, "content_index": 0}
+        done = self._event("response.reasoning_text.done", **where, text=text)
+        return done + self._event("response.output_item.done", output_index=place, item=self._reasoning(text, status))
+
+    def _opened(self, place: int) -> str:
+        where = {"item_id": self._message_id, "output_index": place, "content_index": 0}
+        added = self._event("response.output_item.added", output_index=place, item=self._message("in_progress"))
+        return added + self._event("response.content_part.added", **where, part=_part(""))
+
+    def _delta(self, place: int, text: str) -> str:
+        where = {"item_id": self._message_id, "output_index": place, "content_index": 0}
+        return self._event("response.output_text.delta", **where, delta=text, logprobs=[]) if text else ""
 
     def last(self, index: int, choice: Streamed, completion: Completion, prompts: Sequence[Sequence[int]]) -> str:
         """Return the events that end the answer, or an error where its text is not what was sent of it."""
         answer = self.read(completion)
-        text = self.rest(choice, answer)
-        if text is None:
+        rest = self.rest(choice, answer)
+        if rest is None:
             return self.failed("The tokenizer changed text that was sent; ask again without `stream`.")
         items = self._items(answer)
+        if choice.text and not any(item["type"] == "message" for item in items):
+            # the text that was told has turned out to be white space before a call
+            items.insert(bool(answer.reasoning), {**self._message("completed"), "content": [_part("")]})
+        if choice.text and answer.reasoning and not choice.reasoning:  # it was thought after the text had begun
+            items[0], items[1] = items[1], items[0]
         said = ""
-        if items[0]["type"] == "message" or choice.begun:
-            if items[0]["type"] != "message":  # the text that was sent has turned out to be white space before a call
-                items.insert(0, {**self._message("completed"), "content": [_part("")]})
-            place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-            said += ("" if choice.begun else self._opened()) + self._delta(text)
-            said += self._event("response.output_text.done", **place, text=answer.text, logprobs=[])
-            said += self._event("response.content_part.done", **place, part=_part(answer.text))
-            said += self._event("response.output_item.done", output_index=0, item=items[0])
         for at, item in enumerate(items):
-            if item["type"] == "function_call":
+            if item["type"] == "reasoning" and not (choice.reasoning and choice.text):
+                said += "" if choice.reasoning else self._begins(at)
+                said += self._think_delta(at, rest.reasoning) + self._thought(at, answer.reasoning, item["status"])
+            elif item["type"] == "message":
+                place = {"item_id": self._message_id, "output_index": at, "content_index": 0}
+                said += ("" if choice.text else self._opened(at)) + self._delta(at, rest.text)
+                said += self._event("response.output_text.done", **place, text=answer.text, logprobs=[])
+                said += self._event("response.content_part.done", **place, part=_part(answer.text))
+                said += self._event("response.output_item.done", output_index=at, item=item)
+            elif item["type"] == "function_call":
                 place = {"item_id": item["id"], "output_index": at}
                 empty = {**item, "arguments": "", "status": "in_progress"}
                 said += self._event("response.output_item.added", output_index=at, item=empty)

@@ -203,7 +203,7 @@ class Part(BaseModel):
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)  # chat templates read tool calls and names
     role: Text
-    content: str | Annotated[list[Part], Field(min_length=1)] | None = None
+    content: str | list[Part] | None = None
 
     def text(self, where: str) -> str:
         """Return the content as chat templates take it: text parts joined by line breaks.
@@ -213,10 +213,10 @@ class Message(BaseModel):
         """
         if isinstance(self.content, str):
             return self.content
-        if self.content is None:
-            if (self.model_extra or {}).get("tool_calls"):
+        if not self.content:
+            if self.role == "assistant":
                 return ""
-            raise ValueError(f"`{where}.content` is missing; only a message with tool_calls may omit it.")
+            raise ValueError(f"`{where}.content` is missing; only a message of the assistant may omit it.")
         for i, part in enumerate(self.content):
             if part.type != "text" or part.text is None:
                 raise ValueError(f"`{where}.content.{i}` is of type '{part.type}'; this model reads text parts only.")

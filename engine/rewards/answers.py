@@ -6,10 +6,10 @@ Candidates come in a fixed order, and a verifier takes the first that it can rea
    heading ``Answer``, and ``#### ...`` on the last line. The last in the text comes first.
 2. A sentence "the answer is ...", and ``#### ...`` before a number or formula on any other line; the last comes first.
 
-A response with reasoning in tags (``<think>...</think>``) answers with the text after them, if there is any. An empty
-mark does not count. ``Answer`` is recognised in the languages of `WORDS` and `SAID`, in any case, with or
-without Markdown's emphasis. Adjacent boxes (``\boxed{2} or \boxed{3}``) are one answer with several
-parts.
+A response with reasoning (``<think>...</think>``, see `chat/reasoning.py`) answers with the text after it; one whose
+reasoning is not closed, or that nothing follows, has no answer. An empty mark does not count. ``Answer`` is recognised
+in the languages of `WORDS` and `SAID`, in any case, with or without Markdown's emphasis. Adjacent boxes
+(``\boxed{2} or \boxed{3}``) are one answer with several parts.
 
 Imports nothing of rolltree, like `verifiers.py`.
 """
@@ -17,7 +17,10 @@ Imports nothing of rolltree, like `verifiers.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .loading import load_file
 
 WORDS = "|".join(
     (
@@ -41,10 +44,9 @@ SAID = "|".join(
 )  # fmt: skip
 """The words before an answer in a sentence, in many languages."""
 
-_REASONING = re.compile(
-    r"</(?:think|thinking|thought|reasoning)>|◁/think▷|\[/THINK\]|<\|channel\|>final<\|message\|>", re.IGNORECASE
-)
-"""The end of a model's reasoning."""
+_reasoning = load_file("rolltree_reasoning", Path(__file__).parents[1] / "chat" / "reasoning.py")
+without_reasoning: Callable[[str], str] = _reasoning.without_reasoning
+"""Returns the text of a response after its reasoning."""
 _TAGGED = re.compile(r"<((?:final[_ -]?)?answer)>(.*?)</\1>", re.DOTALL | re.IGNORECASE)
 _DASH = r"^[ \t#*_>-]*(?:final[ \t]+)?answer[*_]*[ \t]+(?:[—–→]|->?|=>?)(?=\s)"
 _LINE = re.compile(rf"(?<![^\W_])(?<!<)(?:{WORDS})[*_\s]{{0,4}}[:：]|{_DASH}", re.IGNORECASE | re.MULTILINE)
@@ -88,12 +90,6 @@ def candidates(text: str) -> Iterator[str]:
         for _, answer in sorted(found, key=lambda mark: mark[0], reverse=True):
             if (answer := answer.strip()).strip("*_ "):
                 yield answer
-
-
-def without_reasoning(text: str) -> str:
-    """Return the text after a response's reasoning in tags; the whole text if nothing follows them."""
-    *_, answer = _REASONING.split(text)
-    return answer if answer.strip() else text
 
 
 def last_line(text: str) -> str:

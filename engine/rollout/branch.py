@@ -18,6 +18,7 @@ from ..data.tree import TokenTree, of_runs
 from ..programs import BranchId, GroupState, RolloutProgram
 from .records import given, top_logprobs
 from .sampling_params import SamplingParams
+from .stop_texts import StopText
 
 Array = npt.NDArray[Any]
 
@@ -119,6 +120,8 @@ class Completion:
     The list of a token that was not sampled is empty."""
     status: LeafStatus
     error: str | None
+    stop: StopText | None = None
+    """The text of ``SamplingParams.stop`` that ended it."""
 
 
 class Request:
@@ -128,6 +131,7 @@ class Request:
         tree: the finished rollouts, None before; unfinished leaves of an aborted request have status ABORTED.
         error: reason for which the request failed as a whole, or None.
         errors: reasons for which single leaves failed, by branch.
+        stopped: texts of ``params.stop`` that ended leaves, by branch.
     """
 
     def __init__(
@@ -151,6 +155,7 @@ class Request:
         self.tree: TokenTree | None = None
         self.error: Exception | None = None
         self.errors: dict[BranchId, str] = {}
+        self.stopped: dict[BranchId, StopText] = {}
         self.leaves: dict[BranchId, Branch] = {}
         self.sampling: dict[BranchId, Branch] = {}
         self.resting: dict[BranchId, Branch] = {}
@@ -212,6 +217,7 @@ class Request:
             kept,
             status,
             self.errors.get(leaf.id),
+            self.stopped.get(leaf.id),
         )
 
     def _tips(self) -> list[Branch]:
@@ -250,6 +256,10 @@ class Request:
             tree.meta["given_rewards"] = given
         if self.errors:
             tree.meta["errors"] = {i: self.errors[leaf.id] for i, leaf in enumerate(ordered) if leaf.id in self.errors}
+        if self.stopped:
+            tree.meta["stopped"] = {
+                i: self.stopped[leaf.id] for i, leaf in enumerate(ordered) if leaf.id in self.stopped
+            }
         return tree
 
 

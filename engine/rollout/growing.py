@@ -19,6 +19,7 @@ from ..programs import BranchId, Fork, Given, Rewind, SegmentReport
 from .branch import Branch, Node, Request
 from .records import child_seed, given
 from .sampling_params import TEMPERATURES
+from .stop_texts import find_stop
 
 Array = npt.NDArray[Any]
 
@@ -239,6 +240,9 @@ class Growing(ABC):
         )
         del request.sampling[branch.id]
         request.resting[branch.id] = branch
+        if status is LeafStatus.STOP and stop in request.params.stop and request.program.tokenizer is not None:
+            found = find_stop(request.program.tokenizer, report.response_ids, request.params.stop)
+            request.stopped |= {} if found is None else {branch.id: found}
         if status is None:
             branch.boundaries = (*branch.boundaries, length)
         else:

@@ -129,12 +129,3 @@ class SamplingParams:
         """True if some tokens are biased or forbidden."""
         given = self.allowed_token_ids is not None or self.prefix_allowed_tokens_fn is not None
         return given or bool(self.logit_bias)
-
-
-def eos_token_ids(*sources: Any) -> set[int]:
-    """Return the end-of-sequence tokens of configurations and tokenizers, each of which has one, several or none."""
-    found: set[int] = set()
-    for source in sources:
-        eos = source.get("eos_token_id") if isinstance(source, Mapping) else getattr(source, "eos_token_id", None)
-        found.update([eos] if isinstance(eos, int) else eos or [])
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def problem_of(
         images = read_images(row[image_key], folder, f"{of_row} in column '{image_key}' (data.image_key)")
     if isinstance(text, list):
         messages, images = _messages(text, f"{of_row} holds in {named}", images, folder)
-        text = "\n".join(f"{m['role']}: {_spoken(m['content'])}" for m in messages)
+        text = "\n".join(f"{m['role']}: {_spoken(m)}" for m in messages)
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{of_row} has no text in {named}.")
     if any("\ud800" <= c <= "\udfff" for c in text):
@@ -115,35 +116,35 @@ def _suggestion(row: Mapping[str, Any], option: str, prompt_key: str) -> str:
     return f"; set {' or '.join(there)}" if there else ""
 
 
-def _spoken(content: str | list[dict[str, str]]) -> str:
-    """Return a message's content as one text."""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "[picture]") for part in content)
+def _spoken(message: Mapping[str, Any]) -> str:
+    """Return what a message says as one text: its content, and its calls where it has some."""
+    content = message["content"]
+    if not isinstance(content, str):
+        content = "".join(part.get("text", "[picture]") for part in content)
+    return content + (json.dumps(message["tool_calls"], default=str) if message.get("tool_calls") else "")
 
 
 def _messages(
     found: list[Any], column: str, images: list[Image], folder: Path | None
 ) -> tuple[tuple[dict[str, Any], ...], list[Image]]:
-    """Return the messages of a conversation, reduced to roles and contents, and its pictures in their order.
+    """Return the messages of a conversation, with all that they hold, and its pictures in their order.
 
     A part ``{"type": "image"}`` has a picture under ``image``, or takes the next one of ``images``. If no part is a
     picture, the first message of the user begins with all of them, as in TRL.
     """
     for m in found:
-        if not isinstance(m, dict) or not all(
-            isinstance(m.get(k), t) for k, t in (("role", str), ("content", str | list))
-        ):
+        speaks = isinstance(m, dict) and (isinstance(m.get("content"), str | list) or _may_be_silent(m))
+        if not speaks or not isinstance(m.get("role"), str):
             raise UserError(
                 f"{column} a list that is no conversation; each message needs a text 'role', and a 'content' that is a "
                 "text or a list of parts."
             )
     left, used, messages = list(images), list[Image](), []
     for m in found:
-        content = m["content"]
+        content = m.get("content") or ""
         if isinstance(content, list):
             content = [_part(part, column, left, used, folder) for part in content]
-        messages.append({"role": m["role"], "content": content})
+        messages.append({key: value for key, value in m.items() if value is not None} | {"content": content})
     if left and not used:
         first = next((m for m in messages if m["role"] == "user"), None)
         if first is None:
@@ -164,6 +165,11 @@ def _messages(
             if isinstance(m["content"], str):
                 m["content"] = [{"type": "text", "text": m["content"]}]
     return tuple(messages), used
+
+
+def _may_be_silent(message: Mapping[str, Any]) -> bool:
+    """Return True for a message of the assistant without content, which calls, thinks or says nothing."""
+    return message.get("role") == "assistant" and message.get("content") is None
 
 
 def _part(part: Any, column: str, left: list[Image], used: list[Image], folder: Path | None) -> dict[str, str]:

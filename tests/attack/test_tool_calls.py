@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.engine.programs.chat.tool_calls import before_calls, read_turn
+from rolltree.engine.chat.reading import read_turn
+from rolltree.engine.chat.streamed import Streamed
+from rolltree.engine.chat.tool_formats import FORMATS
 from rolltree.engine.protocols.schema import Sampling
 from rolltree.engine.rollout import NativeEngine
 
@@ -141,21 +143,26 @@ def test_what_a_stream_cannot_do_is_refused(client: openai.OpenAI, more: dict[st
     assert client.completions.create(model="tiny", prompt="ab", max_tokens=3, **more).choices
 
 
-def test_nothing_that_is_written_is_lost(cases: int) -> None:
+def test_nothing_that_is_written_is_lost(cases: int, engine: NativeEngine) -> None:
     """Any mixture of calls, marks and texts: what is no call is content, and a stream never takes back what it sent."""
 
-    @settings(max_examples=max(cases, 50))
-    @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=8), st.sampled_from([None, 0, 1]))
-    def attack(pieces: list[str], most: int | None) -> None:
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+
+    @settings(max_examples=max(cases, 50), deadline=None)
+    @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=8), st.sampled_from([None, 0, 1]), st.sampled_from(sorted(FORMATS)))
+    def attack(pieces: list[str], most: int | None, form: str) -> None:
         text = "".join(pieces)
-        content, calls, _ = read_turn(text, ["look"], most=most)
+        _, content, calls, _ = read_turn(text, ["look"], FORMATS[form], most=most)
         assert most is None or len(calls) <= most
         for call in calls:
             assert call.name == "look"
             assert isinstance(json.loads(json.dumps(call.arguments)), dict)
         if not calls:
             assert content == text
-        for end in range(0, len(text) + 1, max(len(text) // 40, 1)):
-            assert content.startswith(before_calls(text[:end]))
+        streamed = Streamed(tokenizer, form=FORMATS[form])
+        for begin in range(0, len(text), size := max(len(text) // 40, 1)):
+            streamed.add(tokenizer(text[begin : begin + size])["input_ids"])
+            assert content.startswith(streamed.text)
 
     attack()

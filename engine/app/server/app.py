@@ -22,6 +22,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 from transformers import PreTrainedTokenizerBase
 
+from ...chat.streamed import Streamed
 from ...data.segment import LeafStatus
 from ...fleet.rollouts import EngineFailedError, Job, Rollouts
 from ...protocols.calls import CHATS, COUNT, AnswerForm, parse, read_call, refusal
@@ -31,7 +32,6 @@ from ...protocols.http import Events, RefusedError, handle_errors, read_body
 from ...protocols.keys import KeyGate, key_of
 from ...protocols.prompts import answer_schema, chat_prompt, completion_prompts
 from ...protocols.schema import CompletionBody, Sampling
-from ...protocols.streamed import Streamed
 from ...rollout import Completion, RolloutEngine, SamplingParams
 
 Body = TypeVar("Body", bound=Sampling)
@@ -222,6 +222,7 @@ class Service:
             raise ValueError(f"`best_of` is {body.best_of}, but a chat gives all {n} of its `n` choices; leave it out.")
         params = self._params(body, top, n, most, 1)
         form = call.form(self.tokenizer, model, tuple(params.stop))
+        form.asked(prompt)
         ignored = [*ignored, *call.ignored]
         return Task([prompt], model, params, form, top or 0, n, stream=bool(body.stream), ignored=ignored)
 
@@ -301,8 +302,8 @@ class Service:
                 for branch, records in branches.items() if form.tool is None else ():
                     index = i * n + branch[0]
                     choice = choices[index]
-                    if text := choice.add(records["token"][choice.seen :].tolist()):
-                        yield form.part(index, choice, text, records)
+                    if told := choice.add(records["token"][choice.seen :].tolist()):
+                        yield form.part(index, choice, told, records)
         if failed := _failure(job):
             yield form.failed(failed)
         written = 0

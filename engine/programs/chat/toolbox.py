@@ -8,6 +8,10 @@ import operator
 from collections.abc import Callable
 from typing import Any, Self
 
+from transformers.utils import get_json_schema
+
+from ...errors import UserError
+from ...parts.resolve import import_object
 from ...sandbox import Limits, Sandboxes
 
 MOST_DIGITS = 1000
@@ -125,3 +129,43 @@ def python(code: str) -> str:
 
 CHAT_TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculate, "python": python}
 """Tools of conversations, which are called by name with named arguments."""
+
+
+def find_chat_tool(name: str) -> Any:
+    """Return the function that a name of `data.tools` stands for.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name in CHAT_TOOLS:
+        return CHAT_TOOLS[name]
+    if ":" not in name:
+        raise UserError(
+            f"data.tools has '{name}', which is not known; use {', '.join(CHAT_TOOLS)}, or name your own as "
+            "file.py:function."
+        )
+    return import_object(name)
+
+
+def tool_name(name: str) -> str:
+    """Return the name by which the model calls a tool."""
+    return name if name in CHAT_TOOLS else name.rpartition(":")[2]
+
+
+def tool_schema(name: str) -> dict[str, Any]:
+    """Return the description of a tool for a chat template.
+
+    Raises:
+        UserError: there is none, or its parameters lack types or words in its docstring.
+    """
+    try:
+        schema: dict[str, Any] = get_json_schema(find_chat_tool(name))
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"data.tools has '{name}', which cannot be described to the model: {' '.join(str(error).split())}; give it "
+            "types and a docstring with its Args."
+        ) from error
+    schema["function"]["name"] = tool_name(name)
+    return schema

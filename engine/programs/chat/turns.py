@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .messages import Message, call_id, find_chat_tool, tool_name
+from ...chat.messages import Message, call_id
+from .toolbox import find_chat_tool, tool_name
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...chat.ends import end_token_ids
 from ...data.segment import Origin
 from ..branch import Branch, Request
-from ..sampling_params import eos_token_ids
+from ..stop_texts import tail_of, text_of
 from .rows import RowTable
 
 Array = npt.NDArray[Any]
@@ -23,7 +24,7 @@ class Stops:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
-        self.eos = eos_token_ids(model.generation_config, model.config.get_text_config(), tokenizer)
+        self.eos = end_token_ids(tokenizer, model.generation_config, model.config.get_text_config())
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self._known: dict[tuple[frozenset[int], frozenset[int]], int] = {}
         self._tables = np.zeros((16, self._vocabulary), np.int8)
@@ -65,10 +66,9 @@ class Stops:
     def _found(self, rows: RowTable, slot: int, stops: Sequence[str], before: int, new: Array) -> str | None:
         if not stops or self._tokenizer is None:
             return None
-        # A token is at least one byte of the text; the tail may begin within a character, which then does not decode.
-        longest = max(len(text.encode()) for text in stops) + 4
+        longest = tail_of(stops)
         tail = np.concatenate([_last_sampled(rows, slot, min(before, max(longest - len(new), 0))), new[-longest:]])
-        text = self._tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = text_of(self._tokenizer, tail)
         return next((stop for stop in stops if stop in text), None)
 
     def _inside(self, tokens: Iterable[int]) -> list[int]:

@@ -30,12 +30,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from ...chat.ends import end_token_ids
 from ...model.pictures import placeholders_of
 from ..branch import Request
 from ..digest import Held, digests
 from ..engine import RolloutEngine
 from ..packed import Changes
-from ..sampling_params import eos_token_ids
 from .adapter import SIDE, Adapter
 from .loop import VllmLoop, is_plain
 from .pictures import check_pictures
@@ -147,7 +147,7 @@ class VllmEngine(RolloutEngine):
         with _without_odd_modules():
             self.llm = LLM(model=model, **arguments)
         config = self.llm.model_config
-        self.end_token_ids = eos_token_ids(config.try_get_generation_config(), config.hf_text_config, tokenizer)
+        self.end_token_ids = end_token_ids(tokenizer, config.try_get_generation_config(), config.hf_text_config)
         self.placeholder_ids = placeholders_of(config.hf_config)
         self.loop = VllmLoop(self.llm, self.end_token_ids, raw_logprobs=raw_logprobs)
         self._stopped: list[Request] = []  # in flight when it went to sleep

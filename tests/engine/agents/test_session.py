@@ -17,7 +17,7 @@ from rolltree.engine.agents.records import EpisodeRecord, SampledCall
 from rolltree.engine.agents.session import Session, Turn
 from rolltree.engine.agents.tree import episode_tree
 from rolltree.engine.data.segment import LeafStatus
-from rolltree.engine.programs.chat.messages import tool_schema
+from rolltree.engine.programs.chat.toolbox import tool_schema
 from rolltree.engine.protocols.answers import Answer, Called
 from rolltree.engine.rollout.records import child_seed
 

@@ -9,8 +9,9 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from rolltree.engine.programs.chat.conversation import Conversation
-from rolltree.engine.programs.chat.messages import find_format, tool_schema
+from rolltree.engine.chat.conversation import Conversation
+from rolltree.engine.chat.messages import find_format
+from rolltree.engine.programs.chat.toolbox import tool_schema
 
 from ...support import chat_templates as templates
 from ...support.thinned import every, thinned

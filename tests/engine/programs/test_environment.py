@@ -19,13 +19,14 @@ from rolltree.engine import LeafStatus, SamplingParams
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.config import load_config, training_config
 from rolltree.engine.app.console import Console
+from rolltree.engine.chat.messages import added_ids
 from rolltree.engine.data.policies import in_role
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.loop.checkpoints import Checkpoints
 from rolltree.engine.programs import EnvironmentTurns, GenerateThenVerify, Observation, RolloutProgram
-from rolltree.engine.programs.chat.messages import added_ids, tool_schema
+from rolltree.engine.programs.chat.toolbox import tool_schema
 from rolltree.engine.record.failures import kind, unsampled
 from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.train import checkpoint

@@ -19,7 +19,7 @@ from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.programs import EnvironmentTurns, Observation
-from rolltree.engine.programs.chat.messages import tool_schema
+from rolltree.engine.programs.chat.toolbox import tool_schema
 
 from ...support import chat_templates as templates
 from ...support.conversations import write_conversations

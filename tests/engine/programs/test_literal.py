@@ -8,8 +8,8 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rolltree.engine.programs.chat.literal import Literal
-from rolltree.engine.programs.chat.messages import added_ids
+from rolltree.engine.chat.literal import Literal
+from rolltree.engine.chat.messages import added_ids
 
 CORPUS = [
     "the answer is 5",

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.engine.programs.chat.messages import assistant_message, find_format, tool_schema
-from rolltree.engine.programs.chat.tool_calls import read_turn
-from rolltree.engine.programs.chat.tool_formats import FORMATS
+from rolltree.engine.chat.messages import assistant_message, find_format
+from rolltree.engine.chat.reading import read_turn
+from rolltree.engine.chat.tool_formats import FORMATS
+from rolltree.engine.programs.chat.toolbox import tool_schema
 from rolltree.engine.programs.chat.turns import ToolBox
 
 from ...support import chat_templates as templates
@@ -127,7 +128,7 @@ RIGHT: list[tuple[str, str, list[tuple[str, Any]]]] = [
 def test_calls_as_models_vary_them(form: str, text: str, wanted: list[tuple[str, Any]]) -> None:
     assert calls(text, form) == wanted
     assert not read_turn(text, SCHEMAS, FORMATS[form]).malformed
-    message = assistant_message(f"Well. {text}", SCHEMAS, FORMATS[form])
+    message = assistant_message(read_turn(f"Well. {text}", SCHEMAS, FORMATS[form]), SCHEMAS)
     assert message["content"].startswith("Well.")
     assert [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]] == wanted
 
@@ -169,7 +170,7 @@ WRONG: list[tuple[str, str, int]] = [
 
 @pytest.mark.parametrize(("form", "text", "errors"), WRONG)
 def test_what_is_no_call_is_answered_by_an_error_each(form: str, text: str, errors: int) -> None:
-    message = assistant_message(text, SCHEMAS, FORMATS[form])
+    message = assistant_message(read_turn(text, SCHEMAS, FORMATS[form]), SCHEMAS)
     assert "tool_calls" not in message
     assert message["content"] == text
     found = asyncio.run(ToolBox({"tools": ["calculator"]}).step([message]))
@@ -182,7 +183,7 @@ def test_what_is_no_call_is_answered_by_an_error_each(form: str, text: str, erro
 def test_an_answer_is_no_call(form: str) -> None:
     said = ("72", "", "The answer is {72}.", '{"answer": 72}', '{"name": "Bob"}', "a [list] of <b>things</b>", "x to=y")
     for text in said:
-        message = assistant_message(text, SCHEMAS, FORMATS[form])
+        message = assistant_message(read_turn(text, SCHEMAS, FORMATS[form]), SCHEMAS)
         assert message == {"role": "assistant", "content": text}
         assert asyncio.run(ToolBox({"tools": ["calculator"]}).step([message])).done
 
@@ -190,7 +191,7 @@ def test_an_answer_is_no_call(form: str) -> None:
 def test_errors_and_results_come_in_the_order_of_the_calls() -> None:
     one = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
     text = f"{one % '1+1'}<tool_call>no</tool_call>{one % '2+2'}"
-    found = asyncio.run(ToolBox({"tools": ["calculator"]}).step([assistant_message(text, ["calculator"])]))
+    found = asyncio.run(ToolBox({"tools": ["calculator"]}).step([assistant_message(read_turn(text, ["calculator"]), ["calculator"])]))
     no_call = "error: that is no call of a tool; there are calculator"
     assert [(said["content"], said["tool_call_id"]) for said in found.messages] == [
         ("2", "call00000"), (no_call, "call00001"), ("4", "call00002"),
@@ -202,7 +203,7 @@ def test_bare_numbers_stay_texts_where_the_schema_says_so() -> None:
     call = "<tool_call>\n<function=calculator>\n<parameter=expression>\n72\n</parameter>\n</function>\n</tool_call>"
     schema = tool_schema("calculator")["function"]
     for tools in (["calculator"], {"calculator": schema["parameters"]}):
-        message = assistant_message(call, tools, FORMATS["qwen_xml"])
+        message = assistant_message(read_turn(call, tools, FORMATS["qwen_xml"]), tools)
         assert message["tool_calls"][0]["function"]["arguments"] == {"expression": "72"}
         assert asyncio.run(ToolBox({"tools": ["calculator"]}).step([message])).messages[0]["content"] == "72"
 
@@ -243,7 +244,7 @@ def test_the_text_of_a_template_does_not_count_where_it_writes_calls_otherwise()
 def test_no_text_breaks_a_parser() -> None:
     """Any mixture of marks, calls and texts: nothing raises, and what is no call stays content."""
     marks = [text for _, text, *_ in RIGHT] + [text for _, text, *_ in WRONG if len(text) < 200]
-    marks += [mark for form in FORMATS.values() for mark in form.marks]
+    marks += [mark for form in FORMATS.values() for mark in form.tokens]
     pieces = st.sampled_from([*marks, "</think>", "}", '"'])
 
     @settings(max_examples=100, deadline=None)

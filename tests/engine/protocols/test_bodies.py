@@ -138,7 +138,7 @@ def test_turns_of_the_assistant_are_told_apart() -> None:
     said = [(m["role"], m["content"], len(m.get("tool_calls", []))) for m in talk]
     assert said == [
         ("user", "a", 0), ("assistant", "", 1), ("tool", "x", 0), ("assistant", "", 1), ("tool", "y", 0),
-        ("assistant", "one", 0), ("assistant", "two", 0), ("system", "c", 0),
+        ("assistant", "one", 0), ("assistant", "two", 0), ("developer", "c", 0),
     ]  # fmt: skip
 
 
@@ -155,7 +155,7 @@ SAID = {"role": "assistant", "content": "x"}
         ("/v1/responses", {}, "`input`: Field required"),
         ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type"),
         ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "is of type 'item_reference'"),
-        ("/v1/responses", {"input": [{"type": "reasoning", "summary": []}]}, "is of type 'reasoning'"),
+        ("/v1/responses", {"input": [{"type": "reasoning", "summary": [{}]}]}, "parts are no texts"),
         ("/v1/responses", {"input": [{"content": "x"}]}, "`input.0` is of type 'message'"),
         ("/v1/responses", {"input": [{"role": "user", "content": 3}]}, "neither a text nor a list of parts"),
         ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "type 'input_image'"),

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rolltree.engine.programs.chat.tool_calls import before_calls
-from rolltree.engine.programs.chat.tool_formats import FORMATS
-from rolltree.engine.protocols.detokenize import MOST_HELD, UNFINISHED, Detokenizer
-from rolltree.engine.protocols.streamed import Streamed
+from rolltree.engine.chat.detokenize import MOST_HELD, UNFINISHED, Detokenizer
+from rolltree.engine.chat.streamed import Streamed
+from rolltree.engine.chat.tool_formats import FORMATS
 
 BYTES = [f"<0x{i:02X}>" for i in (0x41, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x98, 0x80, 0xFF)]
 PIECES = ["▁", "▁▁", "▁Hello", "world", "▁a", "!", ".", ",", "'", "▁'", "n't", "▁n", "s", "▁s", "\n", "你", "\ufffd"]
@@ -115,7 +115,9 @@ def pieces_of(made: PreTrainedTokenizerBase, ids: list[int], sizes: list[int]) -
     detokenizer, pieces, at = Detokenizer(made), [], 0
     while at < len(ids):
         size = sizes[len(pieces) % len(sizes)]
-        pieces.append(detokenizer.add(ids[at : at + size]))
+        text, marks = detokenizer.add(ids[at : at + size])
+        pieces.append(text)
+        assert not marks
         at += size
     return pieces
 
@@ -204,11 +206,14 @@ def test_what_is_sent_ends_before_a_stop_text_or_a_call(text: str, stop: list[st
     letters, text = tokenizer("letters"), text + "<tool_call>" * marked + text
     complete = [i for i in range(len(text)) if any(text[:i].endswith(one) for one in stop)]
     text = text[: complete[0]] if complete else text  # an engine ends where a stop text is complete
-    streamed = Streamed(Detokenizer(letters), stop, FORMATS["hermes"] if marked else None)
+    streamed = Streamed(letters, stop, FORMATS["hermes"] if marked else None)
     for letter in text:
         streamed.add([letters.convert_tokens_to_ids(letter)])
     ends = [at for one in stop if (at := text.find(one)) >= 0]
     cut = text[: min(ends, default=len(text))]
-    assert cut.startswith(streamed.sent)
-    expected = cut if ends else cut[: max(len(cut) - max(map(len, stop), default=1) + 1, 0)]
-    assert streamed.sent == (before_calls(expected, FORMATS["hermes"]) if marked else expected)
+    assert cut.startswith(streamed.text)
+    expected = text[: max(len(text) - max(map(len, stop), default=0), 0)]  # of a stop text all but its last character
+    if marked:  # `<tool_call>` calls something once a brace follows it
+        begun = regex.search(r"<tool_call>\s*\{", expected, partial=True)
+        expected = (expected if begun is None else expected[: begun.start()]).rstrip()
+    assert streamed.text == expected

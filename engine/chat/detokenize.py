@@ -8,6 +8,8 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from .marks import Span, marks_of
+
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """A byte of a character that is no piece of a SentencePiece vocabulary."""
 UNFINISHED = "\ufffd"
@@ -19,9 +21,10 @@ BEFORE_CLEANED = " 'nvr"
 
 
 class Detokenizer:
-    """The text of a growing list of tokens, without special tokens, as far as further tokens cannot change it.
+    """The text of a growing list of tokens, as far as further tokens cannot change it: `Marks.text`, or that without
+    special tokens.
 
-    The texts that `add` returns, one after another, are a prefix of ``tokenizer.decode(all tokens)``; the rest of it is
+    The texts that `add` returns, one after another, are a prefix of the text of all tokens; the rest of it is
     what the decoder may still write in another way: an unfinished character, and a run of SentencePiece's byte tokens,
     which its decoder reads as characters only if the whole run is valid UTF-8.
 
@@ -29,21 +32,31 @@ class Detokenizer:
     another way than at its beginning (SentencePiece drops the first blank, WordPiece sets blanks between words).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, marks: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._cleans = _cleans(tokenizer)
+        self._kept = marks_of(tokenizer).kept if marks and not self._cleans else {}  # cleaning moves their text
         self._silent: dict[int, bool] = {}
         self._before: list[int] = []  # the last of the tokens whose text is final
         self._held: list[int] = []  # tokens after them
         self._written = 0  # characters of the held tokens' text that were returned
-        self._cleans = _cleans(tokenizer)
         self._uncleaned = ""
 
-    def add(self, tokens: Sequence[int]) -> str:
-        """Return the text that the next tokens make final."""
+    def add(self, tokens: Sequence[int]) -> tuple[str, list[Span]]:
+        """Return the text that the next tokens make final, and where marks are in it."""
+        found: list[str] = []
+        spans, length = [], 0
         for token in tokens:
-            if not self._is_silent(token):
+            if token in self._kept:
                 self._held.append(token)
-        return self._clean(self._final()) if self._cleans else self._final()
+                found.append(self._final())  # a mark ends what is before it
+                length += len(found[-1])
+                if found[-1].endswith(mark := self._kept[token]):
+                    spans.append((length - len(mark), length))
+            elif not self._is_silent(token):
+                self._held.append(token)
+        found.append(self._clean(self._final()) if self._cleans else self._final())
+        return "".join(found), spans
 
     def _final(self) -> str:
         if not self._held or self._in_byte_run():
@@ -92,8 +105,10 @@ class Detokenizer:
         return cast("str", self._tokenizer.clean_up_tokenization(text[:end]))
 
     def _decode(self, tokens: list[int]) -> str:
-        decoded: Any = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return cast("str", decoded)
+        decode: Any = self._tokenizer.decode
+        if self._kept.keys().isdisjoint(tokens):
+            return cast("str", decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return cast("str", decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _cleans(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -7,58 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import get_json_schema
 
-from ...errors import UserError
-from ...parts.resolve import import_object
-from .call_reading import Schemas
-from .conversation import Conversation, render
-from .tool_calls import form_of, read_turn
+from .conversation import Conversation
+from .ends import turn_end
+from .reading import Turn, read_turn
+from .rendering import render
 from .tool_formats import FORMATS, ToolFormat
-from .toolbox import CHAT_TOOLS
 
 Message = dict[str, Any]
 """A ``role``, its ``content``, and of an assistant maybe ``tool_calls`` in OpenAI's form, arguments as objects."""
-
-
-def find_chat_tool(name: str) -> Any:
-    """Return the function that a name of `data.tools` stands for.
-
-    Raises:
-        UserError: there is none.
-    """
-    if name in CHAT_TOOLS:
-        return CHAT_TOOLS[name]
-    if ":" not in name:
-        raise UserError(
-            f"data.tools has '{name}', which is not known; use {', '.join(CHAT_TOOLS)}, or name your own as "
-            "file.py:function."
-        )
-    return import_object(name)
-
-
-def tool_name(name: str) -> str:
-    """Return the name by which the model calls a tool."""
-    return name if name in CHAT_TOOLS else name.rpartition(":")[2]
-
-
-def tool_schema(name: str) -> dict[str, Any]:
-    """Return the description of a tool for a chat template.
-
-    Raises:
-        UserError: there is none, or its parameters lack types or words in its docstring.
-    """
-    try:
-        schema: dict[str, Any] = get_json_schema(find_chat_tool(name))
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"data.tools has '{name}', which cannot be described to the model: {' '.join(str(error).split())}; give it "
-            "types and a docstring with its Args."
-        ) from error
-    schema["function"]["name"] = tool_name(name)
-    return schema
 
 
 def find_format(
@@ -108,35 +65,36 @@ def find_format(
     )
 
 
-def assistant_message(text: str, tools: Collection[str] | Schemas, form: ToolFormat | None = None) -> Message:
-    """Return what the model has said in a turn, its calls of ``tools`` apart.
+def assistant_message(turn: Turn, tools: Collection[str] = ()) -> Message:
+    """Return a turn of the model as a message.
 
     Args:
-        tools: their names, or the JSON schemas of their parameters by name, which give arguments their types.
-        form: of the calls; None: the first one in which the text calls a tool.
+        tools: the names of those that were offered, for errors.
 
     Returns:
         With calls a message has ``tool_calls``. What opens as a call and is none is in ``invalid_tool_calls``, each
-        with its ``index`` among all calls and the ``error`` for the model.
+        with its ``index`` among all calls and the ``error`` for the model. Reasoning between special tokens is in
+        ``reasoning_content``.
     """
-    found = read_turn(text, tools, form or form_of(text, tools))
-    message: Message = {"role": "assistant", "content": found.content}
-    places = {place for place, _ in found.malformed}
-    free = (place for place in range(len(found.calls) + len(places)) if place not in places)
-    if found.calls:
+    message: Message = {"role": "assistant", "content": turn.content}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    places = {place for place, _ in turn.malformed}
+    free = (place for place in range(len(turn.calls) + len(places)) if place not in places)
+    if turn.calls:
         message["tool_calls"] = [
             {
                 "id": call.id or call_id(place),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for place, call in zip(free, found.calls, strict=True)
+            for place, call in zip(free, turn.calls, strict=True)
         ]
-    if found.malformed:
+    if turn.malformed:
         no_call = f"error: that is no call of a tool; there are {', '.join(tools)}"
         message["invalid_tool_calls"] = [
             {"index": place, "error": f"error: {call.reason}" if call.reason else no_call}
-            for place, call in found.malformed
+            for place, call in turn.malformed
         ]
     return message
 
@@ -159,6 +117,9 @@ def added_ids(
     Raises:
         ValueError: the template cannot write these messages, or ends no turn with the end-of-sequence token.
     """
-    talk = Conversation(tokenizer, None, [int(tokenizer.eos_token_id)])
+    end = turn_end(tokenizer, chat=True)
+    if end is None:
+        raise ValueError("The tokenizer has no end-of-sequence token; set its eos_token.")
+    talk = Conversation(tokenizer, None, [end])
     turn = {"role": "assistant", "content": "turn"}
-    return talk.grow([*prompt, turn], talk.begin(prompt), messages, int(tokenizer.eos_token_id))[0]
+    return talk.grow([*prompt, turn], talk.begin(prompt), messages, end)[0]

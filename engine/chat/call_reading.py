@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .schemas import MalformedError, read_object, value_of
+
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the parameters of each tool that was offered."""
-DECODER = json.JSONDecoder()
-
-
-class MalformedError(ValueError):
-    """A call that cannot be read; the message may be empty."""
+ARGUMENTS = ("arguments", "parameters")
+"""The keys under which models write the arguments of a call in JSON."""
+BESIDE = ("name", "id", "type", *ARGUMENTS)
+"""The keys of a call in JSON."""
 
 
 @dataclass(frozen=True)
@@ -42,45 +42,54 @@ class Found:
     call: ToolCall | Malformed
 
 
-def checked(found: Any, tools: Schemas, *keys: str) -> ToolCall:
-    """Return the call that a JSON value ``{"name": ..., key: {...}}`` makes."""
+def checked(found: Any, tools: Schemas) -> ToolCall:
+    """Return the call that a JSON value ``{"name": ..., "arguments": {...}}`` makes.
+
+    ``parameters`` is read as ``arguments``, a text that is a JSON object as that object, and OpenAI's form, with both
+    below ``function``, too.
+
+    Raises:
+        MalformedError: it is no call of an offered tool; the message says what is wrong with its arguments.
+    """
+    if isinstance(found, dict) and isinstance(found.get("function"), dict) and set(found) <= {"function", "id", "type"}:
+        found = found["function"] | {key: found[key] for key in ("id",) if key in found}
     if not isinstance(found, dict) or not isinstance(found.get("name"), str) or found["name"] not in tools:
         raise MalformedError
-    arguments: Any = next((found[key] for key in keys if key in found), {})
+    name, given = found["name"], [key for key in ARGUMENTS if key in found]
+    if unknown := next((key for key in found if key not in BESIDE), None):
+        raise MalformedError(f"the call of {name} has '{unknown}'; write its arguments as an object under 'arguments'")
+    if len(given) > 1:
+        raise MalformedError(f"the call of {name} has 'arguments' and 'parameters'; write them once")
+    arguments: Any = found[given[0]] if given else {}
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments = read_object(arguments)
+        except ValueError as error:
+            said = str(error) if isinstance(error, MalformedError) else "they are a text that is no JSON object"
+            raise MalformedError(f"the arguments of {name} cannot be read: {said}") from None
+    arguments = {} if arguments in ("", None) or (isinstance(arguments, str) and not arguments.strip()) else arguments
     if not isinstance(arguments, dict):
-        raise MalformedError
-    given = found.get("id")
-    known = isinstance(given, str) and re.fullmatch(r"[\w-]{1,64}", given)
-    return ToolCall(found["name"], arguments, given if known else None)
+        raise MalformedError(f"the arguments of {name} are no JSON object")
+    own = found.get("id")
+    known = isinstance(own, str) and re.fullmatch(r"[\w-]{1,64}", own)
+    return ToolCall(name, arguments, own if known else None)
 
 
 def typed(name: str, texts: Mapping[str, str], tools: Schemas) -> ToolCall:
-    """Return a call whose arguments were written as bare text."""
+    """Return a call whose arguments were written as bare text.
+
+    Raises:
+        MalformedError: the tool was not offered, or a text is no value that its schema allows.
+    """
     if name not in tools:
         raise MalformedError
-    schemas = tools[name].get("properties", {})
-    return ToolCall(name, {key: _value(name, key, text, schemas.get(key, {})) for key, text in texts.items()})
-
-
-def _value(name: str, key: str, text: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value of an argument: its text where the schema allows one or says nothing, else as JSON."""
-    kinds = {kind for part in (schema, *schema.get("anyOf", ())) for kind in _as_list(part.get("type", ()))}
-    spelt = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)  # as Jinja writes Python's
-    if schema.get("nullable") and spelt == "null":
-        return None
-    if not kinds or (kinds == {"string"}):
-        return text
-    try:
-        value = json.loads(spelt)
-    except (ValueError, RecursionError):
-        if "string" in kinds:
-            return text
-        raise MalformedError(f"argument '{key}' of {name} is no {' or '.join(sorted(kinds))}: {text!r}") from None
-    return text if "string" in kinds and isinstance(value, str) else value
-
-
-def _as_list(value: Any) -> Sequence[str]:
-    return [value] if isinstance(value, str) else value
+    root = tools[name]
+    schemas = root.get("properties")
+    schemas = schemas if isinstance(schemas, Mapping) else {}
+    values = {
+        key: value_of(text, schemas.get(key, {}), root, f"argument '{key}' of {name}") for key, text in texts.items()
+    }
+    return ToolCall(name, values)
 
 
 def read(call: Callable[[], ToolCall]) -> ToolCall | Malformed:
@@ -91,16 +100,6 @@ def read(call: Callable[[], ToolCall]) -> ToolCall | Malformed:
         return Malformed(str(error))
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return Malformed()
-
-
-def json_at(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value at ``at``, white space before it allowed, and where it ends.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found, end = DECODER.raw_decode(text, re.compile(r"\s*").match(text, at).end())  # type: ignore[union-attr]
-    return found, end
 
 
 def enclosed(

@@ -21,8 +21,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from .literal import Disguise, literal
+from .rendering import Message, render, roles_of
 
-Message = Mapping[str, Any]
 STYLES = [(False, False), (True, False), (False, True), (True, True)]
 """Ways to give a turn with calls to a template: arguments as a JSON text or not, with content or without.
 
@@ -118,8 +118,8 @@ class Conversation:
             hidden = _after(self._render([*self._marked(messages, spoken, turns)[0], *spoken]), mark)
         if disguise.lift(hidden) != after:
             raise ValueError(
-                f"The chat template writes messages of {_roles(new)} otherwise where their text holds control tokens; "
-                "let the environment leave these out."
+                f"The chat template writes messages of {roles_of(new)} otherwise where their text holds control "
+                "tokens; let the environment leave these out."
             )
         skipped = 0 if end is None else self._turn_end(said, mark, hidden, end)
         fixed = _after(_common(text, self._render([*said, *new], generation=False)), mark)
@@ -208,7 +208,7 @@ class Conversation:
         after = _after(self._render([*said, *named]), mark)
         if not all(text in after for text, none in zip(texts, silent, strict=True) if not none):
             raise ValueError(
-                f"The chat template leaves out messages of {_roles(new)} after an assistant's turn; choose another "
+                f"The chat template leaves out messages of {roles_of(new)} after an assistant's turn; choose another "
                 "template, or an environment that answers in another role."
             )
         self._complete.add(kinds)
@@ -264,31 +264,6 @@ def _made(
     return Conversation(tokenizer, json.loads(tools), ends, json.loads(options))
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    *,
-    generation: bool,
-    **options: Any,
-) -> str:
-    """Return the chat template's text of ``messages``; ``options`` are further variables of the template.
-
-    Raises:
-        ValueError: it cannot write these messages.
-    """
-    talk, given = [dict(message) for message in messages], None if tools is None else [dict(tool) for tool in tools]
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                talk, tools=given, add_generation_prompt=generation, tokenize=False, **options
-            )
-        )
-    except Exception as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"The chat template cannot write messages of {_roles(messages)}: {said}") from error
-
-
 def _calls(answers: Sequence[Message], mark: str, as_text: bool, with_content: bool) -> dict[str, Any]:
     """Return the content and the calls of a turn that ``answers`` answer."""
     given: Any = {"argument": mark}
@@ -321,7 +296,3 @@ def _common(a: str, b: str) -> str:
         middle = (same + other) // 2
         same, other = (middle, other) if b.startswith(a[same:middle], same) else (same, middle)
     return a[:same]
-
-
-def _roles(messages: Sequence[Message]) -> str:
-    return ", ".join(dict.fromkeys(str(message.get("role")) for message in messages))

@@ -1,0 +1,107 @@
+"""Reads the turns of a model: sampled tokens, or their text, as reasoning, content and calls of tools.
+
+What opens as a call and is none stays part of what the turn says. A model's thinking calls nothing: calls are looked
+for after its end, where the turn has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from .call_reading import Found, Malformed, Schemas, ToolCall
+from .marks import Span, marks_of, without
+from .reasoning import TAGS
+from .splitting import splitter
+from .tool_formats import FORMATS, ToolFormat
+
+HERMES, HARMONY, LLAMA = FORMATS["hermes"], FORMATS["harmony"], FORMATS["llama"]
+
+
+class Turn(NamedTuple):
+    """A turn of the model.
+
+    Attributes:
+        reasoning: what the model thinks between marks that are special tokens; "" otherwise.
+        content: all else that is no call, without special tokens; without the white space at its end where there are
+            calls. Thinking between ordinary marks is a part of it.
+        calls: calls of offered tools.
+        malformed: texts that open as a call and are none, each with its place among all calls.
+    """
+
+    reasoning: str
+    content: str
+    calls: list[ToolCall]
+    malformed: list[tuple[int, Malformed]]
+
+
+def read_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    tools: Collection[str] | Schemas = (),
+    form: ToolFormat | None = None,
+    most: int | None = None,
+    *,
+    thinks: bool = False,
+    until: int | None = None,
+) -> Turn:
+    """Return what sampled tokens say and call.
+
+    Args:
+        tools: those that may be called: their names, or the JSON schemas of their parameters by name, which give
+            arguments their types.
+        form: of the calls; None: the turn calls nothing.
+        most: number of calls after which others stay text; None: any number.
+        thinks: the prompt has begun the reasoning; see `begins_reasoning`.
+        until: length of their text (`Marks.text`) that counts; None: all of it.
+    """
+    marks = marks_of(tokenizer)
+    text = marks.text(ids)
+    spans = marks.spans(ids, text)
+    if until is not None:
+        text, spans = text[:until], [span for span in spans if span[1] <= until]
+    parts = list(splitter(marks.harmony or form is HARMONY, thinks=thinks).add(text, spans, last=True))
+    reasoning = "".join(part.text for part in parts if part.reasons)
+    said, hidden = "", []
+    for part in parts:
+        if not part.reasons:
+            if part.mark:
+                hidden.append((len(said), len(said) + len(part.text)))
+            said += part.text
+    return _read(said, tools, form, most, hidden)._replace(reasoning=reasoning)
+
+
+def read_turn(text: str, tools: Collection[str] | Schemas, form: ToolFormat = HERMES, most: int | None = None) -> Turn:
+    """Return what the text of a turn says and calls, as `read_ids` reads tokens; its marks are ordinary text."""
+    return _read(text, tools, form, most, ())
+
+
+def _read(
+    text: str, tools: Collection[str] | Schemas, form: ToolFormat | None, most: int | None, hidden: Collection[Span]
+) -> Turn:
+    """Read a text without reasoning between special tokens; ``hidden`` are marks that are not told."""
+    said, removed = Turn("", "", [], []), []
+    for number, found in enumerate(() if form is None else _found(text, tools, form)):
+        if isinstance(found.call, Malformed):
+            said.malformed.append((number, found.call))
+        elif most is None or len(said.calls) < most:
+            said.calls.append(found.call)
+            removed.append((max(found.begin, removed[-1][1] if removed else 0), found.end))
+    hidden = [span for span in hidden if not any(begin <= span[0] < end for begin, end in removed)]
+    content = without(text, sorted([*removed, *hidden]))
+    return said._replace(content=content.rstrip() if said.calls else content)
+
+
+def begins_reasoning(tokenizer: PreTrainedTokenizerBase, prompt: str) -> bool:
+    """Return True if the text of a prompt ends with a mark that begins reasoning and is a special token."""
+    kept = set(marks_of(tokenizer).kept.values())
+    return any(begin in kept and prompt.rstrip().endswith(begin) for begin, _ in TAGS)
+
+
+def _found(text: str, tools: Collection[str] | Schemas, form: ToolFormat) -> Iterator[Found]:
+    thought = min((at + len(end) for _, end in TAGS if (at := text.find(end)) >= 0), default=0)
+    schemas = tools if isinstance(tools, dict) else {name: {} for name in tools}
+    for found in form.find(text[thought:], schemas):
+        yield Found(found.begin + thought, found.end + thought, found.call)
