@@ -21,7 +21,7 @@ BEFORE_CLEANED = " 'nvr"
 
 
 class Detokenizer:
-    """The text of a growing list of tokens, as far as further tokens cannot change it: `Marks.text`, or that without
+    """The text of a growing list of tokens, as far as further tokens cannot change it: `Marks.turn`, or that without
     special tokens.
 
     The texts that `add` returns, one after another, are a prefix of the text of all tokens; the rest of it is
@@ -32,10 +32,10 @@ class Detokenizer:
     another way than at its beginning (SentencePiece drops the first blank, WordPiece sets blanks between words).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, marks: bool = False) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, turn: bool = False) -> None:
         self._tokenizer = tokenizer
         self._cleans = _cleans(tokenizer)
-        self._kept = marks_of(tokenizer).kept if marks and not self._cleans else {}  # cleaning moves their text
+        self._shown = marks_of(tokenizer).special if turn else {}
         self._silent: dict[int, bool] = {}
         self._before: list[int] = []  # the last of the tokens whose text is final
         self._held: list[int] = []  # tokens after them
@@ -43,15 +43,16 @@ class Detokenizer:
         self._uncleaned = ""
 
     def add(self, tokens: Sequence[int]) -> tuple[str, list[Span]]:
-        """Return the text that the next tokens make final, and where marks are in it."""
+        """Return the text that the next tokens make final, and where special tokens are in it."""
         found: list[str] = []
         spans, length = [], 0
         for token in tokens:
-            if token in self._kept:
+            if token in self._shown:
                 self._held.append(token)
-                found.append(self._final())  # a mark ends what is before it
+                found.append(self._uncleaned + self._final())  # a mark ends what is before it
+                self._uncleaned = ""
                 length += len(found[-1])
-                if found[-1].endswith(mark := self._kept[token]):
+                if found[-1].endswith(mark := self._shown[token]):
                     spans.append((length - len(mark), length))
             elif not self._is_silent(token):
                 self._held.append(token)
@@ -106,7 +107,7 @@ class Detokenizer:
 
     def _decode(self, tokens: list[int]) -> str:
         decode: Any = self._tokenizer.decode
-        if self._kept.keys().isdisjoint(tokens):
+        if self._shown.keys().isdisjoint(tokens):
             return cast("str", decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
         return cast("str", decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 

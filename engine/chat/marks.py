@@ -7,7 +7,8 @@ without them no longer says where the thinking ends and what is a call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from .reasoning import HARMONY, TAGS
@@ -21,10 +22,12 @@ Span = tuple[int, int]
 
 
 class Marks:
-    """The special tokens of a tokenizer that mark reasoning and calls of tools.
+    """The special tokens of a tokenizer, and those of them that mark reasoning and calls of tools.
 
     Attributes:
-        kept: their texts by id.
+        special: the texts of those that neither begin, end nor pad a text, by id: a turn is read with them.
+        kept: the texts of those that are marks, by id: verifiers read responses with them.
+        harmony: the tokenizer has the marks of gpt-oss.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -34,43 +37,50 @@ class Marks:
         ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
         names = {mark for pair in TAGS for mark in pair} | {mark for form in FORMATS.values() for mark in form.tokens}
         there = set(special.values())
-        names = names | {"<|channel>"} if "<channel|>" in there else names
-        names = names | set(HARMONY) if {"<|channel|>", "<|message|>"} <= there else names
-        self.kept = {id_: text for id_, text in special.items() if text in names and id_ not in ends}
-        self.harmony = {"<|channel|>", "<|message|>"} <= set(self.kept.values())
-        self._dropped = {id_: text for id_, text in special.items() if id_ not in self.kept}
+        self.harmony = {"<|channel|>", "<|message|>"} <= there
+        names |= {"<|channel>"} if "<channel|>" in there else set()
+        names |= set(HARMONY) if self.harmony else set()
+        self._all = special
+        self.special = {id_: text for id_, text in special.items() if id_ not in ends}
+        self.kept = {id_: text for id_, text in self.special.items() if text in names}
 
-    def without_others(self, ids: Sequence[int]) -> list[int]:
-        """Return the ids without special tokens that are no marks."""
-        return [i for i in map(int, ids) if i not in self._dropped]
+    def response(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids`` with marks and without other special tokens."""
+        return self._text(ids, self.kept)
 
-    def dropped_in(self, ids: Sequence[int], *, marks: bool = False) -> list[str]:
-        """Return the texts of special tokens among ``ids`` that are no marks, or of all with ``marks``."""
+    def turn(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids`` with all special tokens that neither begin, end nor pad a text."""
+        return self._text(ids, self.special)
+
+    def others(self, ids: Sequence[int], shown: Mapping[int, str]) -> list[str]:
+        """Return the texts of the special tokens among ``ids`` that are not among those ``shown``."""
         there = set(ids)
-        return [text for id_, text in (self._dropped | (self.kept if marks else {})).items() if id_ in there]
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids`` with the marks and without other special tokens."""
-        if not self.kept or self.kept.keys().isdisjoint(map(int, ids)):
-            return plain_text(self._tokenizer, ids)
-        return self._decode(self.without_others(ids))
+        return [text for id_, text in self._all.items() if id_ in there and id_ not in shown]
 
     def spans(self, ids: Sequence[int], text: str) -> list[Span]:
-        """Return where the marks among ``ids`` are in their text `text`; what only spells a mark is none."""
-        left = self.without_others(ids)
-        places = [place for place, id_ in enumerate(left) if id_ in self.kept]
-        spelt = {self.kept[left[place]] for place in places}
-        counts = {mark: sum(self.kept[left[place]] == mark for place in places) for mark in spelt}
+        """Return where the special tokens among ``ids`` are in the text of their `turn`; what only spells one is
+        none."""
+        left = self._without(ids, self.special)
+        places = [place for place, id_ in enumerate(left) if id_ in self.special]
+        counts = Counter(self.special[left[place]] for place in places)
         certain = all(text.count(mark) == count for mark, count in counts.items())
         found, at = [], 0
         for place in places:
-            mark = self.kept[left[place]]
+            mark = self.special[left[place]]
             begin = text.find(mark, at if certain else max(at, len(self._decode(left[:place]))))
             if begin < 0:  # the decoder writes it otherwise
                 continue
             at = begin + len(mark)
             found.append((begin, at))
         return found
+
+    def _text(self, ids: Sequence[int], shown: Mapping[int, str]) -> str:
+        if not shown or shown.keys().isdisjoint(map(int, ids)):
+            return plain_text(self._tokenizer, ids)
+        return self._decode(self._without(ids, shown))
+
+    def _without(self, ids: Sequence[int], shown: Mapping[int, str]) -> list[int]:
+        return [i for i in map(int, ids) if i in shown or i not in self._all]
 
     def _decode(self, ids: list[int]) -> str:
         return cast("str", cast("Any", self._tokenizer).decode(ids, skip_special_tokens=False))
@@ -88,7 +98,7 @@ def _made(tokenizer: PreTrainedTokenizerBase, size: int) -> Marks:
 
 def response_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Return the text of a response as verifiers, judges and programs read it."""
-    return marks_of(tokenizer).text(ids)
+    return marks_of(tokenizer).response(ids)
 
 
 def plain_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from .call_reading import Found, Malformed, Schemas, ToolCall
 from .marks import Span, marks_of, without
 from .reasoning import TAGS
-from .splitting import splitter
+from .splitting import CLOSINGS, splitter
 from .tool_formats import FORMATS, ToolFormat
 
 HERMES, HARMONY, LLAMA = FORMATS["hermes"], FORMATS["harmony"], FORMATS["llama"]
@@ -55,14 +55,15 @@ def read_ids(
         form: of the calls; None: the turn calls nothing.
         most: number of calls after which others stay text; None: any number.
         thinks: the prompt has begun the reasoning; see `begins_reasoning`.
-        until: length of their text (`Marks.text`) that counts; None: all of it.
+        until: length of their text (`Marks.turn`) that counts; None: all of it.
     """
     marks = marks_of(tokenizer)
-    text = marks.text(ids)
+    text = marks.turn(ids)
     spans = marks.spans(ids, text)
     if until is not None:
         text, spans = text[:until], [span for span in spans if span[1] <= until]
-    parts = list(splitter(marks.harmony or form is HARMONY, thinks=thinks).add(text, spans, last=True))
+    splits = splitter(marks.harmony or form is HARMONY, thinks=thinks)
+    parts = list(splits.add(text, spans, last=True))
     reasoning = "".join(part.text for part in parts if part.reasons)
     said, hidden = "", []
     for part in parts:
@@ -70,7 +71,11 @@ def read_ids(
             if part.mark:
                 hidden.append((len(said), len(said) + len(part.text)))
             said += part.text
-    return _read(said, tools, form, most, hidden)._replace(reasoning=reasoning)
+    turn = _read(said, tools, form, most, hidden)
+    if splits.thinks and not turn.calls:  # a turn that does not end its thinking may call for all that
+        late = _read(reasoning, tools, form, most, ())
+        turn = turn._replace(calls=late.calls, malformed=[*turn.malformed, *late.malformed])
+    return turn._replace(reasoning=reasoning)
 
 
 def read_turn(text: str, tools: Collection[str] | Schemas, form: ToolFormat = HERMES, most: int | None = None) -> Turn:
@@ -98,6 +103,12 @@ def begins_reasoning(tokenizer: PreTrainedTokenizerBase, prompt: str) -> bool:
     """Return True if the text of a prompt ends with a mark that begins reasoning and is a special token."""
     kept = set(marks_of(tokenizer).kept.values())
     return any(begin in kept and prompt.rstrip().endswith(begin) for begin, _ in TAGS)
+
+
+def ends_reasoning(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
+    """Return True if a mark that ends reasoning and is a special token is among ``ids``."""
+    kept = marks_of(tokenizer).kept
+    return any(kept.get(int(i)) in CLOSINGS for i in ids)
 
 
 def _found(text: str, tools: Collection[str] | Schemas, form: ToolFormat) -> Iterator[Found]:

@@ -35,7 +35,7 @@ class TagSplitter:
     """Splits at pairs of marks that are special tokens; ``thinks`` is True while the text is reasoning."""
 
     def __init__(self, thinks: bool = False) -> None:
-        self._thinks = thinks
+        self.thinks = thinks
         self._named = True  # False in the name of a channel, up to the end of its line
 
     def add(self, text: str, spans: Sequence[Span], last: bool = False) -> Iterator[Part]:
@@ -45,8 +45,8 @@ class TagSplitter:
             yield from self._text(text[at:begin])
             mark, at = text[begin:end], end
             if mark in OPENINGS or mark in CLOSINGS:
-                self._thinks, self._named = mark in OPENINGS, mark != "<|channel>"
-            elif not self._thinks:
+                self.thinks, self._named = mark in OPENINGS, mark != "<|channel>"
+            elif not self.thinks:
                 yield Part(mark, mark=True)
         yield from self._text(text[at:])
 
@@ -55,7 +55,7 @@ class TagSplitter:
             _, line_end, text = text.partition("\n")
             self._named = bool(line_end)
         if text:
-            yield Part(text, self._thinks)
+            yield Part(text, self.thinks)
 
 
 class HarmonySplitter:
@@ -63,6 +63,7 @@ class HarmonySplitter:
     nothing begins a line of what is said. A message that calls a function stays whole, for its parser."""
 
     def __init__(self) -> None:
+        self.thinks = False
         self._left = ""  # what may be the beginning of a mark, or of a recipient before a header
         self._header: str | None = None  # the header that has begun
         self._reasons, self._open = False, False  # the message that is open

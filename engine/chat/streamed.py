@@ -48,7 +48,7 @@ class Streamed:
         turn: bool = True,
         thinks: bool = False,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, marks=turn)
+        self._detokenizer = Detokenizer(tokenizer, turn=turn)
         marks = marks_of(tokenizer)
         self._splitter = splitter(turn and (marks.harmony or form is HARMONY), thinks=thinks)
         self._form, self._head = form, None if form is None else head_of(form)

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..chat.conversation import Conversation, conversation
 from ..chat.messages import Message, assistant_message, find_format
-from ..chat.reading import HERMES, begins_reasoning, read_ids
+from ..chat.reading import HERMES, begins_reasoning, ends_reasoning, read_ids
 from ..chat.rendering import render
 from ..data.segment import LeafStatus, Origin
 from ..parts.resolve import import_object, resolve
@@ -201,9 +201,9 @@ class EnvironmentTurns(RolloutProgram):
                     yield Finish(segment.branch, LeafStatus.LENGTH)  # the turn was too long
                 continue
             assert self.tokenizer is not None
-            turn = read_ids(
-                self.tokenizer, segment.token_ids[:-1], self._tools, self._form or HERMES, thinks=self._thinks
-            )
+            ids = segment.token_ids[:-1]
+            thinks = self._thinks and ends_reasoning(self.tokenizer, ids)
+            turn = read_ids(self.tokenizer, ids, self._tools, self._form or HERMES, thinks=thinks)
             talk.messages.append(assistant_message(turn, self._tools))
             talk.end, talk.length = int(segment.token_ids[-1]), segment.length
             yield self._step(segment.branch)

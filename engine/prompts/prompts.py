@@ -210,7 +210,9 @@ def _write(
     try:
         written = complete(tokenizer, plain(messages), tools)
     except ValueError as error:
-        raise UserError(f"The prompt '{problem.id}' cannot be written: {str(error).rstrip('.')}.") from error
+        raise UserError(
+            f"The tokenizer's chat template cannot write the prompt '{problem.id}': {str(error).rstrip('.')}."
+        ) from error
     return written.text, tuple(written.messages)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ..chat.marks import marks_of, plain_text, response_text
+from ..chat.marks import marks_of, plain_text
 from ..chat.reading import Turn, begins_reasoning, read_ids
 from ..chat.schemas import read_object
 from ..chat.streamed import Streamed, Told
@@ -125,7 +125,7 @@ class Reader:
         return turn, [(call.id, call.name, json.dumps(call.arguments)) for call in turn.calls]
 
     def _text(self, ids: Sequence[int]) -> str:
-        return (response_text if self._turn else plain_text)(self.tokenizer, ids)
+        return marks_of(self.tokenizer).turn(ids) if self._turn else plain_text(self.tokenizer, ids)
 
     def _until(self, completion: Completion) -> int | None:
         """Return how much of the text comes before the stop text that ended it; None without one."""
@@ -133,7 +133,8 @@ class Reader:
             return None
         ids = completion.token_ids.tolist()
         text, tail = self._text(ids), completion.stop.tail
-        for special in marks_of(self.tokenizer).dropped_in(ids, marks=not self._turn):
+        marks = marks_of(self.tokenizer)
+        for special in marks.others(ids, marks.special if self._turn else {}):
             tail = tail.replace(special, "")
         if text.endswith(tail):
             return len(text) - len(tail)

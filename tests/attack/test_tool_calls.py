@@ -150,7 +150,11 @@ def test_nothing_that_is_written_is_lost(cases: int, engine: NativeEngine) -> No
     assert tokenizer is not None
 
     @settings(max_examples=max(cases, 50), deadline=None)
-    @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=8), st.sampled_from([None, 0, 1]), st.sampled_from(sorted(FORMATS)))
+    @given(
+        st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=8),
+        st.sampled_from([None, 0, 1]),
+        st.sampled_from(sorted(FORMATS)),
+    )
     def attack(pieces: list[str], most: int | None, form: str) -> None:
         text = "".join(pieces)
         _, content, calls, _ = read_turn(text, ["look"], FORMATS[form], most=most)

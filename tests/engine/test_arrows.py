@@ -33,7 +33,7 @@ FLOORS = (
 """The folders of engine from the lowest floor up; an import goes to a lower floor, never sideways or up."""
 FLOOR_OF = {folder: number for number, folders in enumerate(FLOORS) for folder in folders}
 FLOOR_OF["integrations"] = FLOOR_OF["app"]  # above loop as app is, and neither imports the other
-SHARED = {"errors", "freed_memory", "openmp", "parts", "registration", "sandbox", "settings"}
+SHARED = {"chat", "errors", "freed_memory", "openmp", "parts", "registration", "sandbox", "settings"}
 """Parts that every folder may import, and that import only each other."""
 EXCEPTIONS = {
     ("engine.settings.training", "engine.train.config"),  # a dataclass without imports

@@ -156,7 +156,7 @@ NO_USER = (
     "{% for m in messages %}{% if m.role != 'user' or loop.first %}<{{ m.role }}>{{ m.content }}<end>{% endif %}"
     "{% endfor %}"
 )
-SHORT = "{% if messages | length > 1 %}{{ raise_exception('short') }}{% endif %}?"
+SHORT = "{% if messages | length > 1 %}{{ raise_exception('short') }}{% endif %}{{ messages[0].content }}"
 ONE_SIDE = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 
 

@@ -191,7 +191,9 @@ def test_an_answer_is_no_call(form: str) -> None:
 def test_errors_and_results_come_in_the_order_of_the_calls() -> None:
     one = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
     text = f"{one % '1+1'}<tool_call>no</tool_call>{one % '2+2'}"
-    found = asyncio.run(ToolBox({"tools": ["calculator"]}).step([assistant_message(read_turn(text, ["calculator"]), ["calculator"])]))
+    found = asyncio.run(
+        ToolBox({"tools": ["calculator"]}).step([assistant_message(read_turn(text, ["calculator"]), ["calculator"])])
+    )
     no_call = "error: that is no call of a tool; there are calculator"
     assert [(said["content"], said["tool_call_id"]) for said in found.messages] == [
         ("2", "call00000"), (no_call, "call00001"), ("4", "call00002"),

@@ -171,7 +171,9 @@ def test_what_a_chat_template_cannot_write_is_told_by_its_row(
     rows = [{"prompt": p, "answer": "1"} for p in "abc"]
     own = copy.deepcopy(tokenizer)
     own.chat_template = (
-        "{% if messages[0].content == 'c' %}" + template + "{% endif %}x" if "for" not in template else template
+        "{% if messages[0].content == 'c' %}" + template + "{% endif %}{{ messages[0].content }}"
+        if "for" not in template
+        else template
     )
     with pytest.raises(
         UserError, match=rf"chat template cannot write the prompt 'p/{0 if 'for' in template else 2}'.*{said}"
@@ -231,12 +233,15 @@ def test_chat_template_is_applied_once(tmp_path: Path, tokenizer: PreTrainedToke
     assert chatty.decode(prompt.token_ids) == prompt.text
 
     talk = [("system", "Be brief."), ("user", "1 + 1 ="), ("assistant", "2"), ("user", "And 2 more?")]
-    messages = [{"role": role, "content": content, "name": "x"} for role, content in talk]
+    messages = [{"role": role, "content": content, "name": None} for role, content in talk]
     path = jsonl(tmp_path / "talk.jsonl", [{"messages": messages, "answer": "4"}])
     data = {"path": path, "prompt_key": "messages"}
     (prompt,) = source(chatty, chat=True, **data).next(1)
     assert prompt.text == "".join(f"<{role}>{content}</s>" for role, content in talk) + "<assistant>"
     assert prompt.problem == "\n".join(f"{role}: {content}" for role, content in talk)
+    named = [messages[0] | {"name": "Ada"}, *messages[1:]]
+    with pytest.raises(UserError, match=r"message 0 \(system\) has 'name', which the chat template leaves out"):
+        source(chatty, chat=True, **data | {"path": jsonl(tmp_path / "n.jsonl", [{"messages": named, "answer": "4"}])})
     for options in ({"chat": False}, {"chat": True, "template": "Solve: {prompt}"}):
         with pytest.raises(UserError, match=r"is a conversation, .* set data\.chat to true and leave data\.template"):
             source(chatty, **options, **data)

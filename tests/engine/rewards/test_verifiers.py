@@ -160,7 +160,7 @@ def test_problems_without_tests_are_failures() -> None:
         ("<think>\n```python\nb\n```\n</think>\n```python\na\n```", "a\n"),
         ("<think>\n```python\nb\n</think>\n```python\na\n```", "a\n"),
         ("<think>\n```python\nb\n```\n</think>\nI have none.", None),
-        ("<think>\n```python\na\n```\n</think>\n", "a\n"),
+        ("<think>\n```python\na\n```\n</think>\n", None),
         ("```pyramid\nb\n```", None),
         ("```bash\nls\n```", None),
         ("`python a`", None),
