@@ -11,7 +11,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -88,6 +88,8 @@ def _glm_xml(text: str, at: int, tools: Schemas) -> tuple[ToolCall, int]:
     return typed(head[1], texts, tools), at
 
 
+DEEPSEEKS = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+AROUND = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 DEEPSEEK = re.compile(r"\s*(?:function<｜tool▁sep｜>([^\n<]+)\n\s*```json|([^<\n]+)<｜tool▁sep｜>)")
 FENCE = re.compile(r"\s*```")
 
@@ -256,12 +258,20 @@ def _literal(node: ast.expr) -> Any:
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
+def _deepseek_calls(text: str, tools: Schemas) -> Iterator[Found]:
+    """Find calls, the first and the last with the marks around all of them."""
+    for found in enclosed(text, tools, *DEEPSEEKS, _deepseek):
+        before = text[: found.begin].rstrip()
+        after = re.compile(r"\s*" + AROUND[1]).match(text, found.end)
+        begin = len(before) - len(AROUND[0]) if before.endswith(AROUND[0]) else found.begin
+        yield replace(found, begin=begin, end=found.end if after is None else after.end())
+
+
 def _between(begin: str, end: str, read: Callable[[str, int, Schemas], tuple[ToolCall, int]]) -> Any:
     return lambda text, tools: enclosed(text, tools, begin, end, read)
 
 
 TAGGED = ("<tool_call>", "</tool_call>")
-DEEPSEEKS = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 FORMATS: dict[str, ToolFormat] = {
     made.name: made
     for made in (
@@ -270,9 +280,9 @@ FORMATS: dict[str, ToolFormat] = {
         ToolFormat(
             "deepseek",
             r"<｜tool▁calls?▁begin｜>",
-            _between(*DEEPSEEKS, _deepseek),
+            _deepseek_calls,
             "<｜tool▁call▁begin｜>",
-            (*DEEPSEEKS, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"),
+            (*DEEPSEEKS, *AROUND, "<｜tool▁sep｜>"),
         ),
         ToolFormat(
             "gemma",

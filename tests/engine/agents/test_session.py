@@ -13,10 +13,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from rolltree.engine.chat.writing import IncompleteError
 from rolltree.engine.agents.records import EpisodeRecord, SampledCall
 from rolltree.engine.agents.session import Session, Turn
 from rolltree.engine.agents.tree import episode_tree
+from rolltree.engine.chat.writing import IncompleteError
 from rolltree.engine.data.segment import LeafStatus
 from rolltree.engine.programs.chat.toolbox import tool_schema
 from rolltree.engine.protocols.answers import Answer, Called
