@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from rolltree.kernels import Objective
 from rolltree.kernels.libraries import load_library
 
-from ..chat.ends import end_token_ids
+from ..chat.ends import end_token_ids, unlisted_end
 from ..methods.groups import GroupCallback
 from ..methods.schedules import scheduled
 from ..model.loading import check_model_dir, choose_device, load_tokenizer
@@ -129,6 +127,8 @@ def _data_lines(config: TrainConfig, tried: _Tried) -> Generator[str, None, tupl
         return (yield from _problems_without_model(config)), ""
     yield from _model_lines(config, path)
     tokenizer = load_tokenizer(path)
+    if said := unlisted_end(tokenizer, *_configurations(path)):
+        yield f"turns              {said}"
     for name, roles in tried.players.items():
         own = of_policy(config, name)
         yield f"policy             {name} plays {', '.join(roles)}, with a learning rate of {own.trainer.lr:g}"
@@ -141,9 +141,9 @@ def _data_lines(config: TrainConfig, tried: _Tried) -> Generator[str, None, tupl
         yield f"prompts            {source.said}; {len(source.known)} to train on, {held}"
     overlap = "" if config.data.is_empty else f"; {demonstrations.overlap(config.data, source, problems)}"
     check_hints(tried.callback, source)
-    rollout = config.rollout
+    rollout, ends = config.rollout, end_token_ids(tokenizer, *_configurations(path))
     prompts = source.peek(preflight.TRIED) if config.trainer.prompts_per_step else []
-    preflight.check_program(tried.program, rollout.program, rollout.n, tokenizer, _ends(path, tokenizer), prompts)
+    preflight.check_program(tried.program, rollout.program, rollout.n, tokenizer, ends, prompts)
     return [(prompt.id, prompt.entry) for prompt in [*source.known, *problems]], overlap
 
 
@@ -273,11 +273,11 @@ def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
     )
 
 
-def _ends(path: Path, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the end-of-sequence tokens of a model's directory, found as the sampler finds them."""
+def _configurations(path: Path) -> list[dict[str, Any]]:
+    """Return the configurations of a model's directory that list end-of-sequence tokens, as the sampler reads them."""
     files = [path / name for name in ("generation_config.json", "config.json") if (path / name).is_file()]
     given = [json.loads(file.read_text()) for file in files]
-    return end_token_ids(tokenizer, *given, *(some.get("text_config", {}) for some in given))
+    return [*given, *(some.get("text_config", {}) for some in given)]
 
 
 def _size(count: float) -> str:

@@ -21,12 +21,30 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase | None, *sources: Any) -> s
     Args:
         sources: configurations of the model, each of which has one end-of-sequence token, several or none.
     """
-    found: set[int] = set()
-    for source in (*sources, tokenizer):
-        eos = source.get("eos_token_id") if isinstance(source, Mapping) else getattr(source, "eos_token_id", None)
-        found.update([eos] if isinstance(eos, int) else eos or [])
+    found = _listed(*sources, tokenizer)
     written = None if tokenizer is None else template_end(tokenizer)
     return found if written is None else found | {written}
+
+
+def unlisted_end(tokenizer: PreTrainedTokenizerBase, *sources: Any) -> str:
+    """Return a sentence where the chat template ends turns with a token that neither the tokenizer nor the model's
+    configurations list, as with base models; "" where they do."""
+    written, listed = template_end(tokenizer), _listed(*sources, tokenizer)
+    if written is None or written in listed:
+        return ""
+    end, *others = (str(tokenizer.decode([token])) for token in (written, *sorted(listed)))
+    return (
+        f"the chat template ends turns with {end}, which is not among the model's end-of-sequence tokens "
+        f"({', '.join(others) or 'none'}); responses end with it too"
+    )
+
+
+def _listed(*sources: Any) -> set[int]:
+    found: set[int] = set()
+    for source in sources:
+        eos = source.get("eos_token_id") if isinstance(source, Mapping) else getattr(source, "eos_token_id", None)
+        found.update([eos] if isinstance(eos, int) else eos or [])
+    return found
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> int | None:

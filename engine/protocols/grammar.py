@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
+from ..chat.ends import turn_end
+
 Array = npt.NDArray[Any]
 
 
@@ -41,7 +43,9 @@ class Grammars:
         with self._lock:
             if self._tables is None:
                 try:
-                    self._tables = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._vocabulary)
+                    self._tables = llguidance.hf.from_tokenizer(
+                        self._tokenizer, n_vocab=self._vocabulary, eos_token=turn_end(self._tokenizer, chat=True)
+                    )
                 except Exception as error:  # its native code raises many types
                     raise ValueError(f"This model's tokenizer does not support schemas: {_line(error)}") from error
         try:

@@ -12,6 +12,7 @@ from types import FrameType
 import torch
 import uvicorn
 
+from ...chat.ends import unlisted_end
 from ...errors import UserError
 from ...model.loading import choose_device, load_model, load_tokenizer
 from ...openmp import release_threads
@@ -99,6 +100,8 @@ def serve(
     model = load_model(path, dtype=getattr(torch, dtype), device=choose_device(device), batch_invariant=batch_invariant)
     if batch_invariant:
         check_sampler(model)
+    if said := unlisted_end(tokenizer, model.generation_config, model.config.get_text_config()):
+        print(f"rolltree: {said}", file=sys.stderr, flush=True)
     engine, name = NativeEngine(model, tokenizer, config), name or Path(path).resolve().name
     training = None
     if tinker is not None:
