@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
 
 from ..checks import Arguments, refuse_second_derivative
 from ..linear_logprob.head import Head, HeadGradient, HeadLora
@@ -182,19 +186,40 @@ def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tupl
 linear_terms_loss_op.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
+_runs = itertools.count(1)
+
+
 class AccumulatedLoss(torch.autograd.Function):
-    """`linear_terms_loss_into_op` with a backward: torch registers none for an op that writes to an argument."""
+    """`linear_terms_loss_into_op` with a backward: torch registers none for an op that writes to an argument.
+
+    Activation checkpointing runs a forward again, and the second run must not add to ``weight_grad``. torch's own is
+    recognised. By any other the backward gets the number of the second run, which is a saved tensor, and raises.
+    """
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        out: tuple[Tensor, ...] = linear_terms_loss_into_op(*arguments)
+        *others, need, weight_grad = arguments
+        if _is_run_again():
+            need = [need[0], False, *need[2:]]
+        out: tuple[Tensor, ...] = linear_terms_loss_into_op(*others, need, weight_grad)
         return out
 
-    setup_context = staticmethod(_setup_context)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _setup_context(ctx, inputs, output)
+        if not torch.compiler.is_compiling():
+            ctx.run = next(_runs)
+            ctx.save_for_backward(torch.tensor(0 if _is_run_again() else ctx.run))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         _check_first_derivative()
+        if not torch.compiler.is_compiling() and int(ctx.saved_tensors[0]) not in (0, ctx.run):
+            raise RuntimeError(
+                "linear_policy_loss: checkpointing has run a loss with in_forward=True twice, so weight_grad holds "
+                "weight's gradient twice; leave in_forward out, use torch.utils.checkpoint, or compute the loss "
+                "outside of the checkpoint."
+            )
         none = (None,) * (len(ctx.needs_input_grad) - 5)
         if grad is None:
             return *(None,) * 5, *none
@@ -206,3 +231,19 @@ class AccumulatedLoss(torch.autograd.Function):
         d_hidden, _, *others = _take_gradients(ctx)
         gradients = d_hidden, None, *(d.to(ctx.dtype) for d in others)
         return *(d if need else None for d, need in zip(gradients, ctx.needs_input_grad, strict=False)), *none
+
+
+def _is_run_again() -> bool:
+    """Return whether torch's non-reentrant checkpointing runs this for the second time.
+
+    The first run of reentrant checkpointing has no gradient, so its second run counts as the first.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == checkpoint.__file__ and code.co_name in ("unpack_hook", "backward"):
+            return code.co_name == "unpack_hook"
+        frame = frame.f_back
+    return False
