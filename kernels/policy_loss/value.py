@@ -60,7 +60,7 @@ def gae(
     ends = following == M
 
     values = torch.cat([value.detach().double(), value.new_zeros(1, dtype=torch.float64)])
-    last = values.new_zeros(M) if bootstrap is None else bootstrap.double()[sequence]
+    last = values.new_zeros(M) if bootstrap is None else bootstrap.detach().double()[sequence]
     delta = reward.detach().double() + gamma * torch.where(ends, last, values[following]) - values[:M]
     # A_t = delta_t + factor_t A_next(t): double the reach of every token until it covers the longest sequence
     total = torch.cat([torch.where(live, delta, 0), delta.new_zeros(1)])

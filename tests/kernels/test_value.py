@@ -94,3 +94,11 @@ def test_mistakes_are_named() -> None:
         gae(x, x, cu, bootstrap=torch.zeros(2))
     with pytest.raises(ValueError, match="clip must be positive"):
         value_loss(x, x, normalizer=1, clip=0.0)
+
+
+@pytest.mark.parametrize("name", ["reward", "value", "bootstrap"])
+def test_estimates_have_no_gradient(name: str) -> None:
+    given = {"reward": torch.randn(5), "value": torch.randn(5), "bootstrap": torch.randn(2)}
+    given[name].requires_grad_()
+    for estimate in gae(cu_seqlens=torch.tensor([0, 2, 5]), **given):
+        assert not estimate.requires_grad
