@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..checks import shown
 from .fields import OPTIONAL, PolicyFields
-from .path_index import SegmentSum
+from .path_sums import SegmentSum
 from .presets import ADVANTAGES_ALONE, OPTIONS
 from .rules import RULES, Rule
 from .subsets import live_of
