@@ -131,7 +131,13 @@ class Arguments:
         shape = list(value.shape)
         self.require(shape in ([], [rows]), f"{name} must be a number or [{rows}], got {shape}")
         self.numbers(name, self._here(value))
-        self.require(not value.requires_grad, f"{name} takes no gradient; detach it")
+        if value.requires_grad:
+            self.require(False, f"{name} takes no gradient; detach it")
+
+    def constant(self, name: str, value: object) -> None:
+        """Check that ``value`` is not a tensor that requires a gradient."""
+        if isinstance(value, Tensor) and value.requires_grad:
+            self.require(False, f"{name} is a constant of the loss but requires grad; detach it")
 
     def last_contiguous(self, name: str, value: Tensor) -> None:
         self.require(
@@ -152,6 +158,7 @@ class Arguments:
             self.number("normalizer", value, least=0, wanted="finite and not negative")
             return
         self.numbers("normalizer", self._here(value), ())
+        self.constant("normalizer", value)
         self.look("normalizer must be finite and not negative", value, lambda: (value >= 0) & (value < math.inf))
 
     def _here(self, value: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from .terms import (
     TermsLossOutput,
     common_normalizer,
     finish_terms,
+    half_normalizer,
     named,
     own_normalizers,
     statistics_of,
@@ -182,6 +183,8 @@ def linear_terms_loss(
     n, scale = None, None
     if in_forward:
         n, scale = own_normalizers(policy_terms, temperature)
+    elif hidden.dtype == torch.float16:
+        n, scale = half_normalizer(policy_terms, temperature)
     elif len(terms) > 1:
         n, scale = common_normalizer(policy_terms, temperature)
     with torch.autocast(hidden.device.type, enabled=False):

@@ -62,8 +62,8 @@ def _one_pass(
     """Return ``(scaled sum of the losses [], sum of each fp64 [K], sums of the metrics fp64 [K, len(SUMS)], log-prob
     and entropy of the targets [2, P], gradients of hidden, weight, bias, a, b)``.
 
-    Gradients of the head are in the accumulation dtype. A gradient that is not needed, or that is added to
-    ``weight_grad``, is empty.
+    Gradients of the head are in the accumulation dtype, and so is that of hidden in fp16. A gradient that is not
+    needed, or that is added to ``weight_grad``, is empty.
     """
     check_values("linear_policy_loss", hidden, target, None, temperature, len(weight))
     lora = None if lora_a is None or lora_b is None else HeadLora(lora_a, lora_b, lora_scale)
@@ -95,7 +95,7 @@ def _fake(
         temperature.new_empty(K, dtype=torch.float64),
         temperature.new_empty((K, len(SUMS)), dtype=torch.float64),
         temperature.new_empty((2, len(target))),
-        torch.empty_like(hidden) if need[0] else hidden.new_empty(0),
+        hidden.new_empty(hidden.shape if need[0] else 0, dtype=fused.gradient_dtype(hidden)),
         like(weight, need[1] and weight_grad is None, (0,)),
         like(bias, need[2], (0,)),
         like(lora_a, need[3] or need[4], (0,)),
@@ -172,7 +172,7 @@ def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tupl
             ctx.weight_grad.addcmul_(gradient, grad)
             result.append(None)
             continue
-        dtype = gradient.dtype if i == 0 else ctx.dtype
+        dtype = ctx.dtype
         factor = grad.view(1)  # not [], which torch would round to the gradient's dtype before it multiplies
         if torch.compiler.is_compiling():
             result.append((gradient * factor).to(dtype))

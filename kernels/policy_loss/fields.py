@@ -58,8 +58,7 @@ class PolicyFields:
                 check.integers(name, value, (M,), " like adv_pos")
             else:
                 check.floats(name, value, (M,), " like adv_pos")
-            if value.requires_grad:
-                check.require(False, f"{name} is a constant of the loss but requires grad; detach it")
+            check.constant(name, value)
 
     def tensors(self) -> tuple[list[Tensor], str]:
         """Return the tensors that are given and their names, for `from_tensors`: ops of torch take no objects."""

@@ -99,19 +99,27 @@ def value_loss(
         clip: how far an estimate may move from its old value; None: any distance.
         mask: ``[M]`` bool.
 
+    Returns:
+        The loss ``[]`` in fp32 (fp64 for fp64 estimates), and metrics ``{name: (sum, count)}`` in fp64.
+
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit, or clip is not positive.
+        ValueError, TypeError: shapes, dtypes or devices do not fit, clip is not positive, or a target or old estimate
+            requires a gradient.
     """
     check = Arguments("value_loss", "value", value)
     M = len(check.floats("value", value, ("M",)))
-    check.floats("returns", returns, (M,), " like value")
+    check.constant("returns", check.floats("returns", returns, (M,), " like value"))
     if old_value is not None:
-        check.floats("old_value", old_value, (M,), " like value")
+        check.constant("old_value", check.floats("old_value", old_value, (M,), " like value"))
     if mask is not None:
         check.mask("mask", mask, (M,), " like value")
     if clip is not None:
         check.number("clip", clip, above=0, wanted="positive or None")
     check.normalizer(normalizer)
+    # squares do not fit fp16, and an estimate's error is smaller than a half-precision step
+    wide = torch.promote_types(value.dtype, torch.float32)
+    value, returns = value.to(wide), returns.to(wide)
+    old_value = None if old_value is None else old_value.to(wide)
     live = torch.ones_like(value, dtype=torch.bool) if mask is None else mask
     error = torch.where(live, value - returns, 0)
     losses, clipped = error.square(), torch.zeros_like(live)
