@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from ..checks import Arguments, refuse_second_derivative
+from ..checks import Arguments, check_first_derivative
+from ..linear_logprob import chunked
 from ..linear_logprob.head import Head, HeadGradient, HeadLora
 from ..linear_logprob.op import backend_of, check_values, row_kernels
 from ..linear_logprob.targets import Targets
 from ..policy_loss import SUMS, Objective, PolicyFields
 from . import fused
+from .plan import even_cuts
 from .terms import Term, TermEvaluator
 
 
@@ -71,6 +73,8 @@ def _one_pass(
     gradient = HeadGradient(head, need[1], need[2], need[3] or need[4], weight_grad if need[1] else None)
     targets = Targets(start, target, None, place is None and len(target) == len(hidden))
     terms = TermEvaluator(_decoded(fields, names, objectives), scale, place, temperature)
+    if not row_cuts:  # `plan_everything` under a compiler
+        row_cuts = target_cuts = even_cuts(len(hidden), chunked.chunk_rows(len(hidden), len(weight), hidden.device))
     cuts = fused.Cuts(list(row_cuts), list(target_cuts), list(path_cuts))
     rows = row_kernels(backend_of("linear_policy_loss", hidden))
     inputs = fused.Inputs(hidden, head, targets, temperature, softcap)
@@ -94,7 +98,7 @@ def _fake(
         temperature.new_empty(()),
         temperature.new_empty(K, dtype=torch.float64),
         temperature.new_empty((K, len(SUMS)), dtype=torch.float64),
-        temperature.new_empty((2, len(target))),
+        temperature.new_empty((2, target.shape[0])),
         hidden.new_empty(hidden.shape if need[0] else 0, dtype=fused.gradient_dtype(hidden)),
         like(weight, need[1] and weight_grad is None, (0,)),
         like(bias, need[2], (0,)),
@@ -151,13 +155,8 @@ def _take_gradients(ctx: Any) -> list[Any]:
     return gradients
 
 
-def _check_first_derivative() -> None:
-    if torch.is_grad_enabled():  # create_graph: autograd would take the gradients for constants
-        refuse_second_derivative("linear_policy_loss")
-
-
 def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-    _check_first_derivative()
+    check_first_derivative("linear_policy_loss")
     if grad is None:
         return *(None,) * 5, *ctx.constants
     gradients = _take_gradients(ctx)
@@ -213,7 +212,7 @@ class AccumulatedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        _check_first_derivative()
+        check_first_derivative("linear_policy_loss")
         if not torch.compiler.is_compiling() and int(ctx.saved_tensors[0]) not in (0, ctx.run):
             raise RuntimeError(
                 "linear_policy_loss: checkpointing has run a loss with in_forward=True twice, so weight_grad holds "

@@ -79,7 +79,7 @@ def pair_loss(
     )
     check.number("beta", beta, above=0, wanted="positive and finite")
     check.number("label_smoothing", label_smoothing, least=0)
-    require(label_smoothing < 0.5, f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
+    require(label_smoothing < 0.5, lambda: f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
     require(label_smoothing == 0 or kind in ("sigmoid", "robust"), f"kind '{kind}' does not take label_smoothing")
     require(
         kind not in WITHOUT_MARGIN or (not isinstance(margin, Tensor) and margin == 0),
@@ -100,8 +100,9 @@ def pair_loss(
     if weight is not None:
         check.floats("weight", weight, (P,), " like chosen")
     if isinstance(margin, Tensor):
-        check.require(list(margin.shape) in ([], [P]), f"margin must be a number or [{P}], got {list(margin.shape)}")
         check.floats("margin", margin)
+        fits = margin.dim() == 0 or (margin.dim() == 1 and margin.shape[0] == P)
+        require(fits, lambda: f"margin must be a number or [{P}], got {list(margin.shape)}")
     else:
         check.number("margin", margin)
     for name, constant in (("ref_logprob", ref_logprob), ("weight", weight), ("margin", margin)):

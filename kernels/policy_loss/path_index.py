@@ -45,7 +45,7 @@ class PathIndex:
             if (value := getattr(self, name)) is not None:
                 check.floats(f"paths.{name}", value, (L,), ", one a leaf")
         place = torch.arange(M, device=end.device)
-        message = f"paths.target_end must lie after its target and at most at {M}"
+        message = "paths.target_end must lie after its target and at most at the number of targets"
         check.look(message, end, lambda: (end > place) & (end <= M), on_device=True)
         check.index("paths.leaf_target", self.leaf_target, M, low=-1)
         if self.sequence is not None:

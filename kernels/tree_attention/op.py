@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
+from ..checks import check_first_derivative
 from . import reference, spoiled
 from .reference import Scoring
 
@@ -116,6 +117,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    check_first_derivative("tree_attention")
     q, k, v, out, lse, subtree_end, position, sink = ctx.saved_tensors
     with dispatch.restored_backend(ctx.backend):
         grads = tree_attention_backward_op(

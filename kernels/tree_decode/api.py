@@ -136,7 +136,7 @@ def _check(check: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: 
     check.floats("v_pages", v_pages, k_pages.shape, " like k_pages", (q.dtype,))
     check.require(
         kv_heads > 0 and heads % max(kv_heads, 1) == 0,
-        f"the query heads must be a multiple of the key heads, not {heads} and {kv_heads}",
+        lambda: f"the query heads must be a multiple of the key heads, not {heads} and {kv_heads}",
     )
     check_plan(check, plan, N, pages, page)
     for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
