@@ -37,15 +37,20 @@ class Arguments:
         self.op = op
         if not isinstance(first, Tensor):
             self.wrong_type(name, "a tensor", first)
+        self._whole(name, first)
         self.device = first.device
         self.require(
             first.device.type not in WITHOUT_VALUES,
             f"{name} is on the meta device and has no values; give a real tensor",
         )
 
-    def require(self, condition: bool, message: str) -> None:
+    def require(self, condition: bool, message: str | Callable[[], str]) -> None:
+        """Check that ``condition`` holds.
+
+        A message with sizes is a function: a compiler that formats a size makes a graph for that size alone.
+        """
         if not condition:
-            raise ValueError(f"{self.op}: {message}.")
+            raise ValueError(f"{self.op}: {message if isinstance(message, str) else message()}.")
 
     def wrong_type(self, name: str, wanted: str, value: object) -> NoReturn:
         raise TypeError(f"{self.op}: {name} must be {wanted}, got {shown(value)}.")
@@ -61,9 +66,19 @@ class Arguments:
             if not fits:
                 wanted = ", ".join(map(str, shape))
                 self.require(False, f"{name} must be [{wanted}]{like}, got {list(value.shape)}")
+        self._whole(name, value)
         if value.device != self.device:
             self.require(False, f"{name} is on {value.device} and the rest on {self.device}; move one of them")
         return value
+
+    def _whole(self, name: str, value: Tensor) -> None:
+        # by name: the import of torch.distributed.tensor takes a second
+        if not torch.compiler.is_compiling() and type(value).__name__ == "DTensor":
+            self.require(
+                False,
+                f"{name} is sharded (a DTensor), and the ops read whole tensors; call unshard() of its FSDP module "
+                "before, or compute the loss in that module's forward",
+            )
 
     def floats(
         self,
@@ -128,15 +143,24 @@ class Arguments:
         if not isinstance(value, Tensor):
             self.number(name, value, above=0, wanted="positive and finite")
             return
-        shape = list(value.shape)
-        self.require(shape in ([], [rows]), f"{name} must be a number or [{rows}], got {shape}")
+        fits = value.dim() == 0 or (value.dim() == 1 and value.shape[0] == rows)
+        self.require(fits, lambda: f"{name} must be a number or [{rows}], got {list(value.shape)}")
         self.numbers(name, self._here(value))
-        self.require(not value.requires_grad, f"{name} takes no gradient; detach it")
+        if value.requires_grad:
+            self.require(False, f"{name} takes no gradient; detach it")
+
+    def constant(self, name: str, value: object) -> None:
+        """Check that ``value`` is not a tensor that requires a gradient."""
+        if isinstance(value, Tensor) and value.requires_grad:
+            self.require(False, f"{name} is a constant of the loss but requires grad; detach it")
 
     def last_contiguous(self, name: str, value: Tensor) -> None:
         self.require(
             value.shape[-1] <= 1 or value.stride(-1) == 1,
-            f"{name} must be contiguous in its last dimension, got strides {value.stride()}; call .contiguous() on it",
+            lambda: (
+                f"{name} must be contiguous in its last dimension, got strides {value.stride()}; call .contiguous() on "
+                "it"
+            ),
         )
 
     def softcap(self, value: object) -> None:
@@ -152,6 +176,7 @@ class Arguments:
             self.number("normalizer", value, least=0, wanted="finite and not negative")
             return
         self.numbers("normalizer", self._here(value), ())
+        self.constant("normalizer", value)
         self.look("normalizer must be finite and not negative", value, lambda: (value >= 0) & (value < math.inf))
 
     def _here(self, value: Tensor) -> Tensor:
@@ -167,7 +192,9 @@ class Arguments:
             IndexError: an index is out of range (on a GPU the program stops).
         """
         if not _readable(index):
-            _assert_on_device(((index >= low) & (index < end)).all(), f"{self.op}: {name} must be in {low}..{end - 1}")
+            inside = ((index >= low) & (index < end)).all()
+            compiled = torch.compiler.is_compiling()
+            _assert_on_device(inside, f"{self.op}: {name} must be {'in range' if compiled else f'in {low}..{end - 1}'}")
             return
         if not index.numel():
             return
@@ -181,10 +208,10 @@ class Arguments:
         """Check that boundaries rise from 0 to ``end``, the number of ``of``."""
         if not _readable(edges):
             rises = (edges[0] == 0) & (edges[-1] == end) & (edges[1:] >= edges[:-1]).all()
-            _assert_on_device(rises, f"{self.op}: {name} must rise from 0 to {end}")
+            _assert_on_device(rises, f"{self.op}: {name} must rise from 0 to its number of {of}")
             return
         good = bool(edges[0] == 0) and bool(edges[-1] == end) and bool((edges[1:] >= edges[:-1]).all())
-        self.require(good, f"{name} must rise from 0 to its {end} {of}, got {_few(edges)}")
+        self.require(good, lambda: f"{name} must rise from 0 to its {end} {of}, got {_few(edges)}")
 
     def boundaries(self, cu_seqlens: object, end: int) -> Tensor:
         """Return ``cu_seqlens`` [S + 1] in int64: the boundaries of sequences that hold ``end`` tokens in all."""
@@ -214,7 +241,17 @@ class Arguments:
         """Check that values are finite and above 0, if they are on a CPU."""
         if _readable(value) and value.numel():
             low, high = (float(x) for x in torch.aminmax(value))
-            self.require(low > 0 and high < math.inf, f"{name} must be positive and finite, got {low}..{high}")
+            self.require(low > 0 and high < math.inf, lambda: f"{name} must be positive and finite, got {low}..{high}")
+
+
+def check_first_derivative(op: str) -> None:
+    """Check, in the backward of an op that can be differentiated once, that no second derivative will be asked for.
+
+    Raises:
+        RuntimeError: the backward runs with create_graph.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        refuse_second_derivative(op)
 
 
 def refuse_second_derivative(op: str) -> NoReturn:

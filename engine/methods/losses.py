@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rolltree.kernels import PathIndex, PolicyFields
+from rolltree.kernels.policy_loss.path_sums import previous
 
 from ..data.columns import Array, Column, declare
 from ..data.tree import TokenTree
@@ -107,7 +108,7 @@ class Rover:
         live = count > 0
         own = self.rho * torch.where(live, logprob - columns["policy_logprob"], 0)
         mean = self.rho * torch.where(live, mean_logprob - columns["policy_mean_logprob"], 0).detach()
-        before = _previous(paths.target_end)
+        before, _ = previous(paths.target_end)
 
         def of_next(values: Tensor) -> Tensor:  # [M] -> [M], summed over the tokens that follow each
             return torch.zeros(len(values) + 1, dtype=values.dtype, device=values.device).index_add(
@@ -119,16 +120,6 @@ class Rover:
         constant = squares + 2 * of_next(credit * mean) + of_next(count * mean.square())
         total = (count * own.square() - 2 * own * target + constant).sum()
         return total, {"q": ((count * own).sum(), count.sum())}
-
-
-def _previous(target_end: Tensor) -> Tensor:  # [M] -> [M]
-    """Return the target before each on its path, M for the first; targets are in depth-first order."""
-    M = len(target_end)
-    place = torch.arange(M, device=target_end.device)
-    depth = place - torch.bincount(target_end.long(), minlength=M + 1).cumsum(0)[:M]
-    key, order = (depth * M + place).sort()
-    found = torch.searchsorted(key, (depth - 1) * M + place) - 1
-    return torch.where(depth > 0, order[found.clamp(min=0)], M)
 
 
 class RlPlus:

@@ -35,7 +35,7 @@ def rms_norm(
     """
     check = Arguments("rms_norm", "x", x)
     check.floats("x", x)
-    check.require(x.dim() > 0 and x.shape[-1] > 0, f"x must be [..., H], got {list(x.shape)}")
+    check.require(x.dim() > 0 and x.shape[-1] > 0, lambda: f"x must be [..., H], got {list(x.shape)}")
     check.floats("weight", weight, (x.shape[-1],), " like x", (x.dtype,))
     return rms_norm_op(x, weight, check.number("eps", eps, least=0.0))[0]
 
@@ -62,13 +62,15 @@ def rotate(
     """
     check = Arguments("rotate", "q", q)
     B, _, T, D = check.floats("q", q, ("B", "Hq", "T", "D")).shape
-    check.require(D % 2 == 0, f"heads must be of an even number of numbers, not {D}")
+    check.require(D % 2 == 0, lambda: f"heads must be of an even number of numbers, not {D}")
     check.floats("k", k, (B, "Hkv", T, D), " like q", (q.dtype,))
     for name, of in (("cos", cos), ("sin", sin)):
         check.floats(name, of, ("B", T, D), " like q", (q.dtype,))
-        check.require(of.shape[0] in (1, B), f"{name} must be of 1 or {B} sequences, not {of.shape[0]}")
+        check.require(
+            of.shape[0] in (1, B), lambda name=name, of=of: f"{name} must be of 1 or {B} sequences, not {of.shape[0]}"
+        )
         check.require(not of.requires_grad, f"{name} takes no gradient; detach it")
-    check.require(len(cos) == len(sin), f"cos is of {len(cos)} sequences and sin of {len(sin)}; give as many")
+    check.require(len(cos) == len(sin), lambda: f"cos is of {len(cos)} sequences and sin of {len(sin)}; give as many")
     return rotate_op(q, k, cos, sin)
 
 

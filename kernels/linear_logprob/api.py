@@ -193,7 +193,7 @@ def check_targets(check: Arguments, target: Tensor, row: Tensor | None, rows: in
     """Check shapes and dtypes of ``target [M]`` and ``row [M]`` or None; the op checks their values."""
     M = len(check.integers("target", target, ("M",)))
     if row is None:
-        check.require(rows == M, f"{M} targets for {rows} rows; give row= to place them otherwise")
+        check.require(rows == M, lambda: f"{M} targets for {rows} rows; give row= to place them otherwise")
     else:
         check.integers("row", row, (M,), " like target")
 

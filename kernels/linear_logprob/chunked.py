@@ -134,11 +134,12 @@ def backward(
     grad_sum_p2: Tensor,  # [N] or [0]
     need_hidden: bool,
     need: HeadGradient,
+    dtype: torch.dtype | None = None,  # of hidden's gradient; None: that of hidden
 ) -> Tensor:
     """Return the gradient of hidden ``[N, H]``, or ``[0]``; those of the head are added to ``need``."""
     N, V = len(hidden), len(head.weight)
     constant, per_log, per_p = coefficients(entropy, sum_p2, grad_logsumexp, grad_entropy, grad_sum_p2)
-    d_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
+    d_hidden = hidden.new_zeros(hidden.shape if need_hidden else 0, dtype=dtype or hidden.dtype)
 
     on_cpu = hidden.device.type == "cpu"  # any other device would have to be waited for
     alive = rows_with_gradient(targets, grad_logprob, constant, per_log, per_p) if on_cpu else None
@@ -150,7 +151,7 @@ def backward(
             t[alive] for t in (temperature, logsumexp, correction, constant, hidden)
         )
         per_log, per_p, kept = (t[alive] if len(t) else t for t in (per_log, per_p, kept))
-        of_alive, N = torch.empty_like(hidden), len(alive)
+        of_alive, N = torch.empty_like(hidden, dtype=d_hidden.dtype), len(alive)
 
     C = chunk_rows(N, V, hidden.device)
     tile, d_tile = new_tiles(rows, head, C)

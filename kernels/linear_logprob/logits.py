@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from ..checks import Arguments
+from ..checks import Arguments, check_first_derivative
 from . import chunked
 from .api import OUTPUTS, LogprobOutput, check_targets, contiguous_targets, of_rows
 from .op import backend_of, check_values, row_kernels
@@ -94,9 +94,10 @@ def _check_arguments(
 ) -> None:
     check = Arguments("logprob_from_logits", "logits", logits)
     check.floats("logits", logits, ("N", "V"))
-    check.require(logits.shape[1] > 0, f"logits must be [N, V] with V > 0, got {list(logits.shape)}")
+    check.require(logits.shape[1] > 0, lambda: f"logits must be [N, V] with V > 0, got {list(logits.shape)}")
     check.require(
-        logits.is_contiguous(), f"logits must be contiguous, got strides {logits.stride()}; call .contiguous() on them"
+        logits.is_contiguous(),
+        lambda: f"logits must be contiguous, got strides {logits.stride()}; call .contiguous() on them",
     )
     check_targets(check, target, row, len(logits))
     check.scale_of_rows("temperature", temperature, len(logits))
@@ -209,7 +210,7 @@ _backward.register_fake(lambda logits, *_: torch.empty_like(logits))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.softcap, _, _, ctx.inplace = inputs
+    *tensors, ctx.softcap, ctx.want_entropy, ctx.want_sum_p2, ctx.inplace = inputs
     _, logsumexp, correction, entropy, sum_p2 = output
     ctx.overwritten, ctx.backend = False, dispatch.current_override()
     ctx.save_for_backward(*tensors, logsumexp, correction, entropy, sum_p2)
@@ -218,6 +219,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    check_first_derivative("logprob_from_logits")
     if ctx.overwritten:
         raise RuntimeError(
             "logprob_from_logits: the logits already hold their gradient from the first backward; "
@@ -240,8 +242,8 @@ def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, 
         sum_p2,
         given(grad_logprob, logsumexp.new_zeros(target.shape)),
         given(grad_logsumexp, torch.zeros_like(logsumexp)),
-        given(grad_entropy, logsumexp.new_empty(0))[: len(entropy)],
-        given(grad_sum_p2, logsumexp.new_empty(0))[: len(sum_p2)],
+        given(grad_entropy if ctx.want_entropy else None, logsumexp.new_empty(0)),
+        given(grad_sum_p2 if ctx.want_sum_p2 else None, logsumexp.new_empty(0)),
     )
     with dispatch.restored_backend(ctx.backend):
         if ctx.inplace:

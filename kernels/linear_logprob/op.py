@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from ..checks import Arguments
+from ..checks import Arguments, check_first_derivative
 from . import chunked, frozen, reference
 from .head import Head, HeadGradient, HeadLora
 from .targets import group_by_row
@@ -175,7 +175,7 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, bias, a, b, ctx.lora_scale, target, row, temperature, ctx.softcap, *rest = inputs
-    _, _, ctx.frozen_head, ctx.weight_grad = rest
+    *ctx.wanted, ctx.frozen_head, ctx.weight_grad = rest
     ctx.backend = dispatch.current_override()
     ctx.save_for_backward(hidden, weight, bias, a, b, target, row, temperature, *output)
     ctx.mark_non_differentiable(output[2], output[5])
@@ -183,12 +183,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _autograd_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    check_first_derivative("linear_logprob")
     hidden, weight, bias, lora_a, lora_b, target, row, temperature, *output = ctx.saved_tensors
     logprob, logsumexp, correction, entropy, sum_p2, kept = output
     grad_logprob, grad_logsumexp, _, grad_entropy, grad_sum_p2, _ = upstream
     need = list(ctx.needs_input_grad[:5])
     need[3] = need[4] = need[3] or need[4]  # the adapter's two gradients come together
-    grads = grad_logprob, grad_logsumexp, grad_entropy if len(entropy) else None, grad_sum_p2 if len(sum_p2) else None
+    of_wanted = [grad if w else None for w, grad in zip(ctx.wanted, (grad_entropy, grad_sum_p2), strict=True)]
+    grads = grad_logprob, grad_logsumexp, *of_wanted
     head = hidden, weight, bias, lora_a, lora_b, ctx.lora_scale
     statistics = logprob, logsumexp, correction, entropy, sum_p2, kept, ctx.frozen_head
     with dispatch.restored_backend(ctx.backend):

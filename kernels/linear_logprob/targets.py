@@ -47,8 +47,9 @@ def sum_by_row(targets: Targets, values: Tensor) -> Tensor:
     """Return ``[N]``: the sum of ``values [M]`` (in row order) over each row's targets, in a fixed order."""
     if targets.one_a_row:
         return values
-    before = torch.cat([values.new_zeros(1, dtype=torch.float64), values.cumsum(0, dtype=torch.float64)])
-    return (before[targets.start[1:]] - before[targets.start[:-1]]).to(values.dtype)
+    # not differences of one running sum, by which a NaN or inf would reach the rows after its own
+    of_row = torch.segment_reduce(values.double(), "sum", lengths=targets.start.diff(), unsafe=True)
+    return of_row.to(values.dtype)
 
 
 ABSENT = -1

@@ -50,7 +50,7 @@ def one_pass(
     tile, d_tile = chunked.new_tiles(rows, head, max(sizes, default=0))
     scores, nothing = tile.new_empty(2, len(targets.target)), tile.new_empty(0)
     logprob = scores[0]
-    d_hidden = torch.zeros_like(hidden) if need_hidden else hidden.new_empty(0)
+    d_hidden = hidden.new_zeros(hidden.shape if need_hidden else 0, dtype=gradient_dtype(hidden))
     shared = SharedRows(rows, inputs, cuts) if cuts.row[0] else None
     if shared is not None:
         shared.record(terms, scores)
@@ -84,7 +84,7 @@ def one_pass(
         tile_rows = RowInputs(logits, head.bias, row_temperature, softcap, local.start, local.target)
         rows.gradient(tile_rows, logsumexp, correction, a, constant, b, nothing, out)
         if need_hidden:
-            d_x = d_hidden[c] if alive is None else torch.empty_like(x)
+            d_x = d_hidden[c] if alive is None else torch.empty_like(x, dtype=d_hidden.dtype)
             head.to_hidden(out, d_x)
             if alive is not None:
                 d_hidden[c].index_copy_(0, alive, d_x)
@@ -92,6 +92,12 @@ def one_pass(
     if shared is not None:
         shared.add_gradient(terms, need_hidden, need, d_hidden)
     return d_hidden, scores
+
+
+def gradient_dtype(hidden: Tensor) -> torch.dtype:
+    """Return the dtype in which the forward makes the gradient of hidden: the backward still multiplies it, by a
+    GradScaler's scale among others, so its size may not fit fp16."""
+    return torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
 
 
 def to_front(tile: Tensor, rows: Tensor) -> Tensor:
@@ -131,8 +137,9 @@ class SharedRows:
         statistics = self.logsumexp, self.correction, self.entropy, self.sum_p2, self.kept
         zero = torch.zeros_like(self.logsumexp)
         gradient = chunked.backward(
-            self.rows, *self.inputs, *statistics, a, zero, per_row, self.sum_p2, need_hidden, need
-        )
+            self.rows, *self.inputs, *statistics, a, zero, per_row, self.sum_p2, need_hidden, need,
+            d_hidden.dtype,
+        )  # fmt: skip
         if need_hidden:
             d_hidden[: len(gradient)] = gradient
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
 
-from ..checks import Arguments, refuse_second_derivative
+from ..checks import Arguments, check_first_derivative
+from ..linear_logprob import chunked
 from ..linear_logprob.head import Head, HeadGradient, HeadLora
 from ..linear_logprob.op import backend_of, check_values, row_kernels
 from ..linear_logprob.targets import Targets
 from ..policy_loss import SUMS, Objective, PolicyFields
 from . import fused
+from .plan import even_cuts
 from .terms import Term, TermEvaluator
 
 
@@ -58,8 +64,8 @@ def _one_pass(
     """Return ``(scaled sum of the losses [], sum of each fp64 [K], sums of the metrics fp64 [K, len(SUMS)], log-prob
     and entropy of the targets [2, P], gradients of hidden, weight, bias, a, b)``.
 
-    Gradients of the head are in the accumulation dtype. A gradient that is not needed, or that is added to
-    ``weight_grad``, is empty.
+    Gradients of the head are in the accumulation dtype, and so is that of hidden in fp16. A gradient that is not
+    needed, or that is added to ``weight_grad``, is empty.
     """
     check_values("linear_policy_loss", hidden, target, None, temperature, len(weight))
     lora = None if lora_a is None or lora_b is None else HeadLora(lora_a, lora_b, lora_scale)
@@ -67,6 +73,8 @@ def _one_pass(
     gradient = HeadGradient(head, need[1], need[2], need[3] or need[4], weight_grad if need[1] else None)
     targets = Targets(start, target, None, place is None and len(target) == len(hidden))
     terms = TermEvaluator(_decoded(fields, names, objectives), scale, place, temperature)
+    if not row_cuts:  # `plan_everything` under a compiler
+        row_cuts = target_cuts = even_cuts(len(hidden), chunked.chunk_rows(len(hidden), len(weight), hidden.device))
     cuts = fused.Cuts(list(row_cuts), list(target_cuts), list(path_cuts))
     rows = row_kernels(backend_of("linear_policy_loss", hidden))
     inputs = fused.Inputs(hidden, head, targets, temperature, softcap)
@@ -90,8 +98,8 @@ def _fake(
         temperature.new_empty(()),
         temperature.new_empty(K, dtype=torch.float64),
         temperature.new_empty((K, len(SUMS)), dtype=torch.float64),
-        temperature.new_empty((2, len(target))),
-        torch.empty_like(hidden) if need[0] else hidden.new_empty(0),
+        temperature.new_empty((2, target.shape[0])),
+        hidden.new_empty(hidden.shape if need[0] else 0, dtype=fused.gradient_dtype(hidden)),
         like(weight, need[1] and weight_grad is None, (0,)),
         like(bias, need[2], (0,)),
         like(lora_a, need[3] or need[4], (0,)),
@@ -147,13 +155,8 @@ def _take_gradients(ctx: Any) -> list[Any]:
     return gradients
 
 
-def _check_first_derivative() -> None:
-    if torch.is_grad_enabled():  # create_graph: autograd would take the gradients for constants
-        refuse_second_derivative("linear_policy_loss")
-
-
 def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-    _check_first_derivative()
+    check_first_derivative("linear_policy_loss")
     if grad is None:
         return *(None,) * 5, *ctx.constants
     gradients = _take_gradients(ctx)
@@ -168,7 +171,7 @@ def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tupl
             ctx.weight_grad.addcmul_(gradient, grad)
             result.append(None)
             continue
-        dtype = gradient.dtype if i == 0 else ctx.dtype
+        dtype = ctx.dtype
         factor = grad.view(1)  # not [], which torch would round to the gradient's dtype before it multiplies
         if torch.compiler.is_compiling():
             result.append((gradient * factor).to(dtype))
@@ -182,19 +185,40 @@ def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tupl
 linear_terms_loss_op.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
+_runs = itertools.count(1)
+
+
 class AccumulatedLoss(torch.autograd.Function):
-    """`linear_terms_loss_into_op` with a backward: torch registers none for an op that writes to an argument."""
+    """`linear_terms_loss_into_op` with a backward: torch registers none for an op that writes to an argument.
+
+    Activation checkpointing runs a forward again, and the second run must not add to ``weight_grad``. torch's own is
+    recognised. By any other the backward gets the number of the second run, which is a saved tensor, and raises.
+    """
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        out: tuple[Tensor, ...] = linear_terms_loss_into_op(*arguments)
+        *others, need, weight_grad = arguments
+        if _is_run_again():
+            need = [need[0], False, *need[2:]]
+        out: tuple[Tensor, ...] = linear_terms_loss_into_op(*others, need, weight_grad)
         return out
 
-    setup_context = staticmethod(_setup_context)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _setup_context(ctx, inputs, output)
+        if not torch.compiler.is_compiling():
+            ctx.run = next(_runs)
+            ctx.save_for_backward(torch.tensor(0 if _is_run_again() else ctx.run))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        _check_first_derivative()
+        check_first_derivative("linear_policy_loss")
+        if not torch.compiler.is_compiling() and int(ctx.saved_tensors[0]) not in (0, ctx.run):
+            raise RuntimeError(
+                "linear_policy_loss: checkpointing has run a loss with in_forward=True twice, so weight_grad holds "
+                "weight's gradient twice; leave in_forward out, use torch.utils.checkpoint, or compute the loss "
+                "outside of the checkpoint."
+            )
         none = (None,) * (len(ctx.needs_input_grad) - 5)
         if grad is None:
             return *(None,) * 5, *none
@@ -206,3 +230,19 @@ class AccumulatedLoss(torch.autograd.Function):
         d_hidden, _, *others = _take_gradients(ctx)
         gradients = d_hidden, None, *(d.to(ctx.dtype) for d in others)
         return *(d if need else None for d, need in zip(gradients, ctx.needs_input_grad, strict=False)), *none
+
+
+def _is_run_again() -> bool:
+    """Return whether torch's non-reentrant checkpointing runs this for the second time.
+
+    The first run of reentrant checkpointing has no gradient, so its second run counts as the first.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == checkpoint.__file__ and code.co_name in ("unpack_hook", "backward"):
+            return code.co_name == "unpack_hook"
+        frame = frame.f_back
+    return False

@@ -52,7 +52,7 @@ class HeadPlan:
     row: Tensor | None  # [R] int64, rows of hidden that are needed, in order of their use; None: all
     place: Tensor | None  # [P] int64, of each target in the caller's order, by row; None: one a row, in order
     start: Tensor  # [R + 1] int64, the targets of row i are start[i] .. start[i + 1]
-    row_cuts: tuple[int, ...]  # chunks of rows: cuts[k] .. cuts[k + 1], from `shared` on
+    row_cuts: tuple[int, ...]  # chunks of rows: cuts[k] .. cuts[k + 1], from `shared` on; (): cut where it runs
     target_cuts: tuple[int, ...]  # and of their targets
     path_cuts: tuple[int, ...]  # of the caller's targets: (first, last) of the trees a chunk is in; or empty
     shared: int  # the first so many of the R rows are on paths of several chunks
@@ -290,8 +290,12 @@ def plan_everything(
     device: torch.device,
     frozen: bool,
 ) -> HeadPlan:
-    """Return the plan that reads no data: every target, one a row, for terms of tokens."""
-    cuts = even_cuts(num_rows, chunk_rows(num_rows, vocabulary, device))
+    """Return the plan that reads no data: every target, one a row, for terms of tokens.
+
+    Under a compiler the op cuts the rows, because the number of chunks would make a graph of its own.
+    """
+    compiling = torch.compiler.is_compiling()
+    cuts = () if compiling else even_cuts(num_rows, chunk_rows(num_rows, vocabulary, device))
     return HeadPlan(
         schedule="fused_forward",
         row=None,

@@ -109,6 +109,32 @@ def common_normalizer(terms: Sequence[Term], like: Tensor) -> tuple[Tensor, Tens
     return n, torch.where(counts, n / each, 0)  # inf for a normalizer of 0, which only a loss of zeros may have
 
 
+LARGEST_IN_HALF = 64.0
+"""The largest factor of a derivative in fp16: ratios up to 1000 do not overflow, and 1e-9 of it does not underflow."""
+
+
+def half_normalizer(terms: Sequence[Term], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Like `common_normalizer` for fp16, whose range is small: ``n`` is a power of two that gives the largest advantage
+    or weight the size of `LARGEST_IN_HALF`, whatever the normalizers and the factor of the loss are."""
+    each = _normalizers(terms, like)
+    size = each.abs() / torch.stack([_largest(t) for t in terms]).to(like)
+    n = torch.where(size.isfinite() & (size != 0), size, torch.inf).min()
+    n = torch.exp2(torch.log2(LARGEST_IN_HALF * torch.where(n.isfinite(), n, 1)).floor())
+    return n, torch.where(each.isfinite(), n / each, 0)
+
+
+def _largest(term: Term) -> Tensor:
+    """Return the largest finite factor ``[]`` of a derivative among the term's targets."""
+    fields, objective = term.fields, term.objective
+    factors = [fields.adv_pos, fields.adv_neg]
+    if objective.formula.of_all or objective.kl_coef or objective.entropy_coef:
+        factors += [fields.weight]
+    each = torch.stack([t.abs() for t in factors]).amax(0)
+    each = each if fields.token_weight is None else each * fields.token_weight.abs()
+    counts = each.isfinite() if fields.mask is None else each.isfinite() & fields.mask
+    return torch.cat([torch.where(counts, each, 0), each.new_zeros(1)]).amax()
+
+
 def own_normalizers(terms: Sequence[Term], like: Tensor) -> tuple[Tensor, Tensor]:
     """Like `common_normalizer` with ``n`` = 1, for dtypes that can hold gradients of the scaled loss itself."""
     each = _normalizers(terms, like)

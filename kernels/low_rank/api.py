@@ -65,7 +65,7 @@ def add_low_rank_(
     check.require(adapters.dtype == out.dtype, f"adapters are {adapters.dtype} and rows {out.dtype}")
     check.require(adapters.device == out.device, f"adapters are on {adapters.device} and rows on {out.device}")
     check.require(out.is_contiguous() and x.is_contiguous(), "out and x must be contiguous")
-    check.require(runs.rows == len(out), f"runs are of {runs.rows} rows, and there are {len(out)}")
+    check.require(runs.rows == len(out), lambda: f"runs are of {runs.rows} rows, and there are {len(out)}")
     last = 0
     for begin, end, number in runs:
         fits = last <= begin <= end <= runs.rows and 0 <= number < len(adapters.of)

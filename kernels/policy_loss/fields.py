@@ -58,8 +58,7 @@ class PolicyFields:
                 check.integers(name, value, (M,), " like adv_pos")
             else:
                 check.floats(name, value, (M,), " like adv_pos")
-            if value.requires_grad:
-                check.require(False, f"{name} is a constant of the loss but requires grad; detach it")
+            check.constant(name, value)
 
     def tensors(self) -> tuple[list[Tensor], str]:
         """Return the tensors that are given and their names, for `from_tensors`: ops of torch take no objects."""
@@ -136,7 +135,7 @@ class PolicyFields:
             advantage: ``[M]``, one a target, or ``[S]``, one a sequence, together with ``cu_seqlens``.
             weight: factor of every term of the loss, one a target or a sequence; 1 if None.
             cu_seqlens: boundaries of the sequences; needed for ratios and means of sequences. If no ``[M]`` tensor is
-                given, M is read from it, which waits for the device.
+                given, M is read from it, which waits for the device and does not go through torch.compile.
             old_logprob, ref_logprob, behaviour_logprob, proximal_logprob, teacher_logprob, token_weight, clip_low,
                 clip_high, pass_rate, segment, mask: fields of that name, one value a target.
 
@@ -173,15 +172,16 @@ class PolicyFields:
         S = len(cu) - 1
         first = next((t for t in of_targets.values() if t is not None), None)
         per_sequence = len(advantage) == S
+        if first is None and per_sequence and torch.compiler.is_compiling():
+            check.require(False, "under torch.compile the number of targets is not read from cu_seqlens; give mask")
         M = len(first) if first is not None else int(cu[-1]) if per_sequence and len(cu) else len(advantage)
         cu = check.boundaries(cu, M)
-        check.require(
-            len(advantage) in (S, M), f"advantage must be [{M}], or [{S}] with cu_seqlens, got [{len(advantage)}]"
-        )
-        check.require(
-            weight is None or len(weight) in (S, M),
-            f"weight must be [{M}], or [{S}] with cu_seqlens, got {weight is not None and list(weight.shape)}",
-        )
+        for name, values in (("advantage", advantage), ("weight", weight)):
+            size = M if values is None else len(values)
+            check.require(  # `in` takes two sizes that a compiler does not know to be equal for different
+                size == S or size == M,  # noqa: SIM109
+                lambda name=name, size=size: f"{name} must be [{M}], or [{S}] with cu_seqlens, got [{size}]",
+            )
         sequence = torch.searchsorted(cu[1:], torch.arange(M, device=cu.device), right=True)
         leaf_weight = torch.ones_like(advantage[:S]) if weight is None else weight if len(weight) == S else None
         leaf_advantage = advantage if per_sequence else None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..checks import shown
 from .fields import OPTIONAL, PolicyFields
-from .path_index import SegmentSum
+from .path_sums import SegmentSum
 from .presets import ADVANTAGES_ALONE, OPTIONS
 from .rules import RULES, Rule
 from .subsets import live_of
@@ -120,6 +120,8 @@ class Objective:
     encoded: str = field(init=False, repr=False, compare=False)  # for ops of torch, which take no objects
 
     def __post_init__(self) -> None:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("Objective: make it outside of the compiled function and use it within.")
         for name in ("vespo_pos", "vespo_neg", "needs"):
             value = getattr(self, name)
             _require(isinstance(value, list | tuple), f"{name} must be a tuple, got {shown(value)}")
@@ -224,7 +226,7 @@ class Objective:
         _one_of("preset", name, tuple(PRESETS))
         unknown = ", ".join(sorted(overrides.keys() - set(_FIELD_NAMES)))
         _require(not unknown, f"no field is called {unknown}; there are {', '.join(_FIELD_NAMES)}")
-        return replace(PRESETS[name], **overrides)
+        return replace(PRESETS[name], **overrides) if overrides else PRESETS[name]
 
     @staticmethod
     @functools.cache

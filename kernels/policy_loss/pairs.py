@@ -27,6 +27,7 @@ from .path_index import PathIndex
 
 PairLoss = Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo"]
 WITHOUT_REFERENCE = ("simpo", "orpo")
+WITHOUT_MARGIN = ("ipo", "orpo")
 
 
 def pair_loss(
@@ -51,14 +52,15 @@ def pair_loss(
 
     Args:
         logprob: ``[M]`` fp32 or fp64, nats, of the current policy.
-        paths: which targets lie on which of the L sequences or leaves.
+        paths: which targets lie on which of the L sequences or leaves; for flat sequences
+            ``PolicyFields.flat(advantage, cu_seqlens=cu_seqlens).paths``.
         chosen, rejected: ``[P]`` int, the leaves of each pair.
         kind: one of sigmoid, robust, hinge, ipo, simpo, orpo.
         normalizer: the number of pairs of the whole batch.
         ref_logprob: ``[M]``, of the reference policy; needed unless kind is simpo or orpo, which take none.
         mask: ``[M]`` bool; False: no part of a sequence's sum.
         beta: positive.
-        margin: a number, or ``[P]``.
+        margin: a number, or ``[P]``, for the kinds whose formula has one: not ipo or orpo.
         label_smoothing: in [0, 0.5), for sigmoid and robust.
         weight: ``[P]``, factor of each pair's loss.
 
@@ -77,9 +79,15 @@ def pair_loss(
     )
     check.number("beta", beta, above=0, wanted="positive and finite")
     check.number("label_smoothing", label_smoothing, least=0)
-    require(label_smoothing < 0.5, f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
+    require(label_smoothing < 0.5, lambda: f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
     require(label_smoothing == 0 or kind in ("sigmoid", "robust"), f"kind '{kind}' does not take label_smoothing")
+    require(
+        kind not in WITHOUT_MARGIN or (not isinstance(margin, Tensor) and margin == 0),
+        f"kind '{kind}' does not take margin",
+    )
     M = len(check.floats("logprob", logprob, ("M",), dtypes=(torch.float32, torch.float64)))
+    if not isinstance(paths, PathIndex):
+        check.wrong_type("paths", "a PathIndex, such as PolicyFields.flat(advantage, cu_seqlens=...).paths", paths)
     paths.check(check, M)
     for name, leaves in (("chosen", chosen), ("rejected", rejected)):
         check.integers(name, leaves, chosen.shape if name == "rejected" else ("P",), " like chosen")
@@ -92,10 +100,13 @@ def pair_loss(
     if weight is not None:
         check.floats("weight", weight, (P,), " like chosen")
     if isinstance(margin, Tensor):
-        check.require(list(margin.shape) in ([], [P]), f"margin must be a number or [{P}], got {list(margin.shape)}")
         check.floats("margin", margin)
+        fits = margin.dim() == 0 or (margin.dim() == 1 and margin.shape[0] == P)
+        require(fits, lambda: f"margin must be a number or [{P}], got {list(margin.shape)}")
     else:
         check.number("margin", margin)
+    for name, constant in (("ref_logprob", ref_logprob), ("weight", weight), ("margin", margin)):
+        check.constant(name, constant)
     check.normalizer(normalizer)
 
     log_ratio = logprob if ref_logprob is None else logprob - ref_logprob.to(logprob.dtype)

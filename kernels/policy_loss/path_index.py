@@ -1,4 +1,4 @@
-"""Sums along the paths of a tree and over runs of equal labels: linear time, in fp64, in a fixed order."""
+"""Which targets lie on which path, and differentiable sums along the paths."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import Arguments
+from .path_sums import PathSum, SegmentSum
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class PathIndex:
             if (value := getattr(self, name)) is not None:
                 check.floats(f"paths.{name}", value, (L,), ", one a leaf")
         place = torch.arange(M, device=end.device)
-        message = f"paths.target_end must lie after its target and at most at {M}"
+        message = "paths.target_end must lie after its target and at most at the number of targets"
         check.look(message, end, lambda: (end > place) & (end <= M), on_device=True)
         check.index("paths.leaf_target", self.leaf_target, M, low=-1)
         if self.sequence is not None:
@@ -63,63 +64,61 @@ class PathIndex:
                 check.floats("paths.pair_advantage", self.pair_advantage, (P,), " like pair_target")
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of ``values [M]`` along each leaf's path, ``[L]``. Differentiable."""
-        result: Tensor = _PathSum.apply(values, self.target_end.long(), self.leaf_target.long(), self.leaf_start)
+        """Return the sum of ``values [M]`` along each leaf's path, ``[L]``. Differentiable.
+
+        No value of one path reaches the sum of another, or its gradient.
+        """
+        result: Tensor = path_sum_op(values, self.target_end, self.leaf_target, self.leaf_start, self.sequence)
         return result
 
     def spread(self, values: Tensor) -> Tensor:
         """Return the adjoint of `sum`: at each target ``[M]`` the sum of ``values [L]`` over the leaves below it."""
-        return _spread(values, self.target_end.long(), self.leaf_target.long(), self.leaf_start)
+        return _spread(values, self.target_end, self.leaf_target, self.leaf_start, self.sequence)
 
 
-class _PathSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, target_end: Tensor, leaf_target: Tensor, leaf_start: Tensor | None) -> Tensor:
-        ctx.save_for_backward(target_end, leaf_target, leaf_start)
-        x = values.double()
-        # +x enters at the target, -x where its subtree ends; the running sum at target j is then the sum over j's path.
-        # index_put sorts instead of adding atomically, so the order of the sum is fixed.
-        steps = torch.cat([x, x.new_zeros(1)]).index_put((target_end,), -x, accumulate=True)
-        along = torch.cat([steps.cumsum(0)[:-1], x.new_zeros(1)])
-        total = along[leaf_target]  # -1 takes the zero
-        if leaf_start is not None:
-            total = total - along[leaf_start.long()]
-        return total.to(values.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _spread(grads[0], *ctx.saved_tensors), None, None, None
+@torch.library.custom_op("rolltree::path_sum", mutates_args=())
+def path_sum_op(
+    values: Tensor,  # [M]
+    target_end: Tensor,  # the rest: see `PathIndex`
+    leaf_target: Tensor,
+    leaf_start: Tensor | None,
+    sequence: Tensor | None,
+) -> Tensor:
+    """Return the sums along the paths ``[L]``: an op, so that a compiler sees one call for any number of targets."""
+    if sequence is None or leaf_start is not None:
+        return PathSum(target_end, leaf_target, leaf_start).sum(values)
+    of_target = SegmentSum(sequence)(values)
+    return torch.cat([of_target, values.new_zeros(1)])[leaf_target.long()]  # -1 takes the zero
 
 
-def _spread(values: Tensor, target_end: Tensor, leaf_target: Tensor, leaf_start: Tensor | None) -> Tensor:
-    total = _below(values.double(), target_end, leaf_target, leaf_start)
-    if leaf_start is not None:  # an empty sum is 0, not the rounding error of a leaf that was added and subtracted
-        count = _below((values != 0).double(), target_end, leaf_target, leaf_start)
-        total = torch.where(count > 0, total, 0)
-    return total.to(values.dtype)
+@path_sum_op.register_fake
+def _(values: Tensor, target_end: Tensor, leaf_target: Tensor, *rest: Any) -> Tensor:
+    return values.new_empty(leaf_target.shape[0])
 
 
-def _below(values: Tensor, target_end: Tensor, leaf_target: Tensor, leaf_start: Tensor | None) -> Tensor:
-    M = len(target_end)
-    at_leaf = values.new_zeros(M + 1).index_put((leaf_target,), values, accumulate=True)
-    if leaf_start is not None:
-        at_leaf = at_leaf.index_put((leaf_start.long(),), -values, accumulate=True)
-    before = torch.cat([at_leaf.new_zeros(1), at_leaf[:M].cumsum(0)])  # -1 wrote into the last slot, which is left out
-    return before[target_end] - before[:M]
+def _spread(
+    values: Tensor, target_end: Tensor, leaf_target: Tensor, leaf_start: Tensor | None, sequence: Tensor | None
+) -> Tensor:
+    if sequence is None or leaf_start is not None:
+        return PathSum(target_end, leaf_target, leaf_start).spread(values)
+    return values[sequence.long()]
 
 
-class SegmentSum:
-    """Sums values over runs of equal labels: ``[M] -> [M]``, at each element the sum over its run."""
+spread_op = torch.library.custom_op("rolltree::path_spread", _spread, mutates_args=())
+spread_op.register_fake(lambda values, target_end, *rest: values.new_empty(target_end.shape[0]))
 
-    def __init__(self, label: Tensor) -> None:  # [M]
-        M = len(label)
-        place = torch.arange(M, device=label.device)
-        begins = torch.ones(M, dtype=torch.bool, device=label.device)
-        begins[1:] = label[1:] != label[:-1]
-        self.first = torch.where(begins, place, 0).cummax(0).values if M else place
-        ends = begins.roll(-1)
-        self.last = torch.where(ends, place, M).flip(0).cummin(0).values.flip(0) if M else place
 
-    def __call__(self, values: Tensor) -> Tensor:
-        before = torch.cat([values.new_zeros(1, dtype=torch.float64), values.cumsum(0, dtype=torch.float64)])
-        return (before[self.last + 1] - before[self.first]).to(values.dtype)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return spread_op(grad, *ctx.saved_tensors), None, None, None, None
+
+
+def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return path_sum_op(grad, *ctx.saved_tensors), None, None, None, None
+
+
+path_sum_op.register_autograd(_sum_backward, setup_context=_setup_context)
+spread_op.register_autograd(_spread_backward, setup_context=_setup_context)

@@ -20,7 +20,8 @@ from torch import Tensor
 from .elementwise import MAX_LOG_RATIO
 from .fields import PolicyFields
 from .objective import Objective
-from .path_index import PathIndex, SegmentSum
+from .path_index import PathIndex
+from .path_sums import SegmentSum
 from .rules import Targets, corrected
 from .subsets import live_of
 

@@ -138,7 +138,9 @@ def _changed(fields: PolicyFields, change: Callable[[Tensor], Tensor]) -> Policy
 
 
 def top_share(values: Tensor, live: Tensor, share: float) -> Tensor:
-    """Return ``[M] bool``: the live tokens at or above the (1 - share) quantile, by linear interpolation."""
+    """Return ``[M] bool``: the live tokens at or above the (1 - share) quantile of the finite ones, by linear
+    interpolation."""
+    live = live & values.isfinite()
     ordered = torch.where(live, values, torch.inf).sort().values
     place = (live.sum() - 1).clamp(min=0) * (1 - share)
     low = place.floor().long()
@@ -149,8 +151,8 @@ def top_share(values: Tensor, live: Tensor, share: float) -> Tensor:
 
 
 def covariance(logprob: Tensor, fields: PolicyFields) -> Tensor:
-    """Return ``(A - mean A) (logprob - mean logprob)`` ``[M]``, means over live tokens."""
-    live = live_of(fields)
+    """Return ``(A - mean A) (logprob - mean logprob)`` ``[M]``, means over live tokens whose log-prob is finite."""
+    live = live_of(fields) & logprob.isfinite()
     count = live.sum().clamp(min=1)
     advantage = torch.where(fields.weight != 0, (fields.adv_pos + fields.adv_neg) / fields.weight, 0)
 

@@ -45,11 +45,30 @@ def gae(
         check.mask("mask", mask, (M,), " like reward")
     for name, number in (("gamma", gamma), ("lam", lam)):
         check.number(name, number)
-    check.require(0 <= gamma <= 1 and 0 <= lam <= 1, f"gamma and lam must be in [0, 1], got {gamma} and {lam}")
+    check.require(0 <= gamma <= 1 and 0 <= lam <= 1, lambda: f"gamma and lam must be in [0, 1], got {gamma} and {lam}")
     cu = check.boundaries(cu_seqlens, M)
     S = len(cu) - 1
     if bootstrap is not None:
         check.floats("bootstrap", bootstrap, (S,), ", one a sequence")
+    advantage, returns = _gae_op(
+        reward.detach(), value.detach(), cu, float(gamma), float(gamma * lam), mask,
+        None if bootstrap is None else bootstrap.detach(),
+    )  # fmt: skip
+    return advantage, returns
+
+
+@torch.library.custom_op("rolltree::gae", mutates_args=())
+def _gae_op(
+    reward: Tensor,  # [M]
+    value: Tensor,  # [M]
+    cu: Tensor,  # [S + 1] int64
+    gamma: float,
+    decay: float,  # gamma lam
+    mask: Tensor | None,  # [M]
+    bootstrap: Tensor | None,  # [S]
+) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns ``[M]``: an op, so that a compiler sees one call for any number of tokens."""
+    M = len(reward)
     live = torch.ones(M, dtype=torch.bool, device=reward.device) if mask is None else mask
     place = torch.arange(M, device=reward.device)
     sequence = torch.searchsorted(cu[1:], place, right=True)
@@ -59,12 +78,12 @@ def gae(
     following = torch.where(following < cu[1:][sequence], following, M)
     ends = following == M
 
-    values = torch.cat([value.detach().double(), value.new_zeros(1, dtype=torch.float64)])
+    values = torch.cat([value.double(), value.new_zeros(1, dtype=torch.float64)])
     last = values.new_zeros(M) if bootstrap is None else bootstrap.double()[sequence]
-    delta = reward.detach().double() + gamma * torch.where(ends, last, values[following]) - values[:M]
+    delta = reward.double() + gamma * torch.where(ends, last, values[following]) - values[:M]
     # A_t = delta_t + factor_t A_next(t): double the reach of every token until it covers the longest sequence
     total = torch.cat([torch.where(live, delta, 0), delta.new_zeros(1)])
-    factor = torch.cat([torch.where(ends, 0, torch.full_like(delta, gamma * lam)), delta.new_zeros(1)])
+    factor = torch.cat([torch.where(ends, 0, torch.full_like(delta, decay)), delta.new_zeros(1)])
     jump = torch.cat([following, following.new_tensor([M])])
     for _ in range(max(M, 1).bit_length()):
         total = total + factor * total[jump]
@@ -73,6 +92,11 @@ def gae(
     advantage = torch.where(live, total[:M], 0)
     returns = torch.where(live, advantage + values[:M], 0)
     return advantage.to(reward.dtype), returns.to(reward.dtype)
+
+
+@_gae_op.register_fake
+def _(reward: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return reward.new_empty(reward.shape), reward.new_empty(reward.shape)
 
 
 def value_loss(
@@ -99,19 +123,27 @@ def value_loss(
         clip: how far an estimate may move from its old value; None: any distance.
         mask: ``[M]`` bool.
 
+    Returns:
+        The loss ``[]`` in fp32 (fp64 for fp64 estimates), and metrics ``{name: (sum, count)}`` in fp64.
+
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit, or clip is not positive.
+        ValueError, TypeError: shapes, dtypes or devices do not fit, clip is not positive, or a target or old estimate
+            requires a gradient.
     """
     check = Arguments("value_loss", "value", value)
     M = len(check.floats("value", value, ("M",)))
-    check.floats("returns", returns, (M,), " like value")
+    check.constant("returns", check.floats("returns", returns, (M,), " like value"))
     if old_value is not None:
-        check.floats("old_value", old_value, (M,), " like value")
+        check.constant("old_value", check.floats("old_value", old_value, (M,), " like value"))
     if mask is not None:
         check.mask("mask", mask, (M,), " like value")
     if clip is not None:
         check.number("clip", clip, above=0, wanted="positive or None")
     check.normalizer(normalizer)
+    # squares do not fit fp16, and an estimate's error is smaller than a half-precision step
+    wide = torch.promote_types(value.dtype, torch.float32)
+    value, returns = value.to(wide), returns.to(wide)
+    old_value = None if old_value is None else old_value.to(wide)
     live = torch.ones_like(value, dtype=torch.bool) if mask is None else mask
     error = torch.where(live, value - returns, 0)
     losses, clipped = error.square(), torch.zeros_like(live)

@@ -66,7 +66,7 @@ def sample_tokens(
     check = Arguments("sample_tokens", "logits", logits)
     check.floats("logits", logits, ("N", "V"), dtypes=(torch.bfloat16, torch.float16, torch.float32))
     rows, V = logits.shape
-    check.require(V > 0, f"logits must be [N, V] with V > 0, got {list(logits.shape)}")
+    check.require(V > 0, lambda: f"logits must be [N, V] with V > 0, got {list(logits.shape)}")
     check.last_contiguous("logits", logits)
     parameters = (
         _per_row(check, "temperature", temperature, rows, torch.float32),

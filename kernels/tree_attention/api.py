@@ -97,13 +97,17 @@ def _check(
     T, heads, D = check.floats("q", q, ("T", "Hq", "D")).shape
     check.floats("k", k, (T, "Hkv", D), " like q")
     check.floats("v", v, (*k.shape[:2], "Dv"), " like k")
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     check.require(
         k.shape[1] > 0 and heads % max(k.shape[1], 1) == 0,
-        f"the query heads must be a multiple of the key heads, not {shapes}",
+        lambda: (
+            "the query heads must be a multiple of the key heads, not "
+            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        ),
     )
     for size in (D, v.shape[2]):
-        check.require(0 < size <= MAX_HEAD_DIM, f"the head dimension must be 1 to {MAX_HEAD_DIM}, not {size}")
+        check.require(
+            0 < size <= MAX_HEAD_DIM, lambda size=size: f"the head dimension must be 1 to {MAX_HEAD_DIM}, not {size}"
+        )
     check.require(
         k.dtype == q.dtype and v.dtype == q.dtype,
         f"q, k and v must have one dtype, not {q.dtype}, {k.dtype}, {v.dtype}",
@@ -119,7 +123,8 @@ def _check(
             for t, name, like in zip(prefix, "kv", (k, v), strict=True)
         )
         check.require(
-            len(keys) == len(values), f"prefix_kv has {len(keys)} keys and {len(values)} values; give one of each"
+            len(keys) == len(values),
+            lambda: f"prefix_kv has {len(keys)} keys and {len(values)} values; give one of each",
         )
         N += len(keys)
     check.integers("subtree_end", subtree_end, (N,), ", one for each key with the prefix's")

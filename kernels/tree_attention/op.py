@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import reference
+from ..checks import check_first_derivative
+from . import reference, spoiled
 from .reference import Scoring
 
 _FORWARD: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -59,7 +60,8 @@ def tree_attention_op(
 
     With ``sink`` both count it: the latter is that of the scores and the sink.
     """
-    out, lse = _choose(_FORWARD, q)(q, k, v, Scoring(subtree_end, position, scale, window, softcap))
+    run, scoring = _choose(_FORWARD, q), Scoring(subtree_end, position, scale, window, softcap)
+    out, lse = spoiled.forward(run, q, k, v, scoring) if q.device.type == "cpu" else run(q, k, v, scoring)
     if sink is None:
         return out, lse
     factor, lse = with_sink(lse, sink[:, None])
@@ -99,7 +101,8 @@ def tree_attention_backward_op(
     if grad_out.stride(-1) != 1:  # an expanded gradient, such as that of a sum
         grad_out = grad_out.contiguous()
     scoring = Scoring(subtree_end, position, scale, window, softcap)
-    return _choose(_BACKWARD, q)(grad_out, q, k, v, out, lse, scoring)
+    run, arguments = _choose(_BACKWARD, q), (grad_out, q, k, v, out, lse, scoring)
+    return spoiled.backward(run, *arguments) if q.device.type == "cpu" else run(*arguments)
 
 
 @tree_attention_backward_op.register_fake
@@ -114,6 +117,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    check_first_derivative("tree_attention")
     q, k, v, out, lse, subtree_end, position, sink = ctx.saved_tensors
     with dispatch.restored_backend(ctx.backend):
         grads = tree_attention_backward_op(
@@ -123,9 +127,10 @@ def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | No
 
 
 def _sink_grad(grad_out: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:  # [Hq]
-    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [T, Hq]
+    products = grad_out.to(lse.dtype) * out.to(lse.dtype)
+    delta = torch.where(grad_out == 0, 0, products).sum(-1)  # [T, Hq]; a row without a gradient may be NaN
     share = torch.exp(sink.to(lse.dtype) - lse.transpose(0, 1).masked_fill(lse.transpose(0, 1) == -math.inf, math.inf))
-    return -(share * delta).sum(0).to(sink.dtype)
+    return -torch.where(delta == 0, 0, share * delta).sum(0).to(sink.dtype)
 
 
 tree_attention_op.register_autograd(_backward, setup_context=_setup_context)

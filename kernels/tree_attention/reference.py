@@ -29,19 +29,18 @@ class Scoring(NamedTuple):
     softcap: float | None
 
 
-def visible_keys(
-    subtree_end: Tensor,  # [N] int32
-    position: Tensor | None,  # [N] int32
-    window: int | None,
-    rows: int,
-) -> Tensor:
+def visible_keys(scoring: Scoring, rows: int) -> Tensor:
     """Return [rows, N] bool: row i of the last ``rows`` sees key j."""
-    key = torch.arange(subtree_end.numel(), device=subtree_end.device)
-    row = key[len(key) - rows :]
-    seen = (key[None, :] <= row[:, None]) & (row[:, None] < subtree_end[None, :])
-    if window is not None:
-        assert position is not None
-        seen &= position[row][:, None] - position[None, :] < window
+    key = torch.arange(scoring.subtree_end.numel(), device=scoring.subtree_end.device)
+    return sees(scoring, key[len(key) - rows :], key)
+
+
+def sees(scoring: Scoring, row: Tensor, key: Tensor) -> Tensor:
+    """Return [R, K] bool: which of the rows ``row [R]`` see which of the keys ``key [K]``, both numbered like keys."""
+    seen = (key[None, :] <= row[:, None]) & (row[:, None] < scoring.subtree_end[key][None, :])
+    if scoring.window is not None:
+        assert scoring.position is not None
+        seen &= scoring.position[row][:, None] - scoring.position[key][None, :] < scoring.window
     return seen
 
 
@@ -52,7 +51,7 @@ def tree_attention_forward(
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor]:
     """Return out [T, Hq, D] in q's dtype and the log-sum-exp [Hq, T] in float32 (float64 for float64)."""
-    seen = visible_keys(scoring.subtree_end, scoring.position, scoring.window, len(q))
+    seen = visible_keys(scoring, len(q))
     scores, _ = _scores(q, k, scoring.scale, scoring.softcap)
     scores = scores.masked_fill(~seen, -math.inf)
     lse = scores.logsumexp(-1)  # [Hq, T]
@@ -71,7 +70,7 @@ def tree_attention_backward(
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, in their dtypes."""
-    seen = visible_keys(scoring.subtree_end, scoring.position, scoring.window, len(q))
+    seen = visible_keys(scoring, len(q))
     scores, slope = _scores(q, k, scoring.scale, scoring.softcap)
     probability = _probability(scores.masked_fill(~seen, -math.inf), lse)
     grad = _accumulate(grad_out)

@@ -122,11 +122,12 @@ def tree_decode_attention(
     if plan.schedule is not None:
         items = plan.schedule.items.get(q.shape[1] // k_pages.shape[2])
         work = Work(plan.schedule.partial_begin, items, plan.schedule.partials, plan.schedule.parent)
-    out, lse = op(q, k_pages, v_pages, *plan.tensors().values(), *work, scale, window, softcap)
-    if sink is None:
-        return out, lse
-    factor, lse = with_sink(lse, sink)
-    return (out * factor[..., None]).to(out.dtype), lse
+    with torch.no_grad():
+        out, lse = op(q, k_pages, v_pages, *plan.tensors().values(), *work, scale, window, softcap)
+        if sink is None:
+            return out, lse
+        factor, lse = with_sink(lse, sink)
+        return (out * factor[..., None]).to(out.dtype), lse
 
 
 def _check(check: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: DecodePlan) -> None:
@@ -135,7 +136,7 @@ def _check(check: Arguments, q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: 
     check.floats("v_pages", v_pages, k_pages.shape, " like k_pages", (q.dtype,))
     check.require(
         kv_heads > 0 and heads % max(kv_heads, 1) == 0,
-        f"the query heads must be a multiple of the key heads, not {heads} and {kv_heads}",
+        lambda: f"the query heads must be a multiple of the key heads, not {heads} and {kv_heads}",
     )
     check_plan(check, plan, N, pages, page)
     for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):

@@ -49,4 +49,8 @@ def tree_decode(
     scores = scores.masked_fill(~seen[:, None], -math.inf)
     lse = scores.logsumexp(-1)
     probability = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    return torch.einsum("nhx,xhd->nhd", probability, values).to(q.dtype).contiguous(), lse
+    # 0 times what is not finite would be NaN in rows that do not see it
+    spoiled = ~values.isfinite()
+    out = torch.einsum("nhx,xhd->nhd", probability, values.masked_fill(spoiled, 0))
+    reached = torch.einsum("nx,xhd->nhd", seen.to(compute), spoiled.to(compute)) > 0
+    return out.masked_fill(reached, torch.nan).to(q.dtype).contiguous(), lse

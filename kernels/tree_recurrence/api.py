@@ -48,7 +48,7 @@ def tree_recurrence(
     check.floats("key", key, query.shape, " like query")
     heads = check.floats("value", value, (rows, "H", "Dv"), " like query").shape[1]
     check.require(
-        groups > 0 and heads % groups == 0, f"the {heads} value heads must be a multiple of {groups} key heads"
+        groups > 0 and heads % groups == 0, lambda: f"the {heads} value heads must be a multiple of {groups} key heads"
     )
     shape = (rows, heads, width) if isinstance(decay, Tensor) and decay.dim() == 3 else (rows, heads)
     check.floats("decay", decay, shape, " like value")
@@ -56,7 +56,7 @@ def tree_recurrence(
         check.floats("beta", beta, (rows, heads), " like value")
     _check_plan(check, plan, rows, "query")
     if initial is None:
-        check.require(plan.states == 0, f"the plan begins with {plan.states} given states; give initial")
+        check.require(plan.states == 0, lambda: f"the plan begins with {plan.states} given states; give initial")
     else:
         wanted = (plan.states, heads, width, value.shape[-1])
         check.floats("initial", initial, wanted, ", one for each given state of the plan")
@@ -98,7 +98,7 @@ def tree_convolution(
     windows = plan.windows(taps)
     given = []
     if history is None:
-        check.require(plan.states == 0, f"the plan begins with {plan.states} given states; give history")
+        check.require(plan.states == 0, lambda: f"the plan begins with {plan.states} given states; give history")
     else:
         given.append(check.floats("history", history, (plan.states, taps - 1, width), "", (x.dtype,)).flatten(0, 1))
     extended = torch.cat([x, *given, x.new_zeros(1, width)])
@@ -107,6 +107,6 @@ def tree_convolution(
 
 
 def _check_plan(check: Arguments, plan: RecurrencePlan, rows: int, name: str) -> None:
-    check.require(plan.num_rows == rows, f"the plan is for {plan.num_rows} rows, and {name} has {rows}")
+    check.require(plan.num_rows == rows, lambda: f"the plan is for {plan.num_rows} rows, and {name} has {rows}")
     where = plan.place.device
     check.require(where == check.device, f"the plan is on {where} and {name} on {check.device}; make it there")

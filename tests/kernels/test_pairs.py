@@ -144,3 +144,19 @@ def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
     given = {"chosen": CHOSEN, "rejected": REJECTED, "ref_logprob": ref, "normalizer": 1} | options
     with pytest.raises(ValueError, match=message):
         pair_loss(lp, index, **given)
+
+
+@pytest.mark.parametrize(("kind", "change", "sentence"), [
+    ("ipo", {"margin": 0.1}, "kind 'ipo' does not take margin"),
+    ("orpo", {"margin": torch.zeros(2)}, "kind 'orpo' does not take margin"),
+    ("sigmoid", {"ref_logprob": torch.zeros(14, requires_grad=True)}, "ref_logprob is a constant of the loss"),
+    ("sigmoid", {"margin": torch.zeros(2, requires_grad=True)}, "margin is a constant of the loss"),
+    ("sigmoid", {"weight": torch.zeros(2, requires_grad=True)}, "weight is a constant of the loss"),
+    ("sigmoid", {"normalizer": torch.ones((), requires_grad=True)}, "normalizer is a constant of the loss"),
+    ("sigmoid", {"paths": torch.tensor([0, 4, 14])}, "paths must be a PathIndex, such as PolicyFields.flat"),
+])  # fmt: skip
+def test_what_a_kind_does_not_take_is_refused(kind: Any, change: dict[str, Any], sentence: str) -> None:
+    lp, ref, _, index = sequences()
+    given = {"paths": index, "normalizer": 1, **({} if kind == "orpo" else {"ref_logprob": ref}), **change}
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        pair_loss(lp, chosen=CHOSEN, rejected=REJECTED, kind=kind, **given)

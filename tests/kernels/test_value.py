@@ -94,3 +94,18 @@ def test_mistakes_are_named() -> None:
         gae(x, x, cu, bootstrap=torch.zeros(2))
     with pytest.raises(ValueError, match="clip must be positive"):
         value_loss(x, x, normalizer=1, clip=0.0)
+
+
+@pytest.mark.parametrize("name", ["reward", "value", "bootstrap"])
+def test_estimates_have_no_gradient(name: str) -> None:
+    given = {"reward": torch.randn(5), "value": torch.randn(5), "bootstrap": torch.randn(2)}
+    given[name].requires_grad_()
+    for estimate in gae(cu_seqlens=torch.tensor([0, 2, 5]), **given):
+        assert not estimate.requires_grad
+
+
+@pytest.mark.parametrize("name", ["returns", "old_value"])
+def test_targets_that_require_a_gradient_are_refused(name: str) -> None:
+    given = {"returns": torch.ones(3), "old_value": torch.ones(3), name: torch.ones(3, requires_grad=True)}
+    with pytest.raises(ValueError, match=f"{name} is a constant of the loss but requires grad; detach it"):
+        value_loss(torch.ones(3), normalizer=3, **given)
