@@ -63,6 +63,7 @@ from .sampling import (
     over_sampling,
     prompts_of,
     publication,
+    rightness,
     rollout_program,
     sampled_model,
     sampling_parts,
@@ -117,7 +118,13 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
             budget=budget(config),
             learner=learner,
             evaluation=Evaluation(
-                problems, greedy_params(config), config.evaluation.every, sampling.sampler, policy.tokenizer, console
+                problems,
+                greedy_params(config),
+                config.evaluation.every,
+                sampling.sampler,
+                policy.tokenizer,
+                console,
+                rightness(config),
             ),
             rewards=rewards,
             check_rewards=_reference_check(config, rewards, [*source.known, *problems]),
