@@ -227,4 +227,5 @@ def item(prompt: Prompt, responses: Responses, leaf: int, text_of: Callable[[Arr
     if text_of is not None and "roles" in tree.meta:
         whole = Episodes(tree)
         roles = role_texts(whole.tree, int(whole.place[leaf]), text_of)
-    return RewardItem(responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, given, roles)
+    ended = bool(tree.status[leaf] == LeafStatus.STOP)
+    return RewardItem(responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, given, roles, ended=ended)
