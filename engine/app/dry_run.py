@@ -40,7 +40,7 @@ from .assembly.checks import (
     kept_entries,
 )
 from .assembly.learning import corrects, inert, objective, spared
-from .assembly.policies import check_policies, check_same_tokens, of_policy, roles_of
+from .assembly.policies import check_policies, check_same_tokens, of_policy, resting, roles_of
 from .assembly.sampling import (
     budget,
     check_backend,
@@ -216,6 +216,8 @@ def _update_lines(config: TrainConfig, main: Objective) -> Iterator[str]:
     )
     for sentence in inert(config):
         yield f"never acts         {sentence}"
+    for sentence in resting(config):
+        yield f"learning rate      {sentence}"
     for sentence in spared(config):
         yield f"old log-probs      {sentence}"
 
