@@ -19,11 +19,11 @@ from ..engine.rewards.test_remote import Moody, serving
 from ..support.odd_texts import odd_texts
 
 ANSWERS: dict[str, list[Any]] = {
+    "exact": ["7", "Paris", 7, 0.5],
     "math": [
         "7", r"\frac{1}{3}", "x^2+1", "yes", "B", r"\{1, 2\}", "[0, 1)", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
         "5 cm", "2^{20000}", "7" * 5000, "x < 3", "1, 2", r"12\%", r"\sqrt{2}", "Paris", 0.5, 10**4400,
     ],
-    "exact": ["7", "Paris", 7, 0.5],
     "regex": ["7", 7],
     "code": [
         [{"input": "", "output": "7"}],
@@ -48,7 +48,7 @@ def failures(texts: list[str], found: list[RewardResult]) -> list[tuple[str, str
     return [(ascii(text[:60]), verdict.reason) for text, verdict, good in pairs if not good]
 
 
-@pytest.mark.check(but=2)
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", ANSWERS)
 def test_no_response_fails_a_verifier(name: str, cases: int, tmp_path: Path) -> None:
     (tmp_path / "compare.py").write_text("def compare(a, b, entry):\n    return float(len(a) > len(b))\n")
@@ -83,7 +83,7 @@ def server() -> Iterator[str]:
         yield url
 
 
-@pytest.mark.check(but=1)
+@pytest.mark.check
 @pytest.mark.parametrize("name", ["judge", "rubric", "reward_model"])
 def test_every_response_reaches_a_judge(server: str, name: str, cases: int) -> None:
     options: dict[str, Any] = {"base_url": server if name == "reward_model" else f"{server}/v1", "model": "m"}

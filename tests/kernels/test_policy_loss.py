@@ -122,7 +122,7 @@ def test_kl_by_importance(backend: Backend, estimator: Any) -> None:
     check(backend, objective, token_loss)
 
 
-@pytest.mark.check(but=36)
+@pytest.mark.check(but=11)
 @pytest.mark.parametrize("on_policy", [True, False])
 @pytest.mark.parametrize("importance", [False, True])
 @pytest.mark.parametrize("estimator", PENALTY)

@@ -489,6 +489,7 @@ def raises(step, metrics):
 """
 
 
+@pytest.mark.check(but=4)
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [

@@ -125,6 +125,7 @@ def test_a_judges_score_is_the_reward_and_its_failures_are_told_apart(moody: tup
         rewards.score(items("good"))
 
 
+@pytest.mark.check(but=5)
 @pytest.mark.parametrize(
     ("answer", "value", "why"),
     [
