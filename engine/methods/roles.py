@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from ..chat.marks import response_text
+from ..chat.reasoning import without_reasoning
 from ..data.characters import token_that_completes
 from ..data.columns import Array
 from ..data.policies import in_role, role_texts
 from ..data.segment import LeafStatus
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..parts.reasoning import after_reasoning
 from .credit import EPS, Credit, centred
 
 
@@ -115,7 +115,7 @@ def step_verdicts(
         ends = _step_ends(tree.token_id[rows[mine]], separator, decode)
         places.append(first[leaf] + mine[np.array(ends, np.int64)])
         ended = tree.status[leaf] == LeafStatus.STOP
-        text = after_reasoning(role_texts(tree, leaf, decode).get(by, "")) if ended else ""
+        text = without_reasoning(role_texts(tree, leaf, decode).get(by, "")) if ended else ""
         verdicts = {int(n): 2.0 * (word.casefold() == says_right) - 1.0 for n, word in re.findall(pattern, text)}
         said.setdefault(int(response[leaf]), []).append(verdicts)
     values: dict[int, Array] = {}

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..chat.reasoning import without_reasoning
 from ..errors import UserError
-from ..parts.reasoning import after_reasoning
 from .interface import RewardItem, RewardResult, Rewards
 from .remote import filled
 
@@ -86,8 +86,10 @@ class PolicyScorer(Rewards):
         if self._mark is None:
             return text
         before, mark, _ = text.rpartition(self._mark)
-        answer = after_reasoning(text)
-        follows = len(before + mark) >= text.rfind(answer) if answer else bool(after_reasoning(f"{before}{mark}."))
+        answer = without_reasoning(text)
+        follows = (
+            len(before + mark) >= text.rfind(answer) if answer.strip() else bool(without_reasoning(f"{before}{mark}."))
+        )
         return before if mark and follows else None
 
     def _value(self, logprobs: Any) -> float | None:

@@ -18,8 +18,8 @@ from concurrent.futures import CancelledError
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..chat.reasoning import without_reasoning
 from ..errors import UserError
-from ..parts.reasoning import after_reasoning
 from ..settings import RewardConfig
 from .interface import RewardItem, RewardResult, Rewards
 from .references import digits
@@ -202,7 +202,7 @@ class Judge(RemoteRewards):
             raise ValueError(f"the judge's answer was cut off at max_tokens = {self._max_tokens}; raise it")
         if choice.finish_reason != "stop":
             raise ValueError(f"the judge gave no score: its answer ended with '{choice.finish_reason}'")
-        text = after_reasoning(choice.message.content or "")
+        text = without_reasoning(choice.message.content or "")
         matches = list(self._pattern.finditer(text))
         if not matches:
             raise ValueError(f"the judge gave no score, but {text[-80:]!r}")
@@ -228,7 +228,7 @@ class Judge(RemoteRewards):
         if choice.finish_reason not in ("stop", "length"):
             raise ValueError(f"the judge gave no score: its answer ended with '{choice.finish_reason}'")
         text = choice.message.content or ""
-        if (text.strip() and not after_reasoning(text)) or getattr(choice.message, "reasoning_content", None):
+        if (text.strip() and not without_reasoning(text).strip()) or getattr(choice.message, "reasoning_content", None):
             raise ValueError("the judge gave no score: its first token begins its reasoning; ask for a score instead")
         logprobs = choice.logprobs
         first = logprobs.content[0].top_logprobs if logprobs is not None and logprobs.content else []

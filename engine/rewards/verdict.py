@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from ..chat.reasoning import without_reasoning
 from ..errors import UserError
-from ..parts.reasoning import after_reasoning
 from .interface import RewardItem, RewardResult, Rewards
 
 
@@ -49,7 +49,7 @@ class Verdict(Rewards):
             return RewardResult(None, f"the part '{self.reads_part}' has no value to compare the verdict with")
         if not item.ended:
             return RewardResult(0.0, None, unparsed="cut_off")
-        said = self._pattern.findall(after_reasoning(item.response_text))
+        said = self._pattern.findall(without_reasoning(item.response_text))
         if not said:
             return RewardResult(0.0, None, unparsed="no_verdict")
         last = said[-1][0] if isinstance(said[-1], tuple) else said[-1]

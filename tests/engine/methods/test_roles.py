@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rolltree.engine import UserError, load_config
 from rolltree.engine.data.segment import LeafStatus, Origin, Segment
 from rolltree.engine.data.tree import TokenTree
+from rolltree.engine.methods import roles
 from rolltree.engine.methods.roles import by_role, learnability, step_verdicts
 from rolltree.engine.parts.context import Context
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
@@ -30,8 +31,10 @@ from ..loop.test_policies_run import STOPS, Two, gradient_of, off_by, take, writ
 class Letters:
     """A tokenizer whose tokens are characters."""
 
-    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
-        return "".join(map(chr, ids))
+
+@pytest.fixture(autouse=True)
+def letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "response_text", lambda tokenizer, ids: "".join(map(chr, ids)))
 
 
 def spoken(*turns: tuple[str, Sequence[str]]) -> TokenTree:
