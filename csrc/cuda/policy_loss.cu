@@ -150,11 +150,12 @@ __global__ void __launch_bounds__(kThreads) clipped_loss_kernel(
     if (in.ref_logprob) {
       const float gap = (&ref4.x)[k] - lp;
       Kl2 kl = kl_terms(gap, n.kl);
-      if (n.straight_through) kl.derivative = -gap;
       if (n.kl_importance) {
         kl.value *= r;
         kl.derivative = r * kl.derivative + (fabsf(d) <= kMaxLogRatio ? kl.value : 0.0f);
       }
+      // The KL's gradient by itself, so that r has none.
+      if (n.straight_through) kl.derivative = (n.kl_importance ? r : 1.0f) * -gap;
       loss += s_one * n.kl_coef * kl.value;
       grad += s_one * n.kl_coef * kl.derivative;
       sums[sum::kl] += s_one * kl.value;

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -125,13 +125,15 @@ class Console:
             parts.append(left)
         self._print(" | ".join(parts))
 
-    def evaluation(self, step: int, accuracy: float, n: int) -> None:
-        """Report the accuracy (0 to 1) on ``n`` held-out problems after ``step`` steps."""
-        text = f"evaluation after step {step}: {100 * accuracy:.1f} % of {n} held-out problems"
+    def evaluation(self, step: int, accuracy: float, n: int, parts: Sequence[str], reward: float | None) -> None:
+        """Report the accuracy (0 to 1) on ``n`` held-out problems after ``step`` steps; see `Progress.evaluation`."""
+        text = f"evaluation after step {step}: {100 * accuracy:.1f} % of {n} held-out problems are right"
+        text += " by " + " and ".join(f"'{part}'" for part in parts) if parts else ""
         if self._first_accuracy is None:
             self._first_accuracy = accuracy
         else:
             text += f" ({100 * (accuracy - self._first_accuracy):+.1f} points since the first)"
+        text += "" if reward is None else f", mean reward {reward:.3g}"
         self._print(text, style="bold green")
 
     def note(self, text: str) -> None:

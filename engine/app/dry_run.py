@@ -38,8 +38,16 @@ from .assembly.checks import (
     kept_entries,
 )
 from .assembly.learning import corrects, inert, objective, spared
-from .assembly.policies import check_policies, check_same_tokens, of_policy, roles_of
-from .assembly.sampling import budget, check_backend, check_hints, group_callback, prompts_of, rollout_program
+from .assembly.policies import check_policies, check_same_tokens, of_policy, resting, roles_of
+from .assembly.sampling import (
+    budget,
+    check_backend,
+    check_hints,
+    group_callback,
+    prompts_of,
+    rightness,
+    rollout_program,
+)
 from .assembly.workers import check_workers
 from .recipes import Updates, flat, read_recipe
 
@@ -208,6 +216,8 @@ def _update_lines(config: TrainConfig, main: Objective) -> Iterator[str]:
     )
     for sentence in inert(config):
         yield f"never acts         {sentence}"
+    for sentence in resting(config):
+        yield f"learning rate      {sentence}"
     for sentence in spared(config):
         yield f"old log-probs      {sentence}"
 
@@ -221,9 +231,21 @@ def _loop_lines(config: TrainConfig) -> Iterator[str]:
     corrected = f"; correction of the lag: {loop.correction}" if corrects(config) else ""
     first = "" if isinstance(loop.over_sampling, float) else " in the first step"
     yield f"loop               staleness {loop.staleness}, at most {held} open groups{first}{copied}{corrected}"
-    yield f"steps              {config.trainer.steps}, a checkpoint every {config.checkpoint.every}"
+    best = config.checkpoint.best
+    kept = (
+        "" if best is None else f", kept where {best.removeprefix('-')} is {'lowest' if best[0] == '-' else 'highest'}"
+    )
+    yield f"steps              {config.trainer.steps}, a checkpoint every {config.checkpoint.every}{kept}"
     every = f"before, every {config.evaluation.every} steps" if config.evaluation.every else "before"
-    yield f"evaluation         {config.evaluation.problems} held-out problems, {every} and after"
+    yield f"evaluation         {config.evaluation.problems} held-out problems, {every} and after{_right_by(config)}"
+
+
+def _right_by(config: TrainConfig) -> str:
+    """Return which parts of the reward tell whether an answer is right, if the reward has parts."""
+    of_files = [{}, *({"task": task} for part in config.reward.parts for task in part.tasks)]
+    entries = [{"task_index": i} for i in range(len(config.data.tasks))] or of_files
+    names = dict.fromkeys(filter(None, map(rightness(config), entries)))
+    return "; eval/accuracy is by " + " and ".join(f"'{name}'" for name in names) if names else ""
 
 
 def _shown(weight: Any) -> str:

@@ -28,7 +28,7 @@ from ..programs import PROGRAMS
 from ..rewards.code.verifier import CodeVerifier
 from ..rewards.group_judges import JUDGES
 from ..rewards.make import OWN
-from ..rewards.verifiers import BUILT_IN, task_verifier
+from ..rewards.verifiers import BUILT_IN, TaskVerifier
 from .recipes import Recipe, flat, read_recipe, recipe_names
 
 
@@ -64,7 +64,7 @@ KINDS = (
     Kind(
         "verifiers",
         ("reward.verifier", "reward.parts.verifier"),
-        {"task": task_verifier, **BUILT_IN, "code": CodeVerifier, **JUDGES, **OWN},
+        {"task": TaskVerifier, **BUILT_IN, "code": CodeVerifier, **JUDGES, **OWN},
         (),
     ),
 )  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -11,13 +12,13 @@ from ..prompts.group import Responses
 from ..prompts.prompts import Prompt, pictures_of
 from ..record.failures import unsampled
 from ..record.progress import Progress
-from ..rewards import Rewards
+from ..rewards import RewardResult, Rewards
 from ..rollout import SamplingParams
 from ..rollout.sampler import Job, Sampler
 from .judging import decode, item
 
 SOLVED = 1.0 - 1e-6
-"""Smallest reward that counts as a correct answer."""
+"""Smallest value that counts as a correct answer."""
 
 
 class Evaluation:
@@ -26,6 +27,8 @@ class Evaluation:
     Args:
         params: sampling parameters of the answers.
         every: steps between two evaluations; 0 evaluates only before and after the run.
+        rightness: returns for a problem's entry the part of the reward that tells whether an answer is right; None: the
+            reward does.
 
     Attributes:
         first, last: the first and the latest accuracy; None before there is one.
@@ -39,9 +42,11 @@ class Evaluation:
         sampler: Sampler,
         tokenizer: PreTrainedTokenizerBase,
         console: Progress,
+        rightness: Callable[[Mapping[str, Any]], str | None] = lambda entry: None,
     ) -> None:
         self.problems, self.params, self.every = problems, params, every
         self.sampler, self.tokenizer, self.console = sampler, tokenizer, console
+        self.rightness = rightness
         self.first: float | None = None
         self.last: float | None = None
 
@@ -69,7 +74,8 @@ class Evaluation:
             for leaf in response.judged
         ]
         results = rewards.score(items)
-        solved = [r.value is not None and r.value >= SOLVED for r in results]
+        parts = [self.rightness(asked.entry) for asked in items]
+        solved = [_value(r, part) >= SOLVED for r, part in zip(results, parts, strict=True)]
         accuracy = sum(solved) / len(self.problems)
         failed = [reason for tree in trees for reason in list(unsampled(tree).values())[:1]]
         failed += [r.reason for r in results if r.reason is not None]
@@ -78,11 +84,30 @@ class Evaluation:
         self.last = accuracy
         if self.first is None:
             self.first = accuracy
-        self.console.evaluation(step, accuracy, len(self.problems))
+        means = _means(results)
+        by = list(dict.fromkeys(part for part in parts if part is not None))
+        self.console.evaluation(step, accuracy, len(self.problems), by, means.get("eval/reward"))
         return {
             "eval/accuracy": accuracy,
+            **means,
             "eval/response_length": float(np.mean([tree.response_length.sum() for tree in trees])),
             "eval/failed": float(len(failed)),
             "eval/unparsed": float(sum(r.unparsed is not None for r in results)),
             "eval/skipped": float(sum(r.skipped is not None for r in results)),
         }
+
+
+def _value(result: RewardResult, part: str | None) -> float:
+    """Return the value of the part that judges rightness, or the reward; NaN if there is none."""
+    if part is not None:
+        return result.named.get(part, np.nan)
+    return np.nan if result.value is None else result.value
+
+
+def _means(results: Sequence[RewardResult]) -> dict[str, float]:
+    """Return the means of the rewards and of the named ones over the answers that have them."""
+    values: dict[str, list[float]] = {"eval/reward": [r.value for r in results if r.value is not None]}
+    for name in dict.fromkeys(name for r in results for name in r.named):
+        given = [r.named[name] for r in results if name in r.named]
+        values[f"eval/reward/{name}"] = [value for value in given if not np.isnan(value)]
+    return {name: float(np.mean(some)) for name, some in values.items() if some}

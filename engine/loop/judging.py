@@ -221,10 +221,10 @@ def item(prompt: Prompt, responses: Responses, leaf: int, text_of: Callable[[Arr
     Args:
         text_of: returns the text of token ids, for the texts of roles; None: the response has one role.
     """
-    tree = responses.tree
+    tree, roles = responses.tree, None
     given = tree.meta.get("given_rewards", {}).get(leaf)
-    roles = None
     if text_of is not None and "roles" in tree.meta:
         whole = Episodes(tree)
         roles = role_texts(whole.tree, int(whole.place[leaf]), text_of)
-    return RewardItem(responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, given, roles)
+    ended = bool(tree.status[leaf] == LeafStatus.STOP)
+    return RewardItem(responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, given, roles, ended=ended)

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..chat.marks import response_text
+from ..chat.reasoning import without_reasoning
 from ..data.characters import token_that_completes
 from ..data.columns import Array
 from ..data.policies import in_role, role_texts
+from ..data.segment import LeafStatus
 from ..data.tree import TokenTree
 from ..errors import UserError
 from .credit import EPS, Credit, centred
@@ -83,7 +85,8 @@ def step_verdicts(
 ) -> Array:  # [L]
     """RL Tango (arXiv 2505.15034; the form is inferred): the verdicts of one role on the steps of the other's response,
     1 or -1, their mean where several judge it, normalised over the steps of the group as in `process` and multiplied by
-    ``weight``, are added to `token_reward` at each step's last token; the response's reward stays.
+    ``weight``, are added to `token_reward` at each step's last token; the response's reward stays. Verdicts are in the
+    text after the reasoning; a text that was cut off has none.
 
     Args:
         of, by: the role whose steps are judged, and the one that judges.
@@ -111,7 +114,8 @@ def step_verdicts(
         mine = np.flatnonzero(marked[rows])
         ends = _step_ends(tree.token_id[rows[mine]], separator, decode)
         places.append(first[leaf] + mine[np.array(ends, np.int64)])
-        text = role_texts(tree, leaf, decode).get(by, "")
+        ended = tree.status[leaf] == LeafStatus.STOP
+        text = without_reasoning(role_texts(tree, leaf, decode).get(by, "")) if ended else ""
         verdicts = {int(n): 2.0 * (word.casefold() == says_right) - 1.0 for n, word in re.findall(pattern, text)}
         said.setdefault(int(response[leaf]), []).append(verdicts)
     values: dict[int, Array] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -30,6 +30,44 @@ def at_step(schedule: Schedule, step: int, metrics: Mapping[str, float] | None =
         if step <= end:
             return first + (last - first) * (step - begin) / (end - begin)
     return float(schedule[-1][1])
+
+
+class _NoMetrics(Mapping[str, float]):
+    """Stands for metrics that are not known; ``asked`` tells whether something was read."""
+
+    asked = False
+
+    def __getitem__(self, name: str) -> float:
+        self.asked = True
+        raise LookupError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        self.asked = True
+        return iter(())
+
+    def __len__(self) -> int:
+        self.asked = True
+        return 0
+
+
+def zero_steps(schedule: Schedule, steps: int) -> list[tuple[int, int]]:
+    """Return the first and the last step of each run of steps, of 1 to ``steps``, at which a schedule is 0.
+
+    Nothing is known of one that reads metrics or raises: it has none.
+    """
+    found: list[tuple[int, int]] = []
+    metrics = _NoMetrics()
+    for step in range(1, steps + 1):
+        try:
+            value = schedule(step, metrics) if callable(schedule) else at_step(schedule, step)
+        except Exception:
+            return []
+        if metrics.asked:
+            return []
+        if value == 0:
+            begin = found.pop()[0] if found and found[-1][1] == step - 1 else step
+            found.append((begin, step))
+    return found
 
 
 def cosine(step: int, metrics: Mapping[str, float], *, end: int, last: float = 0.0) -> float:

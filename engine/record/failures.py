@@ -19,13 +19,16 @@ from .progress import Progress
 
 
 def kind(reason: str) -> str:
-    """Return a failure's name in the metrics: ``timeout``, ``died``, ``not_finite``, ``no_score`` or ``raised``."""
+    """Return a failure's name in the metrics: ``timeout``, ``died``, ``not_finite``, ``no_score``, ``cut_off`` or
+    ``raised``."""
     if reason in ("timeout", "died"):
         return reason
     if "TimeoutError" in reason or "did not return within" in reason:  # from a tool, a judge or an environment
         return "timeout"
     if "the judge gave no score" in reason:
         return "no_score"
+    if "the judge's answer was cut off" in reason:
+        return "cut_off"
     return "not_finite" if "not finite" in reason else "raised"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 
@@ -18,8 +18,13 @@ class Progress(Protocol):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that a step has ended."""
 
-    def evaluation(self, step: int, accuracy: float, n: int) -> None:
-        """Show the share ``accuracy`` of the ``n`` held-out problems that were solved after ``step`` steps."""
+    def evaluation(self, step: int, accuracy: float, n: int, parts: Sequence[str], reward: float | None) -> None:
+        """Show the share ``accuracy`` of the ``n`` held-out problems that were solved after ``step`` steps.
+
+        Args:
+            parts: the parts of the reward that judged this; none: the reward did.
+            reward: the mean of the rewards; None if no answer has one.
+        """
 
     def note(self, text: str) -> None:
         """Show a sentence for the user."""

@@ -17,7 +17,9 @@ Imports nothing of rolltree, like `verifiers.py`.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from .loading import load_file
@@ -47,7 +49,7 @@ SAID = "|".join(
 _reasoning = load_file("rolltree_reasoning", Path(__file__).parents[1] / "chat" / "reasoning.py")
 without_reasoning: Callable[[str], str] = _reasoning.without_reasoning
 """Returns the text of a response after its reasoning."""
-_TAGGED = re.compile(r"<((?:final[_ -]?)?answer)>(.*?)</\1>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<(/?)((?:final[_ -]?)?answer)>", re.IGNORECASE)
 _DASH = r"^[ \t#*_>-]*(?:final[ \t]+)?answer[*_]*[ \t]+(?:[—–→]|->?|=>?)(?=\s)"
 _LINE = re.compile(rf"(?<![^\W_])(?<!<)(?:{WORDS})[*_\s]{{0,4}}[:：]|{_DASH}", re.IGNORECASE | re.MULTILINE)
 _HEADING = re.compile(
@@ -61,10 +63,20 @@ _VALUE = re.compile(r"[*_]*(?!\d+[.):]\s)(?:[-+−]?[$€£¥]?\s?[-+−]?\.?\d|
 _TOGETHER = re.compile(r"\s*\$?[\s,;]*(?:(?:and|or|und|oder|et|ou|y|o|和|或)\b|[,;、])?[\s,;]*\$?\s*", re.IGNORECASE)
 _ABBREVIATED = r"(?<!\b[MD]r)(?<!\b[MS]t)(?<!\bMrs)(?<!\bM[sx])(?<!\bNo)(?<!\bProf)"
 """Looks back for no abbreviation whose full stop ends no sentence."""
-_EMPHASIS = re.compile(r"(?<![\w*)}\]\\])(?<!\d\s)(\*{1,3}|__|`)(?=[^\s*])([^*\n]*?[^\s*])\1(?![\w*])")
+_EMPHASIS = re.compile(r"(?<![\w*)}\]\\])(?<!\d\s)(\*{1,3}|__|`)(?=[^\s*])([^*\n]{0,1000}?[^\s*])\1(?![\w*])")
 _PICTURES = re.compile("[\u2600-\u27bf\ufe0f\u200b-\u200d\u2060\ufeff\U0001f000-\U0001faff]")
 """Emoji, check marks and characters without width."""
 _OPEN = ("$$", "\\["), ("$$", "\\]")
+_BARE = re.compile(r"[^\s{}$a-zA-Z]|[a-zA-Z](?=[\s.,$]|$)")
+_SKIPPED = re.compile(r"[*_ \t]*\s*")
+_LINE_END = re.compile(r"</(?:final[_ -]?)?answer>|\n", re.IGNORECASE)
+_SPACE, _BLANKS = re.compile(r"\s*"), re.compile(r"[ \t]*")
+MOST = 32
+"""Marks of one kind that are read in a response; earlier ones are none of its answer."""
+LAYERS = 50
+"""Layers of emphasis and quotation marks that are taken off an answer."""
+APART = 100
+"""Characters between two boxes that may belong together."""
 
 
 def extract_answer(text: str) -> str | None:
@@ -73,22 +85,22 @@ def extract_answer(text: str) -> str | None:
 
 
 def candidates(text: str) -> Iterator[str]:
-    """Yield possible answers in ``text``, the most reliable first."""
+    """Yield possible answers in ``text``, the most reliable first: of each kind, the last `MOST` marks."""
     text = without_reasoning(text).replace("\r\n", "\n").replace("\r", "\n")
-    strong = [(match.start(), match[2]) for match in _TAGGED.finditer(text)]
-    strong += [(match.start(), _line_after(text, match.end())) for match in _LINE.finditer(text)]
-    strong += [(match.start(), _line_after(text, match.end())) for match in _HEADING.finditer(text)]
-    strong += _boxes(text)
-    weak = [(match.start(), _sentence_after(text, match.end())) for match in _SENTENCE.finditer(text)]
+    strong: list[tuple[int, Callable[[], str]]] = [*_tagged(text), *_boxes(text)]
+    strong += [(match.start(), partial(_line_after, text, match.end())) for match in _LINE.finditer(text)]
+    strong += [(match.start(), partial(_line_after, text, match.end())) for match in _HEADING.finditer(text)]
+    weak = [(match.start(), partial(_sentence_after, text, match.end())) for match in _SENTENCE.finditer(text)]
+    last_break = text.rfind("\n", 0, len(text.rstrip()))
     for match in _HASHES.finditer(text):
-        line = _line_after(text, match.end())
-        if not text[match.end() :].strip().partition("\n")[2].strip():
-            strong.append((match.start(), line))
-        elif _VALUE.match(text[match.end() :].lstrip(" \t")):
-            weak.append((match.start(), line))
+        line = match.start(), partial(_line_after, text, match.end())
+        if _SPACE.match(text, match.end()).end() > last_break:  # type: ignore[union-attr]  # it matches anywhere
+            strong.append(line)
+        elif _VALUE.match(text, _BLANKS.match(text, match.end()).end()):  # type: ignore[union-attr]
+            weak.append(line)
     for found in (strong, weak):
-        for _, answer in sorted(found, key=lambda mark: mark[0], reverse=True):
-            if (answer := answer.strip()).strip("*_ "):
+        for _, content in sorted(found, key=lambda mark: mark[0], reverse=True)[:MOST]:
+            if (answer := content().strip()).strip("*_ "):
                 yield answer
 
 
@@ -106,11 +118,10 @@ def last_line(text: str) -> str:
 
 def tidy(answer: str) -> str:
     r"""Return ``answer`` without emphasis and pictures, and ``$``, quotation marks and a full stop around it."""
-    previous, answer = None, _EMPHASIS.sub(r"\2", _PICTURES.sub("", answer))
-    while previous != answer:
+    answer = _EMPHASIS.sub(r"\2", _PICTURES.sub("", answer))
+    for _ in range(LAYERS):
         previous = answer
-        answer = answer.strip().strip("*_`").strip()
-        answer = re.sub(r"(?<!\\right)(?<!\\left)(?<!\\)[.,;:。，；]+$|\\\\$|(?<=\d)[.,][-–—]+$", "", answer)
+        answer = _without_stop(answer.strip().strip("*_`").strip())
         for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ('"', '"'), ("“", "”")):
             inside = answer[len(opening) : -len(closing)]
             around = (
@@ -118,7 +129,20 @@ def tidy(answer: str) -> str:
             )
             if around and not re.search(r"(?<!\\)" + re.escape(closing), inside):
                 answer = inside
+        if answer == previous:
+            break
     return answer
+
+
+def _without_stop(answer: str) -> str:
+    r"""Return ``answer`` without the punctuation, TeX's line break (``\\``) or dash of a price (``5,-``) at its end."""
+    body = answer.rstrip(".,;:。，；")
+    if stops := answer[len(body) :]:
+        return body + stops[:1] if body.endswith(("\\", "\\left", "\\right")) else body
+    if answer.endswith("\\\\"):
+        return answer[:-2]
+    price = answer.rstrip("-–—")
+    return price[:-1] if price != answer and re.search(r"\d[.,]$", price[-2:]) else answer
 
 
 def closing_brace(text: str, start: int) -> int:
@@ -132,34 +156,84 @@ def closing_brace(text: str, start: int) -> int:
     return -1
 
 
-def _boxes(text: str) -> list[tuple[int, str]]:
-    """Return position and content of each answer in boxes; adjacent boxes are one answer."""
-    found: list[tuple[int, int, str]] = []  # begin, end, content
+def _tagged(text: str) -> Iterator[tuple[int, Callable[[], str]]]:
+    """Yield position and content of each answer in tags; a tag that is not closed is none."""
+    closed: dict[str, list[re.Match[str]]] = {}
+    for tag in _TAG.finditer(text):
+        if tag[1]:
+            closed.setdefault(tag[2].casefold(), []).append(tag)
+    after = 0
+    for tag in _TAG.finditer(text):
+        closing = closed.get(tag[2].casefold(), [])
+        place = bisect_left(closing, tag.end(), key=lambda other: other.start())
+        if not tag[1] and tag.start() >= after and place < len(closing):
+            yield tag.start(), partial(_slice, text, tag.end(), closing[place].start())
+            after = closing[place].end()
+
+
+def _boxes(text: str) -> Iterator[tuple[int, Callable[[], str]]]:
+    """Yield position and content of each answer in boxes; adjacent boxes are one answer."""
+    closers, stops = _closing_braces(text), [match.start() for match in re.finditer(r"[\s$]|\Z", text)]
+    begins = [match.start() for match in _BOX.finditer(text)]
+    found: list[tuple[int, int, list[tuple[int, int]], bool]] = []  # begin, end, contents, a box within
     for match in _BOX.finditer(text):
-        if text[match.end() : match.end() + 1] == "{":
-            if (end := closing_brace(text, match.end() + 1)) < 0:
+        start = match.end()
+        if text[start : start + 1] == "{":
+            if (stop := closers.get(start, -1)) < 0:
                 continue
-            content, end = text[match.end() + 1 : end], end + 1
-        elif token := re.compile(r"[^\s{}$a-zA-Z][^\s$]*|[a-zA-Z](?=[\s.,$]|$)").match(text, match.end()):
-            content, end = token[0], token.end()
+            start, end = start + 1, stop + 1
+        elif token := _BARE.match(text, start):
+            stop = end = (
+                token.end() if token[0].isascii() and token[0].isalpha() else stops[bisect_left(stops, start + 1)]
+            )
         else:
             continue
-        if found and _TOGETHER.fullmatch(text, found[-1][1], match.start()):
-            begin, _, before = found.pop()
-            content = before if before.strip() == content.strip() else f"{before}, {content}"
-            found.append((begin, end, content))
+        place = bisect_left(begins, start)
+        nests = place < len(begins) and begins[place] < stop
+        together = found and 0 <= match.start() - found[-1][1] <= APART
+        if together and _TOGETHER.fullmatch(text, found[-1][1], match.start()):
+            begin, _, before, nested = found.pop()
+            found.append((begin, end, [*before, (start, stop)][-MOST:], nested or nests))
         else:
-            found.append((match.start(), end, content))
-    return [(begin, content) for begin, _, content in found if not _BOX.search(content)]
+            found.append((match.start(), end, [(start, stop)], nests))
+    for begin, _, contents, nests in found:
+        if not nests:
+            yield begin, partial(_joined, text, contents)
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """Return the place of the brace that closes each brace which is opened; escaped ones are none."""
+    found, opened = dict[int, int](), list[int]()
+    for match in re.finditer(r"(?<!\\)[{}]", text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif opened:
+            found[opened.pop()] = match.start()
+    return found
+
+
+def _slice(text: str, start: int, stop: int) -> str:
+    return text[start:stop]
+
+
+def _joined(text: str, contents: list[tuple[int, int]]) -> str:
+    """Return the contents of adjacent boxes as one answer."""
+    (start, stop), *others = contents
+    joined = text[start:stop]
+    for start, stop in others:
+        if joined.strip() != text[start:stop].strip():
+            joined = f"{joined}, {text[start:stop]}"
+    return joined
 
 
 def _line_after(text: str, start: int) -> str:
     """Return the rest of the line, or the next line that is not empty; a displayed formula is returned whole."""
-    rest = text[start:].lstrip("*_ \t").lstrip()
+    start = _SKIPPED.match(text, start).end()  # type: ignore[union-attr]  # it matches anywhere
     for opening, closing in zip(*_OPEN, strict=True):
-        if rest.startswith(opening) and (end := rest.find(closing, len(opening))) >= 0:
-            return rest[: end + len(closing)]
-    return re.split(r"</(?:final[_ -]?)?answer>|\n", rest, maxsplit=1, flags=re.IGNORECASE)[0]
+        if text.startswith(opening, start) and (end := text.find(closing, start + len(opening))) >= 0:
+            return text[start : end + len(closing)]
+    stop = _LINE_END.search(text, start)
+    return text[start:] if stop is None else text[start : stop.start()]
 
 
 def _sentence_after(text: str, start: int) -> str:

@@ -116,7 +116,9 @@ class AgainstOne(Pairwise):
     def __call__(self, texts: list[str], entry: dict[str, Any]) -> list[Any]:
         if len(texts) < 2:
             return [ALONE] * len(texts)
-        drawn = int.from_bytes(hashlib.blake2b("\0".join(texts).encode(), digest_size=8).digest()) % len(texts)
+        drawn = int.from_bytes(
+            hashlib.blake2b("\0".join(texts).encode(errors="surrogatepass"), digest_size=8).digest()
+        ) % len(texts)
         return [
             {"reward": None, "skipped": "reference"}
             if i == drawn

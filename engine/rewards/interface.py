@@ -28,6 +28,8 @@ class RewardItem:
     """The texts of the roles that wrote the response, by name; None where all of it is of one role."""
     judged: float | None = None
     """The value of the part that `Rewards.reads_part` names; None if it has none."""
+    ended: bool = True
+    """The response ended by itself: it was not cut off at a limit."""
     group: int | None = None
     """Number of the group that it belongs to, whose responses follow each other; None: it is alone."""
 

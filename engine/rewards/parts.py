@@ -38,6 +38,24 @@ def task_names(tasks: Sequence[TaskConfig]) -> TaskOf:
     return task_of
 
 
+def rightness_of(
+    parts: Sequence[RewardPartConfig], task_of: TaskOf, roles: Sequence[str] = ()
+) -> Callable[[Mapping[str, Any]], str | None]:
+    """Return a function of a problem's entry that returns the part which tells whether its responses are right.
+
+    That is the part that another one names in `when_right`, else the first, of those that judge the problem and read
+    the first role, which alone answers held-out problems. None: the reward itself tells it.
+    """
+
+    def rightness(entry: Mapping[str, Any]) -> str | None:
+        mine = [part for part in parts if part.judges(task_of(entry)) and part.role in (None, *roles[:1])]
+        names = [part.name for part in mine]
+        named = [part.when_right for part in mine if part.when_right in names]
+        return next(iter([*named, *names]), None)
+
+    return rightness
+
+
 class RewardParts(Rewards):
     """Judges each response by all parts that judge its task.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..chat.reasoning import without_reasoning
 from ..errors import UserError
 from .interface import RewardItem, RewardResult, Rewards
 from .remote import filled
@@ -41,7 +42,7 @@ class PolicyScorer(Rewards):
         measure: probability, logprob, product or gain.
         mark: text with which an answer begins in a response. If given, ``{response}`` stands for the response before
             its last mark, so that the reference answer replaces the response's own, as in both papers; a response
-            without it has the reward 0, or is skipped with the measure ``logprob``.
+            without it, or with it in its reasoning alone, has the reward 0, or is skipped with the measure ``logprob``.
 
     Raises:
         UserError: ``prompt`` has no ``{response}``, ``continuation`` or ``mark`` is empty, or ``measure`` is unknown.
@@ -85,7 +86,11 @@ class PolicyScorer(Rewards):
         if self._mark is None:
             return text
         before, mark, _ = text.rpartition(self._mark)
-        return before if mark else None
+        answer = without_reasoning(text)
+        follows = (
+            len(before + mark) >= text.rfind(answer) if answer.strip() else bool(without_reasoning(f"{before}{mark}."))
+        )
+        return before if mark and follows else None
 
     def _value(self, logprobs: Any) -> float | None:
         """Return the measure of the log-probs ``[tokens]`` of a continuation; None if it has no tokens."""

@@ -31,14 +31,16 @@ def reference_text(answer: Any) -> str:
         if not answer.strip():
             raise ValueError("the reference answer is empty")
         return answer.strip()
-    if isinstance(answer, bool | int):
+    if isinstance(answer, bool):
         return str(answer)
+    if isinstance(answer, int):
+        return digits(answer)
     if isinstance(answer, float | Decimal):
         if not math.isfinite(answer):
             raise ValueError(f"the reference answer is {answer}, not a number")
         exact = Fraction(answer)
         if exact.denominator == 1:
-            return str(exact.numerator)
+            return digits(exact.numerator)
         return format(Decimal(repr(answer)) if isinstance(answer, float) else answer.normalize(), "f")
     if isinstance(answer, Fraction):
         return str(answer)
@@ -52,3 +54,8 @@ def reference_text(answer: Any) -> str:
         names = ", ".join(sorted(map(str, answer))) or "nothing"
         raise ValueError(f"the reference answer is a dict of {names}, without 'ground_truth'")
     raise ValueError(f"the reference answer is of type {type(answer).__name__}, which is no text and no number")
+
+
+def digits(number: int) -> str:
+    """Return an integer as a text, of any length: `str` refuses more than 4,300 digits by default."""
+    return format(Decimal(number), "f")

@@ -18,9 +18,11 @@ from concurrent.futures import CancelledError
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..chat.reasoning import without_reasoning
 from ..errors import UserError
 from ..settings import RewardConfig
 from .interface import RewardItem, RewardResult, Rewards
+from .references import digits
 
 SCORE = r"(?i:score|rating)[*_`]*\s*(?:\([^)\n]*\)\s*)?(?:[:=：]|is\b)[*_`\s]*(-?\d+(?:\.\d+)?)"
 """Matches the word, an optional range in parentheses, a colon and the number, with or without Markdown's emphasis."""
@@ -120,7 +122,7 @@ class RemoteRewards(Rewards):
                     value = await self._ask(item)
             except (TimeoutError, openai.APITimeoutError):
                 return RewardResult(None, "timeout")
-            except (openai.OpenAIError, LookupError, TypeError, ValueError) as error:
+            except (openai.OpenAIError, AttributeError, LookupError, TypeError, ValueError) as error:
                 said = " ".join(str(error).split())[:200]
                 return RewardResult(None, f"{type(error).__name__}: {said}".rstrip("."))
         if not math.isfinite(value):
@@ -139,9 +141,9 @@ class RemoteRewards(Rewards):
 class Judge(RemoteRewards):
     """Asks a chat model to score a response.
 
-    The last match of ``pattern`` in its answer is the score, mapped from ``lowest`` ... ``highest`` to 0 ... 1. With
-    ``yes`` and ``no`` its first token decides instead: the reward is P(yes) / (P(yes) + P(no)), as with a generative
-    reward model.
+    The last match of ``pattern`` after the reasoning of its answer is the score, mapped from ``lowest`` ... ``highest``
+    to 0 ... 1; an answer that does not end by itself has none. With ``yes`` and ``no`` its first token decides instead:
+    the reward is P(yes) / (P(yes) + P(no)), as with a generative reward model.
 
     Args:
         prompt: the question; ``{problem}``, ``{response}`` and ``{answer}`` are replaced. The default is inferred.
@@ -195,12 +197,20 @@ class Judge(RemoteRewards):
         found = await self._client.chat.completions.create(
             model=self.model, messages=messages, max_tokens=self._max_tokens, temperature=self._temperature
         )
-        text = found.choices[0].message.content or ""
+        choice = found.choices[0]
+        if choice.finish_reason == "length":
+            raise ValueError(f"the judge's answer was cut off at max_tokens = {self._max_tokens}; raise it")
+        if choice.finish_reason != "stop":
+            raise ValueError(f"the judge gave no score: its answer ended with '{choice.finish_reason}'")
+        text = without_reasoning(choice.message.content or "")
         matches = list(self._pattern.finditer(text))
         if not matches:
             raise ValueError(f"the judge gave no score, but {text[-80:]!r}")
         lowest, highest = self._range
-        score = float(matches[-1][1])
+        try:
+            score = float(matches[-1][1])
+        except (TypeError, ValueError):
+            raise ValueError(f"the judge gave no score, but {matches[-1][1]!r}") from None
         if not lowest <= score <= highest:
             raise ValueError(f"the judge gave no score from {lowest:g} to {highest:g}, but {score:g}")
         return (score - lowest) / (highest - lowest)
@@ -214,7 +224,13 @@ class Judge(RemoteRewards):
             model=self.model, messages=messages, max_tokens=1, temperature=self._temperature,
             logprobs=True, top_logprobs=20,
         )  # fmt: skip
-        logprobs = found.choices[0].logprobs
+        choice = found.choices[0]  # it is cut off after its first token
+        if choice.finish_reason not in ("stop", "length"):
+            raise ValueError(f"the judge gave no score: its answer ended with '{choice.finish_reason}'")
+        text = choice.message.content or ""
+        if (text.strip() and not without_reasoning(text).strip()) or getattr(choice.message, "reasoning_content", None):
+            raise ValueError("the judge gave no score: its first token begins its reasoning; ask for a score instead")
+        logprobs = choice.logprobs
         first = logprobs.content[0].top_logprobs if logprobs is not None and logprobs.content else []
         yes, no = (
             sum(math.exp(t.logprob) for t in first if t.token.strip().casefold() == word.strip().casefold())
@@ -262,12 +278,17 @@ def past_proxies(base_url: str) -> dict[str, None]:
 
 
 def filled(template: str, item: RewardItem, **more: str) -> str:
-    """Return ``template`` with the fields of ``item`` and ``more`` filled in; other words in braces stay."""
+    """Return ``template`` with the fields of ``item`` and ``more`` filled in; other words in braces stay.
+
+    Halves of surrogate pairs, which no encoding has, become U+FFFD.
+    """
+    answer = item.entry.get("answer", "")
     values = {
         **more,
         "prompt": item.prompt,
         "problem": item.problem,
         "response": item.response_text,
-        "answer": str(item.entry.get("answer", "")),
+        "answer": digits(answer) if type(answer) is int else str(answer),
     }
-    return re.sub(rf"\{{({'|'.join(values)})\}}", lambda match: values[match[1]], template)
+    text = re.sub(rf"\{{({'|'.join(values)})\}}", lambda match: values[match[1]], template)
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from ..chat.reasoning import without_reasoning
 from ..errors import UserError
 from .interface import RewardItem, RewardResult, Rewards
 
@@ -12,7 +13,8 @@ from .interface import RewardItem, RewardResult, Rewards
 class Verdict(Rewards):
     """RL Tango (arXiv 2505.15034): 1 where the last verdict of the text agrees with the part ``of``, else 0.
 
-    A text without a verdict has the reward 0 and counts as unparsed.
+    The verdict is in the text after the reasoning. A text without one, or that was cut off, has the reward 0 and counts
+    as unparsed.
 
     Args:
         of: name of the part of `reward.parts` that judges what the verdict is about.
@@ -45,7 +47,9 @@ class Verdict(Rewards):
     def _judge(self, item: RewardItem) -> RewardResult:
         if item.judged is None:
             return RewardResult(None, f"the part '{self.reads_part}' has no value to compare the verdict with")
-        said = self._pattern.findall(item.response_text)
+        if not item.ended:
+            return RewardResult(0.0, None, unparsed="cut_off")
+        said = self._pattern.findall(without_reasoning(item.response_text))
         if not said:
             return RewardResult(0.0, None, unparsed="no_verdict")
         last = said[-1][0] if isinstance(said[-1], tuple) else said[-1]

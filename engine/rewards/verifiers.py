@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any
 
 from .answers import extract_answer, tidy
+from .bounded import Bounded
 from .group_judges import JUDGES, Pairwise
 from .loading import user_verifier
 from .math.mathematics import judge, parse, read_reference
@@ -55,11 +56,13 @@ def load_verifier(
     """
     if name == "task":
         _check_options(name, {}, options)
-        return task_verifier(tasks), ""
+        task = TaskVerifier(tasks)
+        return Bounded(task, task.score_own, timeout_s), ""
     if name in BUILT_IN:
         make = BUILT_IN[name]
         _check_options(name, inspect.signature(make).parameters, options)
-        return make(**options), ""
+        made = make(**options)
+        return Bounded(made, made.check, timeout_s), ""
     if name == "code":
         from .code.verifier import CodeVerifier  # imported here, since it needs a parser of Markdown
 
@@ -150,26 +153,30 @@ def _same_number(said: str, answer: Any) -> bool:
     return value is not None and value == number(reference_text(answer))
 
 
-BUILT_IN: dict[str, Callable[..., Verifier]] = {
+BUILT_IN: dict[str, Callable[..., MathVerifier | ExactVerifier | RegexVerifier]] = {
     "math": MathVerifier,
     "exact": ExactVerifier,
     "regex": RegexVerifier,
 }
 
 
-def task_verifier(tasks: list[tuple[str, dict[str, Any]]]) -> Verifier:
+class TaskVerifier:
     """Judges a response by the `reasoning_gym` task that generated its problem (`data.tasks`)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, which it imports
-        import reasoning_gym
 
-    datasets = [reasoning_gym.create_dataset(task, **options) for task, options in tasks]
+    def __init__(self, tasks: list[tuple[str, dict[str, Any]]]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, which it imports
+            import reasoning_gym
 
-    def verify(text: str, entry: dict[str, Any]) -> Any:
+        self._datasets = [reasoning_gym.create_dataset(task, **options) for task, options in tasks]
+
+    def __call__(self, text: str, entry: dict[str, Any]) -> Any:
         answer = extract_answer(text)
-        score = datasets[entry["task_index"]].score_answer
+        score = self._datasets[entry["task_index"]].score_answer
         if answer is None:
             return NO_ANSWER | {"reward": score(None, entry)}
         return max(score(form, entry) for form in dict.fromkeys((answer, tidy(answer))))  # **72** is 72
 
-    return verify
+    def score_own(self, entry: dict[str, Any]) -> None:
+        """Raise what the task raises for an entry whose own answer it cannot judge."""
+        self._datasets[entry["task_index"]].score_answer(entry["answer"], entry)

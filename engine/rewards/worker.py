@@ -40,6 +40,7 @@ LENGTH = struct.Struct("!Q")
 def main(fd: int) -> None:
     os.dup2(2, 1)  # a verifier's prints must not mix with the run's output
     sys.argv = sys.argv[:1]
+    sys.set_int_max_str_digits(0)  # problems and answers hold long numbers; the time limit bounds their reading
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: none
     high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(fd, min(limit % 1025, 1024) - 16))
     os.close(fd)

@@ -6,7 +6,7 @@ has the interpreter's libraries, read-only, and an empty /tmp in memory, new for
 the jail kills all other processes there. Otherwise it runs without namespaces: its children may not start processes,
 and Landlock restricts them to a temporary directory, in which they may not make directories. In both cases system
 calls are filtered and resources limited, and a child has no environment and no file descriptors except its input and
-output.
+output. Integers of programs have any number of digits as texts.
 
 When the socket is closed, for whatever reason, the jail and everything in it end.
 """
@@ -52,6 +52,7 @@ libc: Any = None
 
 def main(fd: int) -> None:
     global filters, libc
+    sys.set_int_max_str_digits(0)  # of programs too, whose time is limited
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "filters.py")
     spec = importlib.util.spec_from_file_location("rolltree_filters", path)
     assert spec is not None

@@ -8,6 +8,7 @@ itself behind.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -42,6 +43,8 @@ GAP_S = 600.0
 """Seconds after which requests fail whose predecessor has not come."""
 CONFIG = TrainerConfig(max_grad_norm=math.inf, max_bad_steps=2**31)
 """The configuration of a new optimiser; each step brings numbers of its own."""
+
+log = logging.getLogger("rolltree.tinker")
 
 Work = Callable[[], Awaitable[Reply]]
 
@@ -191,12 +194,14 @@ class Model:
 
     def writer(self, base: str, optimizer: bool) -> Callable[[Path], dict[str, Any]]:
         """Return a function that writes the adapter, and the optimiser's state if asked for, and returns what else
-        belongs to it. It is called before the model's next request, in any thread; this in the engine's.
+        belongs to it. With the optimiser are the fp32 weights of which an adapter of another type is a rounded copy.
+        It is called before the model's next request, in any thread; this in the engine's.
         """
         adapter = self._adapters.writer(self.adapter, self.lora, base)
         tensors, counters = self.trainer.state_dict()
-        moments = {name: tensor for name, tensor in tensors.items() if not name.startswith(WEIGHT)}
-        plain = {name.replace(f".{self.adapter}.", "."): t.detach().cpu().contiguous() for name, t in moments.items()}
+        copied = {f"{WEIGHT}{name}" for name in self.trainer.copied}
+        own = {name: tensor for name, tensor in tensors.items() if name in copied or not name.startswith(WEIGHT)}
+        plain = {name.replace(f".{self.adapter}.", "."): t.detach().cpu().contiguous() for name, t in own.items()}
 
         def write(directory: Path) -> dict[str, Any]:
             adapter(directory)
@@ -223,7 +228,10 @@ class Model:
             tensors = {name: t for name, t in self.trainer.state_dict()[0].items() if name.startswith(WEIGHT)}
             marked = f".{self.adapter}."
             names = {name.removeprefix(WEIGHT).replace(marked, "."): name.removeprefix(WEIGHT) for name in tensors}
-            for name, tensor in load_file(directory / OPTIMIZER).items():
+            saved = load_file(directory / OPTIMIZER)
+            if self.trainer.copied and not any(name.startswith(WEIGHT) for name in saved):
+                log.warning("%s has no fp32 weights; training goes on from its adapter, rounded.", directory)
+            for name, tensor in saved.items():
                 kind, _, parameter = name.partition(".")
                 tensors[f"{kind}.{names[parameter]}"] = tensor
             self.trainer.load_state_dict(tensors, dict(meta["counters"]))

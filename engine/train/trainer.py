@@ -263,6 +263,12 @@ class Trainer:
                 tensors[f"{key}.{name}"] = value
         return tensors, {"updates": self.updates, "bad_steps": self.bad_steps}
 
+    @property
+    def copied(self) -> set[str]:
+        """The names of the parameters whose fp32 weights are copies."""
+        pairs = zip(self._named, self._masters, strict=True)
+        return {name for (name, parameter), master in pairs if master is not parameter}
+
     def like(self, name: str) -> Tensor | None:
         """Return a tensor that is sharded as the one that `state_dict` names so; None: it is not sharded."""
         kind, _, parameter = name.partition(".")

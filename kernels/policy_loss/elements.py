@@ -232,12 +232,14 @@ def _kl(
     else:
         gap = x.ref_logprob - x.logprob
         estimate, derivative = kl(gap)
-        if straight_through:
-            derivative = -gap
         if kl_importance:
             r, dr = ratio(d)
             derivative = r * derivative + dr * estimate
             estimate = r * estimate
+            if straight_through:
+                derivative = r * -gap  # the KL's gradient by itself, so that r has none
+        elif straight_through:
+            derivative = -gap
         return estimate, derivative
 
 

@@ -64,7 +64,8 @@ class Objective:
         kl, kl_coef: estimator of KL(policy, reference) from sampled tokens, with x = ref - logprob: ``k1`` -x,
             ``abs`` |x|, ``k2`` x^2 / 2, ``k3`` e^x - x - 1, ``low_var`` k3 clamped to +-10. With ``+`` the value with
             the derivative of k2, whose expectation is the gradient of the KL.
-        kl_importance: the KL estimate is multiplied by the token's r (with its gradient), unbiased off policy.
+        kl_importance: the KL estimate is multiplied by the token's r, unbiased off policy. r has its gradient, except
+            with ``+``, where the estimate's derivative is that of the KL by itself.
         entropy_coef: the entropy times this is subtracted from the loss; needs ``entropy``.
         mismatch, mismatch_level, mismatch_low, mismatch_cap: the surrogate is multiplied by w = exp(old - behaviour)
             (old: see ``ratio_base``) without gradient: of the ``token``, of the ``sequence`` (product), or its

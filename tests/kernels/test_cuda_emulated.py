@@ -166,6 +166,13 @@ def test_clipped_loss(name: str) -> None:
     loss.test_compiled_equals_reference("cuda", name)
 
 
+@pytest.mark.check(but=1)
+@pytest.mark.parametrize("importance", [True, False])
+@pytest.mark.parametrize("estimator", loss.PENALTY)
+def test_kl_of_every_token_of_a_vocabulary(estimator: str, importance: bool) -> None:
+    loss.test_kl_of_every_token_of_a_vocabulary("cuda", estimator, importance, on_policy=False)
+
+
 @pytest.mark.check
 @pytest.mark.parametrize(
     ("case", "dtype"),

@@ -116,9 +116,48 @@ def test_kl_by_importance(backend: Backend, estimator: Any) -> None:
 
     def token_loss(b: dict[str, Tensor], lp: Tensor) -> Tensor:
         r = (lp - b["old"]).exp()
+        r = r.detach() if estimator.endswith("+") else r
         return TOKEN_LOSS["dapo"](b, lp) + 0.3 * r * PENALTY[estimator](lp, b["ref"])
 
     check(backend, objective, token_loss)
+
+
+@pytest.mark.check(but=11)
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("importance", [False, True])
+@pytest.mark.parametrize("estimator", PENALTY)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kl_of_every_token_of_a_vocabulary(backend: Backend, estimator: Any, importance: bool, on_policy: bool) -> None:
+    """With `+` the expected gradient is the KL's, off policy with importance; without `+`, r is differentiated too."""
+    exact = torch.float32 if backend in ("triton", "cuda") else torch.float64
+    g = torch.Generator().manual_seed(3)
+    logits, ref, shift = torch.randn(3, 7, generator=g, dtype=torch.float64).to(DEVICE)
+    ref = torch.log_softmax(ref, 0)
+    sampler = torch.log_softmax(logits if on_policy else logits + 0.4 * shift, 0)
+
+    def gradient_of(expected: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        x = logits.clone().requires_grad_()
+        value = expected(torch.log_softmax(x, 0))
+        return value.detach(), torch.autograd.grad(value, x)[0]
+
+    def term(lp: Tensor) -> Tensor:
+        none, weight = torch.zeros_like(lp, dtype=exact), sampler.exp().to(exact)
+        fields = PolicyFields(none, none, weight, ref_logprob=ref.to(exact), old_logprob=sampler.to(exact))
+        objective = Objective(kl=estimator, kl_coef=1.0, kl_importance=importance)
+        with use_backend(backend):
+            return policy_loss(lp.to(exact), fields, objective, normalizer=1.0).loss.double()
+
+    def wanted(lp: Tensor) -> Tensor:
+        penalty = PENALTY[estimator](lp, ref)
+        return (lp.exp() * penalty if importance else sampler.exp() * penalty).sum()
+
+    value, gradient = gradient_of(term)
+    want, by_definition = gradient_of(wanted)
+    if estimator.endswith("+") and (importance or on_policy):
+        by_definition = gradient_of(lambda lp: (lp.exp() * (lp - ref)).sum())[1]
+    close = {"rtol": 2e-5, "atol": 2e-5} if exact == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(value, want, **close)
+    torch.testing.assert_close(gradient, by_definition, **close)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -13,6 +13,7 @@ from ...learn.learner import Learner
 from ...learn.learning import LearningParts
 from ...learn.policies import Policies
 from ...methods.papers import OWN_SELECTION
+from ...methods.schedules import find_schedule, zero_steps
 from ...model.loading import load_tokenizer
 from ...parts.context import Context
 from ...programs import RolloutProgram
@@ -90,6 +91,31 @@ def of_policy(config: TrainConfig, name: str) -> TrainConfig:
             "algorithm": given.model_copy(update=algorithm),
         }
     )
+
+
+def resting(config: TrainConfig) -> list[str]:
+    """Return a sentence for each policy whose learning rate is 0 at steps of the run, as far as its schedule tells."""
+    steps, found = config.trainer.steps, []
+    for name in (None, *config.models):
+        own = config if name is None else of_policy(config, name)
+        trainer, inherits = own.trainer, name is None or config.models[name].lr_scale is None
+        key = "trainer.lr_scale" if inherits else f"models.{name}.lr_scale"
+        zero = zero_steps(find_schedule(key, trainer.lr_scale, trainer.lr_scale_options), steps)
+        if not zero:
+            continue
+        when = [_between(first, last, steps) for first, last in zero]
+        of = "" if name is None else f" of the policy '{name}'"
+        found.append(
+            f"The learning rate{of} is 0 {' and '.join(when)} ({key}), so nothing is learnt there; change the schedule "
+            "or trainer.steps."
+        )
+    return found
+
+
+def _between(first: int, last: int, steps: int) -> str:
+    if last == steps:
+        return f"from step {first} on"
+    return f"at step {first}" if first == last else f"at steps {first} to {last}"
 
 
 def check_policies(config: TrainConfig) -> None:

@@ -49,7 +49,7 @@ from .agents import check_agents
 from .checks import check_early_scores, check_learning, check_lengths, check_old_logprobs, check_ranks, kept_entries
 from .learning import learning_parts, rescores, stateful
 from .policies import Policy as FurtherPolicy
-from .policies import check_policies, further_policies, make_policies, roles_of
+from .policies import check_policies, further_policies, make_policies, resting, roles_of
 from .sampling import (
     budget,
     callback_rule,
@@ -63,6 +63,7 @@ from .sampling import (
     over_sampling,
     prompts_of,
     publication,
+    rightness,
     rollout_program,
     sampled_model,
     sampling_parts,
@@ -90,6 +91,8 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
     saved = checkpoint.load_latest(config.run_dir / "checkpoints", kept) if resume else None
     if not resume:
         directory.check_directory(config.run_dir)
+    for sentence in resting(config):
+        console.note(sentence)
     check_backend(config.rollout)
     with ExitStack() as started:
         workers = make_workers(config)  # before a model is made, which may take minutes
@@ -117,7 +120,13 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
             budget=budget(config),
             learner=learner,
             evaluation=Evaluation(
-                problems, greedy_params(config), config.evaluation.every, sampling.sampler, policy.tokenizer, console
+                problems,
+                greedy_params(config),
+                config.evaluation.every,
+                sampling.sampler,
+                policy.tokenizer,
+                console,
+                rightness(config),
             ),
             rewards=rewards,
             check_rewards=_reference_check(config, rewards, [*source.known, *problems]),

@@ -34,6 +34,7 @@ from ...prompts.demonstrations import Demonstrations
 from ...prompts.prompts import Prompt
 from ...prompts.sources import PromptSource
 from ...rewards import ProgramVerifier, Rewards, make_rewards
+from ...rewards.parts import rightness_of, task_names
 from ...rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, SamplingParams
 from ...rollout.equal_bits import check_sampler
 from ...rollout.local import LocalSampler
@@ -319,6 +320,12 @@ def greedy_params(config: TrainConfig) -> SamplingParams:
 
 def rollout_program(config: RolloutConfig) -> RolloutProgram:
     return make_program(config.program, **config.program_options)
+
+
+def rightness(config: TrainConfig) -> Callable[[Mapping[str, Any]], str | None]:
+    """Return a function of a problem's entry that returns the part of the reward which tells whether an answer is
+    right; None: the reward does."""
+    return rightness_of(config.reward.parts, task_names(config.data.tasks), rollout_program(config.rollout).roles)
 
 
 def make_run_rewards(

@@ -142,7 +142,7 @@ def result_of(stdout: str, mark: str) -> tuple[bool, Any]:
         return False, None
     try:
         return True, json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False, None
 
 
@@ -175,9 +175,11 @@ def _equal(found: Any, wanted: Any, tolerance: float) -> bool:
     if isinstance(found, bool) or isinstance(wanted, bool):
         return found is wanted
     if isinstance(found, int | float) and isinstance(wanted, int | float):
-        return found == wanted or (
-            isinstance(wanted, float) and abs(found - wanted) <= tolerance * max(1.0, abs(wanted))
-        )
+        try:
+            near = isinstance(wanted, float) and abs(found - wanted) <= tolerance * max(1.0, abs(wanted))
+        except OverflowError:  # an integer that no float holds
+            near = False
+        return found == wanted or near
     if isinstance(found, list) and isinstance(wanted, list):
         return len(found) == len(wanted) and all(_equal(a, b, tolerance) for a, b in zip(found, wanted, strict=True))
     if isinstance(found, dict) and isinstance(wanted, dict):

@@ -14,15 +14,16 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from ..answers import without_reasoning
+from ..bounded import BUDGET, of_response
 from ..loading import load_file
 from .harness import call_text, pytest_text, result_of, same_output, same_value, with_prelude
 from .tests import CallTest, PytestText, Script, StdinTest, Test, check_text, read_tests
 
-BUDGET = 0.8
-"""Share of a verdict's time limit that a response's code may use."""
 PYTHON = re.compile(r"(?:language-|lang-|jupyter-|\.)?(?:i|c)?py(?:thon)?[\d.]*")
 MARKDOWN = re.compile(r"markdown|md")
 NO_NAME = re.compile("")
+MOST_NESTED = 8
+"""Levels of Markdown in blocks of Markdown that are read for a program."""
 _INVISIBLE = re.compile(r"^[\ufeff\u200b\u00a0]+(?=[ \t]*(?:`{3}|~{3}))", re.MULTILINE)
 _OPENED_IN_LINE = re.compile(
     r"^(.*[^\s`~>])[ \t]*((?:`{3,}|~{3,})[ \t]*py(?:thon)?[\d.]*[ \t]*)$", re.MULTILINE | re.IGNORECASE
@@ -75,9 +76,9 @@ class CodeVerifier:
 
     def __call__(self, text: str, entry: dict[str, Any]) -> Any:
         tests = self._read(entry)
-        code = extract_code(text)
+        code, why = of_response(lambda: extract_code(text), self._budget_s)
         if code is None:
-            return {"reward": 0.0, "unparsed": "no_code"}
+            return {"reward": 0.0, "unparsed": why or "no_code"}
         deadline, passed = time.monotonic() + self._budget_s, 0
         for test in tests:
             left = min(self._test_s, deadline - time.monotonic())
@@ -86,7 +87,7 @@ class CodeVerifier:
             status, right = self._run(code, test, left)
             if status == "syntax":
                 return {"reward": 0.0, "unparsed": "syntax_error"}
-            if status == "died":
+            if status == "died" and self._sandbox.run("").status == "died":  # it is not the program that ended it
                 raise RuntimeError("the sandbox died")
             passed += right
             if self._all and not right:
@@ -144,8 +145,13 @@ def extract_code(text: str) -> str | None:
     such a block, the last that is closed and has no name, or a program in a block of Markdown. Fences are read by the
     rules of CommonMark, also within lists and quotations; if that finds no program, they are read again without regard
     to indentation, and then with fences that begin or end within a line. Of a response with reasoning in tags, the text
-    after it is read.
+    after it is read. Markdown in Markdown is read to `MOST_NESTED` levels.
     """
+    return _program(text, MOST_NESTED, set())
+
+
+def _program(text: str, levels: int, without: set[str]) -> str | None:
+    """Return the program of a text; ``without`` holds blocks of Markdown that were found to have none."""
     text = _INVISIBLE.sub("", without_reasoning(text).replace("\r\n", "\n").replace("\r", "\n"))
     in_lines = _CLOSED_IN_LINE.sub(r"\n\1", _OPENED_IN_LINE.sub(r"\1\n\2", text))
     for read, strict in ((text, True), (text, False), (in_lines, True)):
@@ -154,8 +160,11 @@ def extract_code(text: str) -> str | None:
             if found := [content for name, content in blocks if names.fullmatch(name)]:
                 return found[-1]
         for name, content in reversed(blocks):
-            if MARKDOWN.fullmatch(name) and (program := extract_code(content)) is not None:
+            if not levels or not MARKDOWN.fullmatch(name) or content in without:
+                continue
+            if (program := _program(content, levels - 1, without)) is not None:
                 return program
+            without.add(content)
     return None
 
 

@@ -26,6 +26,9 @@ CHOICES = re.compile(r"\(?[A-J]\)?(?:\s*(?:,|;|/|&|\band\b|,\s*and\b)\s*\(?[A-J]
 CHOICE_AND_TEXT = re.compile(r"(?:(?:option|choice)\s+)?(?:\(([A-J])\)|([A-J])[.):])\s+(?P<text>.+)", re.DOTALL)
 YES_OR_NO = {"yes", "no", "true", "false"}
 _BASE = re.compile(r"(?<=[\dA-F])_\s*(?:\{\s*(\d+)\s*\}|(\d+))")
+LONGEST, MOST_DIGITS = 4_000, 200_000
+"""Characters of an answer that are no digits, and characters of an answer; a longer one is read only if the reference
+is as long."""
 _DOTS = re.compile(r"\\(?:ldots|cdots|dots|dotsc|vdots)(?![a-zA-Z])|\.\.\.|…")
 
 
@@ -178,6 +181,8 @@ def judge(text: str, reference: Reference) -> float | None:
         return None  # a box that could not be read, or is not closed
     if reference.answer.words is not None and reference.choice is None:
         return 1.0 if not marked and plain_words(text) == reference.answer.words else None
+    if _too_long(line, reference):
+        return None
     try:
         found = read(line) if reference.choice is None else None
         if found is not None and (found.words is not None or not re.search(r"\d|\\", found.formula)):
@@ -194,6 +199,8 @@ def _compare(candidate: str, reference: Reference) -> bool | None:
     Raises:
         AmbiguousError: the candidate holds several answers.
     """
+    if _too_long(candidate, reference):
+        return None
     bare = tidy(_without_text(tidy(candidate)))
     if reference.choice is not None:
         if not CHOICE.fullmatch(reference.answer.words or "A") and plain_words(bare) == reference.answer.words:
@@ -215,6 +222,14 @@ def _compare(candidate: str, reference: Reference) -> bool | None:
     if not verdict and reference.is_single and (pointed := with_decimal_points(candidate)) != candidate:
         return _compare_values(pointed, reference)
     return verdict
+
+
+def _too_long(answer: str, reference: Reference) -> bool:
+    """Return True if reading an answer would take long, as the work grows with the square of its length."""
+    known = 2 * len(reference.answer.text)
+    if len(answer) > max(MOST_DIGITS, known):
+        return True
+    return len(answer) > LONGEST and len(re.sub(r"\d+", "", answer)) > max(LONGEST, known)
 
 
 def _compare_values(candidate: str, reference: Reference) -> bool | None:

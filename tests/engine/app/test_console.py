@@ -109,11 +109,13 @@ def test_missing_and_odd_metrics_never_break_a_line(terminal: bool, clock: Clock
 def test_evaluations_stand_out_and_compare_with_the_first() -> None:
     console, out = make(terminal=True)
     console.start(10)
-    console.evaluation(0, 0.3, 512)
-    console.evaluation(10, 0.62, 512)
+    console.evaluation(0, 0.3, 512, [], None)
+    console.evaluation(10, 0.62, 512, ["right", "tests"], 0.5)
     console.close()
-    assert "evaluation after step 0: 30.0 % of 512 held-out problems\n" in plain(out.getvalue()).replace("\r", "")
-    assert "62.0 % of 512 held-out problems (+32.0 points since the first)" in plain(out.getvalue())
+    text = " ".join(plain(out.getvalue()).split())
+    assert "evaluation after step 0: 30.0 % of 512 held-out problems are right evaluation" in text
+    assert "62.0 % of 512 held-out problems are right by 'right' and 'tests' (+32.0 points since the first)" in text
+    assert text.endswith(", mean reward 0.5")
     assert "\x1b[1;32m" in out.getvalue()
 
 

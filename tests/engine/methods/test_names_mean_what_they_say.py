@@ -11,6 +11,7 @@ import torch
 
 from rolltree.engine import UserError, load_config
 from rolltree.engine.app.assembly.learning import inert
+from rolltree.engine.app.assembly.policies import resting
 from rolltree.engine.app.dry_run import plan_lines
 
 from ...support.real_step import along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
@@ -474,6 +475,68 @@ def test_the_first_step_names_what_never_acts(toml, tmp_path):
     assert sum("never act" in note for note in steps.notes) == 1
     lines = list(plan_lines(load_config(toml, ["--algorithm.objective=cispo", f"--output_dir={tmp_path}/plan"])))
     assert sum(line.startswith("never acts ") for line in lines) == 1
+
+
+OWN_SCHEDULES = """
+def falls(step, metrics):
+    return max(0, 6 - step)
+
+def steered(step, metrics):
+    return metrics.get("x", 0.0)
+
+def raises(step, metrics):
+    return 1 / (step - 3)
+"""
+
+
+@pytest.mark.check(but=4)
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ("cosine, options {end=4}", "The learning rate is 0 from step 4 on (trainer.lr_scale)"),
+        ("cosine, options {end=8}", "The learning rate is 0 from step 8 on"),
+        ("cosine, options {end=9}", None),
+        ("cosine, options {end=4,last=0.1}", None),
+        ("[[0,1.0],[4,0.0]]", "is 0 from step 4 on"),
+        ("[[3,0.0],[5,1.0]]", "is 0 at steps 1 to 3"),
+        ("[[0,1.0],[2,0.0],[3,1.0],[5,1.0],[6,0.0]]", "is 0 at step 2 and from step 6 on"),
+        ("0.5", None),
+        ("0.0", "is 0 from step 1 on"),
+        ("own.py:falls", "is 0 from step 6 on"),
+        ("own.py:steered", None),
+        ("own.py:raises", None),
+        ("steer, options {metric='actor/entropy',target=1.0,own='schedule/lr_scale',initial=0.0}", None),
+    ],
+)
+def test_steps_whose_learning_rate_is_0_are_named(toml, tmp_path, schedule, said):
+    (tmp_path / "own.py").write_text(OWN_SCHEDULES)
+    name, _, options = schedule.replace("own.py", f"{tmp_path}/own.py").partition(", options ")
+    given = [f"--trainer.lr_scale={name}", *([f"--trainer.lr_scale_options={options}"] if options else [])]
+    config = load_config(toml, [*given, "--trainer.steps=8"])
+    found = resting(config)
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+
+
+def test_each_policy_has_its_own_learning_rate(toml):
+    policies = "--models={judge={roles=['b'],lr_scale=[[0,1.0],[2,0.0]]},other={roles=['c']}}"
+    config = load_config(toml, [policies, "--trainer.lr_scale=[[0,1.0],[3,0.0]]", "--trainer.steps=4"])
+    assert [sentence.partition(", so")[0] for sentence in resting(config)] == [
+        "The learning rate is 0 from step 3 on (trainer.lr_scale)",
+        "The learning rate of the policy 'judge' is 0 from step 2 on (models.judge.lr_scale)",
+        "The learning rate of the policy 'other' is 0 from step 3 on (trainer.lr_scale)",
+    ]
+
+
+def test_the_plan_and_the_run_say_when_nothing_is_learnt(toml, tmp_path):
+    options = ["--trainer.lr_scale=[[0,1.0],[2,0.0]]", "--trainer.steps=2"]
+    steps = take_steps(toml, tmp_path, *options)
+    assert sum("learning rate is 0 from step 2 on" in note for note in steps.notes) == 1
+    lines = list(plan_lines(load_config(toml, [*options, f"--output_dir={tmp_path}/plan"])))
+    assert [line for line in lines if line.startswith("learning rate ")] == [
+        "learning rate      The learning rate is 0 from step 2 on (trainer.lr_scale), so nothing is learnt there; "
+        "change the schedule or trainer.steps."
+    ]
 
 
 def test_responses_that_are_added_end_as_sampled_ones_do(toml, tmp_path):

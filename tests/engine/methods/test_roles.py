@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rolltree.engine import UserError, load_config
 from rolltree.engine.data.segment import LeafStatus, Origin, Segment
 from rolltree.engine.data.tree import TokenTree
+from rolltree.engine.methods import roles
 from rolltree.engine.methods.roles import by_role, learnability, step_verdicts
 from rolltree.engine.parts.context import Context
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
@@ -30,8 +31,10 @@ from ..loop.test_policies_run import STOPS, Two, gradient_of, off_by, take, writ
 class Letters:
     """A tokenizer whose tokens are characters."""
 
-    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
-        return "".join(map(chr, ids))
+
+@pytest.fixture(autouse=True)
+def letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "response_text", lambda tokenizer, ids: "".join(map(chr, ids)))
 
 
 def spoken(*turns: tuple[str, Sequence[str]]) -> TokenTree:
@@ -161,6 +164,23 @@ def test_a_problem_is_worth_what_its_answers_leave_to_learn() -> None:
         learnability(tree, of="generator", by="verifier", solved="right")
 
 
+def test_step_verdicts_are_not_of_reasoning_nor_of_a_text_that_was_cut_off() -> None:
+    def token_rewards(tree: TokenTree) -> list[float]:
+        tree.rewards = {"reward": np.zeros(tree.num_leaves, np.float32)}
+        step_verdicts(tree, tokenizer=Letters())
+        return np.nan_to_num(tree.token_reward).tolist()
+
+    said = [["Step 1: correct"], ["Step 1: incorrect"], ["Step 1: incorrect"]]
+    thought = [["<think>Step 1: incorrect</think>Step 1: correct"], *said[1:-1], ["<think>Step 1: correct"]]
+    plain = spoken(("a", said[0]), ("b", said[1]), ("c", ["none"]))
+    cut = spoken(("a", said[0]), ("b", said[1]), ("c", said[2]))
+    cut.status[2] = LeafStatus.LENGTH
+    wanted = [value for value in token_rewards(plain) if value]
+    assert wanted == pytest.approx(normal([1, -1]))
+    assert [value for value in token_rewards(cut) if value] == wanted
+    assert [value for value in token_rewards(spoken(*zip("abc", thought, strict=True))) if value] == wanted
+
+
 def test_equal_verdicts_teach_nothing_and_roles_are_needed() -> None:
     tree = spoken(("ab", ["Step 1: correct"]), ("c", ["Step 1: correct"]))
     tree.rewards = {"reward": np.zeros(2, np.float32)}
@@ -202,6 +222,9 @@ def of_roles(outcome: Fixed, **options: Any) -> RewardParts:
         ("Verdict: incorrect", 0.9, 1.0),
         ("Verdict: correct, no. Verdict: incorrect", 1.0, 0.0),
         ("I do not know", 1.0, 0.0),
+        ("<think>Verdict: correct</think>Verdict: incorrect", 0.0, 1.0),
+        ("<think>Verdict: correct, or not", 1.0, 0.0),
+        ("<think>Verdict: correct</think>I do not know", 1.0, 0.0),
     ],
 )
 def test_a_verdict_is_right_where_it_agrees_with_the_outcome(said: str, value: float, verdict: float) -> None:
@@ -211,6 +234,9 @@ def test_a_verdict_is_right_where_it_agrees_with_the_outcome(said: str, value: f
     assert found.named == {"verdict": verdict, "outcome": value}
     assert found.value == pytest.approx(value + 0.5 * verdict)
     assert found.unparsed == ("no_verdict" if "not" in said else None)
+    item = RewardItem("42?" + said, {}, roles={"generator": "42", "verifier": said}, ended=False)
+    (cut,) = of_roles(outcome).score([item])
+    assert (cut.named["verdict"], cut.unparsed) == (0.0, "cut_off")
 
 
 def test_responses_without_a_verdict_or_an_outcome() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 import threading
@@ -26,6 +27,7 @@ from rolltree.engine.app.server import make_app
 from rolltree.engine.errors import UserError
 from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.model.loading import load_model
+from rolltree.engine.record.failures import kind
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards, make_rewards
 from rolltree.engine.rewards.judge import ProgramVerifier
 from rolltree.engine.rewards.policy import PolicyScorer
@@ -79,6 +81,9 @@ class Moody:
         content = next((said[word] for word in said if word in text), "Score: 5")
         message = {"role": "assistant", "content": content}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
+        if text.startswith("{"):
+            told = json.loads(text)
+            choice |= {"finish_reason": told.pop("end", "stop"), "message": message | told}
         return {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
 
     async def classify(self, request: Request) -> Any:
@@ -118,6 +123,34 @@ def test_a_judges_score_is_the_reward_and_its_failures_are_told_apart(moody: tup
     assert server.bodies[0]["messages"][0] == {"role": "system", "content": "Be strict."}
     with pytest.raises(ValueError, match="closed"):
         rewards.score(items("good"))
+
+
+@pytest.mark.check(but=5)
+@pytest.mark.parametrize(
+    ("answer", "value", "why"),
+    [
+        ({"content": "<think>A first score: 2.</think>Score: 9"}, 0.9, None),
+        ({"content": "Score: 2?</think>Score: 9"}, 0.9, None),
+        ({"content": "Score: 7", "reasoning_content": "Score: 3"}, 0.7, None),
+        ({"content": "<|channel|>analysis<|message|>Score: 2<|end|><|channel|>final<|message|>Score: 9"}, 0.9, None),
+        ({"content": "<think>Score: 3, or"}, None, "no_score"),
+        ({"content": "<think>Perhaps Score: 3.</think>I cannot judge this."}, None, "no_score"),
+        ({"content": "<|channel|>analysis<|message|>Score: 2"}, None, "no_score"),
+        ({"content": "[THINK]Score: 3[/THINK]"}, None, "no_score"),
+        ({"content": "Right.\nScore: 1", "end": "length"}, None, "cut_off"),
+        ({"content": None, "end": "length", "reasoning_content": "Score: 3"}, None, "cut_off"),
+        ({"content": "Score: 5 so far", "end": "content_filter"}, None, "no_score"),
+        ({"content": "Score: 5", "end": "tool_calls"}, None, "no_score"),
+        ({"content": None}, None, "no_score"),
+    ],
+)  # fmt: skip
+def test_a_verdict_is_what_a_judge_decided(
+    moody: tuple[Moody, str], answer: dict[str, Any], value: float | None, why: str | None
+) -> None:
+    with judge(f"{moody[1]}/v1", prompt="{response}") as rewards:
+        (found,) = rewards.score(items(json.dumps(answer)))
+    assert found.value == value
+    assert (found.reason and kind(found.reason)) == why
 
 
 @pytest.mark.check(but=4)
@@ -230,7 +263,7 @@ def test_the_projects_own_server_judges() -> None:
             (share,) = rewards.score(items("four"))
         with judge(f"{url}/v1", model="tiny", prompt="{response}?", yes="never", no="ever") as rewards:
             (neither,) = rewards.score(items("four"))
-    assert "the judge gave no score" in str(found.reason)
+    assert found.reason == "ValueError: the judge's answer was cut off at max_tokens = 4; raise it"
     assert share.value == pytest.approx(p / (p + q), rel=1e-4)
     assert "the judge gave no score: neither of" in str(neither.reason)
 
@@ -258,6 +291,32 @@ def test_options_of_a_judge_are_checked(options: dict[str, Any], needle: str) ->
 def test_templates_are_filled_and_nothing_in_a_response_is() -> None:
     item = RewardItem("{answer} {x}", {"answer": "4"}, problem="p", prompt="q")
     assert filled("{problem} {prompt} {response} {answer} {y}", item) == "p q {answer} {x} 4 {y}"
+    assert filled("{response}", RewardItem("a\ud800b", {})) == "a\ufffdb"  # half a character, which JSON cannot send
+    assert len(filled("{answer}", RewardItem("", {"answer": 10**5000}))) == 5001
+
+
+@pytest.mark.parametrize(
+    ("text", "before"),
+    [
+        ("It is: 4", "It is"),
+        ("<think>a: 3</think>It is: 4", "<think>a: 3</think>It is"),
+        ("a: 3</think>It is: 4", "a: 3</think>It is"),
+        ("<think>a: 3</think>It is 4", None),
+        ("<think>a: 3", None),
+        ("<think>a:", None),
+        ("It is 4", None),
+    ],
+)
+def test_a_mark_in_the_reasoning_is_none(text: str, before: str | None) -> None:
+    asked = list[str]()
+
+    def score(prompts: list[str], continuations: list[str]) -> list[Any]:
+        asked.extend(prompts)
+        return [np.array([0.0], np.float32)] * len(prompts)
+
+    (found,) = PolicyScorer(score, prompt="{response}", mark=":").score(items(text))
+    assert asked == ([] if before is None else [before])
+    assert found == (RewardResult(0.0, None, unparsed="no_mark") if before is None else RewardResult(1.0, None))
 
 
 # -- the policy --------------------------------------------------------------------------------------------------------

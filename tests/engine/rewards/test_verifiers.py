@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from rolltree.engine.data.segment import LeafStatus
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.rewards import RewardItem, RewardPool, RewardResult
+from rolltree.engine.rewards.bounded import Bounded
 from rolltree.engine.rewards.code.verifier import extract_code
 from rolltree.engine.rewards.verdicts import put_rewards
 from rolltree.engine.settings import RewardConfig, TaskConfig
@@ -255,3 +259,30 @@ def test_what_is_left_out_has_no_reward_whatever_becomes_of_failures() -> None:
     put_rewards(tree, verdicts, str)
     assert np.array_equal(tree.rewards["reward"], [1.0, np.nan, np.nan], equal_nan=True)
     assert [LeafStatus(s) for s in tree.status] == [LeafStatus.STOP, LeafStatus.STOP, LeafStatus.FAILED]
+
+
+def test_markdown_in_markdown_is_read_to_its_program() -> None:
+    inner, none = "```python\na\n```", "```bash\nls\n```"
+    for width in range(4, 8):
+        inner, none = (f"{'`' * width}md\n{text}\n{'`' * width}" for text in (inner, none))
+    assert extract_code(inner) == "a\n"
+    assert extract_code(none) is None
+    for width in range(8, 60):  # each level was read three times in each reading of the one around it
+        none = f"{'`' * width}md\n{none}\n{'`' * width}"
+    assert extract_code(none) is None
+
+
+def test_one_response_fails_no_verifier_and_an_entry_does() -> None:
+    def verify(text: str, entry: dict[str, Any]) -> float:
+        if text == "loop":
+            while True:
+                with contextlib.suppress(Exception):
+                    time.sleep(0)
+        return float(text) / entry["answer"]
+
+    bounded = Bounded(verify, lambda entry: 1 / entry["answer"], 0.3)
+    assert bounded("4", {"answer": 4}) == 1.0
+    assert bounded("four", {"answer": 4}) == {"reward": 0.0, "unparsed": "unreadable"}
+    assert bounded("loop", {"answer": 4}) == {"reward": 0.0, "unparsed": "too_slow"}
+    with pytest.raises(ZeroDivisionError):
+        bounded("4", {"answer": 0})

@@ -18,11 +18,13 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rolltree.engine.app.cli import main
+from rolltree.engine.rollout import EngineConfig, NativeEngine
 
 from ...support.forks import forked
-from ...support.serving import make_engine, save
+from ...support.serving import make_engine, model, save, tokenizer
 from .served import client, close_clients, example, serving, tinker, tokens, types
 
 from rolltree.engine.tinker.faults import FaultError  # isort: skip
@@ -32,6 +34,7 @@ from tinker.lib.retryable_exception import RetryableException  # isort: skip
 IDS = [10, 200, 31, 42, 53, 64, 75, 86, 97, 108]
 RUN = f"{'0' * 32}:train:0"
 ADAM = types.AdamParams(learning_rate=1e-2)
+SMALL = types.AdamParams(learning_rate=1e-3)
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------
@@ -238,6 +241,57 @@ def test_a_killed_server_comes_back_with_what_was_saved(directory: Path, tmp_pat
             one.forward([example(IDS, 5)], "cross_entropy").result().metrics["loss:sum"] for one in (again, judge)
         ]
         assert scored[0] == scored[1]
+
+
+@pytest.mark.filterwarnings("ignore:DEPRECATED")
+@pytest.mark.check
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_resumed_model_is_the_one_that_was_not_stopped(tmp_path: Path, dtype: torch.dtype) -> None:
+    """In the same server, in a model that trained something else, and after a restart: to the bit, in bf16 too."""
+
+    def engine() -> NativeEngine:
+        return NativeEngine(model().to(dtype), tokenizer(), EngineConfig(page_size=4, kv_tokens=4096))
+
+    def train(trained: tinker.TrainingClient, steps: int = 1) -> list[float]:
+        for _ in range(steps):
+            trained.forward_backward([example(IDS, 5)], "cross_entropy").result()
+            trained.optim_step(SMALL).result()
+        (found,) = trained.forward([example(IDS, 5)], "cross_entropy").result().loss_fn_outputs
+        return list(found["logprobs"].data)
+
+    with serving(tmp_path, engine()) as url:
+        service = client(url)
+        live = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+        train(live, 3)
+        path = live.save_state("one").result().path
+        other = service.create_lora_training_client("tiny", rank=4, seed=2).result()
+        train(other)
+        other.load_state_with_optimizer(path).result()
+        again = service.create_training_client_from_state_with_optimizer(path).result()
+        onward = train(live, 8)
+        assert train(again, 8) == onward
+        assert train(other, 8) == onward
+    with serving(tmp_path, engine()) as url:
+        assert train(client(url).create_training_client_from_state_with_optimizer(path).result(), 8) == onward
+
+
+@pytest.mark.check
+@pytest.mark.filterwarnings("ignore:DEPRECATED")
+def test_an_older_state_in_bf16_is_read_rounded_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = NativeEngine(model().to(torch.bfloat16), tokenizer(), EngineConfig(page_size=4, kv_tokens=4096))
+    with serving(tmp_path, engine) as url:
+        trained = client(url).create_lora_training_client("tiny", rank=4, seed=1).result()
+        trained.forward_backward([example(IDS, 5)], "cross_entropy").result()
+        trained.optim_step(SMALL).result()
+        path = trained.save_state("one").result().path
+        (file,) = tmp_path.rglob("optimizer.safetensors")
+        saved = load_file(file)
+        assert any(name.startswith("weight.") for name in saved)
+        save_file({name: t for name, t in saved.items() if not name.startswith("weight.")}, file)
+        before = trained.forward([example(IDS, 5)], "cross_entropy").result().metrics
+        trained.load_state_with_optimizer(path).result()
+        assert trained.forward([example(IDS, 5)], "cross_entropy").result().metrics == before
+    assert "has no fp32 weights" in caplog.text
 
 
 @pytest.mark.slow
