@@ -72,7 +72,7 @@ def accelerate(
         for model in models:
             fused.install(model)
     engine = Rollouts(with_logprobs=isinstance(trainer, GRPOTrainer)) if rollouts and of_groups else None
-    parts = Parts(head, tree, engine, models, recurrent)
+    parts = Parts(head, tree, engine, models, recurrent, models[0].config._attn_implementation)
     if not of_groups:
         checks.log.info("%s has no groups and samples nothing: it gets head and layers.", type(trainer).__name__)
         trainer.rolltree = parts

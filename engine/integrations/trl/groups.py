@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -115,12 +116,11 @@ class GroupTrainer:
         positions = getattr(base_model(self.model).config.get_text_config(), "max_position_embeddings", None)
         beyond = positions is not None and longest > positions
         if beyond:
-            parts.leave(
-                COMPLETIONS, f"prompts and completions take up to {longest} of the model's {positions} positions"
-            )
+            parts.leave(COMPLETIONS, f"a prompt with its completion may exceed the model's {positions} positions")
         if engine is None or params is None or beyond:
             theirs: Any = super()
-            sampled = theirs._generate_single_turn(prompt_ids, images, multimodal_fields, *more, **others)
+            with parts.own_attention() if self.use_transformers_continuous_batching else nullcontext():
+                sampled = theirs._generate_single_turn(prompt_ids, images, multimodal_fields, *more, **others)
             if beyond and engine is not None and engine.with_logprobs and self.tools:  # earlier turns may have theirs
                 return sampled[0], [[math.nan] * len(ids) for ids in sampled[0]]
             return sampled

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +34,7 @@ class Parts:
     engine: Rollouts | None
     models: list[PreTrainedModel]  # those that were prepared
     recurrent: bool = False  # the models have recurrent layers
+    attention: str = ""  # of the models before `accelerate`
     objective: Objective | None = None  # of the last loss; None: the loss is TRL's code
     rollouts: Rollouts | None = None  # of the last completions; None: they are TRL's
     grouped: bool = False  # the buffered micro-batches are in groups
@@ -95,6 +98,17 @@ class Parts:
             self.stays(trainer, ORDER)
         if self.sampling(trainer) is not None and self.engine is not None and self.engine.with_logprobs:
             self.stays(trainer, BEHAVIOUR)
+
+    @contextmanager
+    def own_attention(self) -> Iterator[None]:
+        """Give the trained model the attention that it had before `accelerate`."""
+        model = self.models[0]
+        now = model.config._attn_implementation
+        model.set_attn_implementation(self.attention)
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(now)
 
     def batch(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, completion: int, fields: dict[str, Any]

@@ -5,15 +5,17 @@ Each change has TRL's result, or a warning that says what is not.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback, set_seed
+from transformers import TrainerCallback, TrainingArguments, set_seed
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -25,7 +27,9 @@ from trl import (
     SFTTrainer,
 )
 
+from rolltree.engine.integrations.trl import parts as parts_of_trl
 from rolltree.engine.integrations.trl.groups import GroupTrainer
+from rolltree.engine.integrations.trl.objective import objective
 from rolltree.engine.integrations.trl.replaced import PARTS
 
 from .test_trl_others import ONES, TEXTS
@@ -76,18 +80,30 @@ def result(make: Callable[[], Any], change: Callable[[Any], object], when: str, 
     return train(trainer, parts)
 
 
-def test_every_replaced_method_is_in_the_table() -> None:
+UNTOUCHED = {
+    "__init__", "_calculate_rewards", "_get_eval_sampler", "_get_tool_suffix_ids", "_get_train_sampler",
+    "_load_optimizer_and_scheduler", "_log_completion_extra", "_log_metric", "_save_checkpoint",
+    "_set_signature_columns_if_needed", "_tokenize_prompts", "get_eval_dataloader", "get_high_entropy_mask",
+    "get_train_dataloader", "log", "prediction_step", "training_step",
+}  # fmt: skip
+"""Methods of TRL's trainers that no part of rolltree replaces or relies on; the high-entropy mask is TRL's loss."""
+
+
+@pytest.mark.parametrize("cls", [GRPOTrainer, RLOOTrainer])
+def test_the_table_has_every_method_of_trls_class(cls: type) -> None:
     listed = {name for part in PARTS for name in part.methods}
     ours = {name for name, value in vars(GroupTrainer).items() if inspect.isfunction(value)}
+    theirs = {name for name, value in vars(cls).items() if inspect.isroutine(value) or isinstance(value, staticmethod)}
     assert ours <= listed
-    for name in listed:
-        assert name in vars(GRPOTrainer), name
+    assert not listed & UNTOUCHED
+    assert theirs <= listed | UNTOUCHED
+    if cls is GRPOTrainer:
+        assert theirs == listed | UNTOUCHED
     for name in ours:
-        for cls in (GRPOTrainer, RLOOTrainer):
-            takes, given = (inspect.signature(getattr(c, name)).parameters for c in (GroupTrainer, cls))
-            assert list(takes)[: len(given)] == list(given)[: len(takes)] or "images" in takes, (name, cls)
-    for cls in (DPOTrainer, SFTTrainer):
-        assert not isinstance(cls, GroupTrainer)
+        takes, given = (inspect.signature(getattr(owner, name)).parameters for owner in (GroupTrainer, cls))
+        named = [p.name for p in takes.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        assert named == list(given)[: len(named)], name
+        assert len(named) == len(given) or len(named) < len(takes), name
 
 
 SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[Any, int], object]]] = {
@@ -132,13 +148,14 @@ def doubling(method: Any) -> Any:
 
 
 def short(method: Any) -> Any:
-    """Return a version of `_generate_single_turn` that cuts completions to three tokens."""
+    """Return a version of `_generate_single_turn` or `_generate` that cuts completions to three tokens."""
 
     def cut(*args: Any, **kwargs: Any) -> Any:
         sampled = method(*args, **kwargs)
-        if isinstance(sampled, tuple):
-            return [ids[:3] for ids in sampled[0]], sampled[1]
-        return [ids[:3] for ids in sampled]
+        if isinstance(sampled, list):
+            return [ids[:3] for ids in sampled]
+        place = 0 if len(sampled) == 2 else 1
+        return *sampled[:place], [ids[:3] for ids in sampled[place]], *sampled[place + 1 :]
 
     return cut
 
@@ -194,4 +211,108 @@ def test_methods(path: str, cls: type, name: str, way: str, monkeypatch: pytest.
     when = "later" if way == "instance, later" else "before"
     for given in (None, parts):
         done.append(result(lambda: make(path, own, cls, **NEEDED.get(name, {})), patch, when, given))
-    assert_same(*done, tolerance=1e-4)
+    assert_same(*done, tolerance=1e-4, moves=change is doubling)  # equal completions cancel
+
+
+VALUES: dict[str, Any] = {
+    "loss_type": "bnpo", "importance_sampling_level": "sequence", "scale_rewards": "batch", "delta": 1.5,
+    "off_policy_mask_threshold": 0.01, "epsilon": 0.01, "epsilon_low": 0.01, "epsilon_high": 0.03, "beta": 0.5,
+    "top_entropy_quantile": 0.5, "pad_to_multiple_of": 8, "multi_objective_aggregation": "normalize_then_sum",
+    "eos_token_ids": [1, 7], "max_completion_length": 5, "num_generations": 2, "num_iterations": 1, "min_p": 0.3,
+    "ld_alpha": 0.5, "label_smoothing": 0.1, "loss_weights": [0.5], "f_divergence_type": "js_divergence",
+    "gradient_accumulation_steps": 2, "reward_clip_range": (0.0, 5.0),
+}  # fmt: skip
+"""Other values than the defaults for options that are names, or that a number near the default hardly changes."""
+OWN_LOSS = {SFTTrainer: "dft", DPOTrainer: ["hinge"]}
+ELSEWHERE = ("vllm", "is_", "hub", "deepspeed", "log_", "use_transformers_", "ds3", "trust", "place_model")
+"""Beginnings of options of other samplers, files and parts of the process that a tiny run on a CPU does not have."""
+COUNTED = {"gradient_accumulation_steps", "steps_per_generation"}
+
+
+def other(cls: type, name: str, value: Any) -> Any:
+    """Return another value of the option, None if there is none to try."""
+    if name == "loss_type" and cls in OWN_LOSS:
+        return OWN_LOSS[cls]
+    if name in VALUES:
+        return VALUES[name]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value * 2 + type(value)(1)
+    return None
+
+
+def options(cls: type, trainer: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield every public attribute of the trainer and option of its own configuration, with another value."""
+    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
+    of_args = [field.name for field in dataclasses.fields(CONFIGS[cls]) if field.name not in inherited - COUNTED]
+    for place, names in (("trainer", [n for n in vars(trainer) if not n.startswith("_")]), ("args", of_args)):
+        where = trainer if place == "trainer" else trainer.args
+        for name in sorted(names):
+            value = getattr(where, name)
+            if not name.startswith(ELSEWHERE) and (new := other(cls, name, value)) is not None and new != value:
+                yield place, name, new
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("when", ["before", "later"])
+@pytest.mark.parametrize("share", range(4))
+@pytest.mark.parametrize("cls", [SFTTrainer, GRPOTrainer, RLOOTrainer, DPOTrainer])
+def test_options(path: str, cls: type, share: int, when: str) -> None:
+    """Every fourth public attribute and option of the trainer has TRL's result, unless TRL fails."""
+    tried, wrong = 0, []
+    for place, name, value in list(options(cls, make(path, cls)))[share::4]:
+
+        def change(trainer: Any, place: str = place, name: str = name, value: Any = value) -> None:
+            setattr(trainer if place == "trainer" else trainer.args, name, value)
+
+        try:
+            theirs = result(lambda: make(path, cls), change, when, None)
+        except Exception:
+            continue  # no option of a run like this one
+        tried += 1
+        try:
+            assert_same(theirs, result(lambda: make(path, cls), change, when, TREE), 1e-3, moves=False)
+        except Exception as error:
+            wrong.append((place, name, value, repr(error)[:300]))
+    assert tried >= 3
+    assert not wrong
+
+
+def test_the_temperature_of_the_loss_is_that_of_the_trainers_making(path: str) -> None:
+    def change(trainer: Any) -> None:
+        trainer.temperature = trainer.args.temperature = 0.5
+
+    assert_same(*(result(lambda: make(path, GRPOTrainer), change, "before", parts) for parts in (None, TREE)))
+
+
+def test_a_reference_of_a_later_day_is_scored_by_trl(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    done = []
+    for parts in (None, TREE):
+        set_seed(0)
+        trainer = make(path, GRPOTrainer)
+        other = copy.deepcopy(trainer.ref_model)
+        with torch.no_grad():
+            other.lm_head.weight.mul_(0.5)
+        trainer.add_callback(AtStep(lambda step, t=trainer, m=other: step == 2 and setattr(t, "ref_model", m)))
+        done.append(train(trainer, parts))
+    assert_same(*done)
+    assert "the trainer was given another model after accelerate" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "term"), [({"kl_coef": 0.1003}, "KL"), ({"eps_low": 0.19}, "policy"), ({"eps_high": 0.201}, "policy")]
+)
+def test_a_term_that_is_not_trls_is_an_error(
+    path: str, change: dict[str, float], term: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts_of_trl, "objective", lambda trainer: dataclasses.replace(objective(trainer), **change))
+    with pytest.raises(RuntimeError, match=f"The terms of the loss 'dapo' are not those of TRL .*{term}"):
+        train(make(path, GRPOTrainer), TREE)
+
+
+@pytest.mark.slow
+def test_continuous_batching_is_trls(path: str) -> None:
+    """Its attention is not rolltree's, so that the model has its own meanwhile."""
+    greedy = {"generation_kwargs": {"do_sample": False}, "max_steps": 1, "use_transformers_continuous_batching": True}
+    assert_same(*(train(make(path, GRPOTrainer, **greedy), parts) for parts in (None, {})), moves=False)
