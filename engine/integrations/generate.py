@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -71,7 +72,8 @@ def generate(
     """
     config = _resolved(engine, generation_config, options)
     sample = bool(config.do_sample)
-    _refuse_others(config, sample)
+    for name, value in unread(config, sample).items():
+        raise ValueError(f"rolltree's generate does not support '{name}' = {value!r}; leave it out.")
     temperature = 1.0 if config.temperature is None else config.temperature
     if sample and not temperature > 0:
         raise ValueError(f"temperature is {temperature!r}; give a positive number, or do_sample=False.")
@@ -106,23 +108,31 @@ def _resolved(engine: RolloutEngine, given: GenerationConfig | None, options: di
     tokenizer = options.pop("tokenizer", None)
     if tokenizer is not None and tokenizer is not engine.tokenizer:
         raise ValueError("rolltree's generate reads stop_strings with the engine's tokenizer; leave `tokenizer` out.")
-    config = GenerationConfig() if given is None else copy.deepcopy(given)
-    own = {name: value for name, value in engine.generation_config.items() if hasattr(config, name)}
-    config.update(defaults_only=True, **own)
-    config.update(defaults_only=True, **DEFAULTS)
+    config = merged(GenerationConfig() if given is None else given, engine.generation_config)
     for name, value in config.update(**options).items():
         if value is not None:
             raise ValueError(f"rolltree's generate does not support '{name}'; leave it out.")
     return config
 
 
-def _refuse_others(config: GenerationConfig, sample: bool) -> None:
+def merged(given: GenerationConfig, own: Mapping[str, Any]) -> GenerationConfig:
+    """Return a copy of ``given`` in which None is replaced by the model's ``own`` setting, or Transformers' default."""
+    config = copy.deepcopy(given)
+    config.update(defaults_only=True, **{name: value for name, value in own.items() if hasattr(config, name)})
+    config.update(defaults_only=True, **DEFAULTS)
+    return config
+
+
+def unread(config: GenerationConfig, sample: bool) -> dict[str, Any]:
+    """Return the options of ``config`` that change the samples of Transformers and are not in `READ`."""
     passed = READ | WITHOUT_EFFECT | (set() if sample else OF_SAMPLING)
-    for name in vars(GenerationConfig()):
-        value = getattr(config, name)
+
+    def neutral(name: str, value: Any) -> bool:
         empty = value is None or value is False or (isinstance(value, list | tuple | dict) and not value)
-        if name not in passed and not empty and value != NEUTRAL.get(name):
-            raise ValueError(f"rolltree's generate does not support '{name}' = {value!r}; leave it out.")
+        return empty or value == NEUTRAL.get(name)
+
+    others = {name: getattr(config, name) for name in vars(GenerationConfig()) if name not in passed}
+    return {name: value for name, value in others.items() if not neutral(name, value)}
 
 
 def _most(config: GenerationConfig, width: int, longest: int | None) -> int:

@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 from ...errors import UserError
 from ...model import recurrent
 from ...model.head import head
-from ...model.pictures import FAMILIES, placeholders
+from ...model.pictures import FAMILIES
 from ...model.self_check import check_model
 from ..trees import odd_layers
 
@@ -105,31 +105,3 @@ def tree_layers(model: PreTrainedModel) -> bool:
             "tree=False and rollouts=False."
         )
     return hybrid and recurrent.install(model)
-
-
-def no_rollouts(trainer: Any) -> str | None:
-    """Return the reason for which the native engine cannot sample for the trainer, or None if it can."""
-    if trainer.use_vllm:
-        return "use_vllm is set"
-    if trainer.use_transformers_continuous_batching:
-        return "use_transformers_continuous_batching is set"
-    if getattr(trainer, "rollout_func", None) is not None:
-        return "rollout_func samples"
-    config = trainer.generation_config
-    if config.repetition_penalty not in (None, 1.0):
-        return f"repetition_penalty is {config.repetition_penalty}"
-    model = trainer.model.generation_config.to_diff_dict()
-    asked = {**model, **config.to_diff_dict()}
-    if set(asked.get("suppress_tokens") or ()) <= set(placeholders(base_model(trainer.model))):
-        asked.pop("suppress_tokens", None)  # the engine never samples placeholders of pictures
-    others = sorted(key for key, value in asked.items() if key not in UNDERSTOOD and value not in (None, False))
-    return f"generation is asked for {', '.join(others)}" if others else None
-
-
-UNDERSTOOD = {
-    *("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-    *("eos_token_id", "pad_token_id", "bos_token_id"),
-    *("cache_implementation", "use_cache", "disable_compile", "max_length", "transformers_version"),
-    "_from_model_config",
-}
-"""Generation settings that the native engine follows or that change no sample."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trl import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
-
-from rolltree.kernels import Objective
+from transformers import PreTrainedModel
+from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
 from ...errors import UserError
 from ...freed_memory import keep_freed_memory
@@ -14,11 +13,10 @@ from ...model import attention
 from ...model.fused_layers import fuse_layers
 from . import checks
 from .fused_head import FusedHead
-from .groups import GroupTrainer, Parts
-from .objective import objective
+from .groups import GroupTrainer
+from .parts import Parts
+from .replaced import GROUPS, SCORES, chain, own, package
 from .rollouts import Rollouts
-
-GROUPS = (GRPOTrainer, RLOOTrainer)
 
 
 def accelerate(
@@ -50,7 +48,7 @@ def accelerate(
     checks.version()
     if not isinstance(trainer, (*GROUPS, DPOTrainer, SFTTrainer)):
         raise UserError(f"accelerate supports GRPO, RLOO, DPO and SFT trainers of TRL, not a {type(trainer).__name__}.")
-    if isinstance(trainer, GroupTrainer) and hasattr(trainer, "rolltree"):
+    if hasattr(trainer, "rolltree"):
         raise UserError(f"This {type(trainer).__name__} is accelerated already; call accelerate once.")
     checks.trainer(trainer)
     of_groups = isinstance(trainer, GROUPS)
@@ -65,21 +63,20 @@ def accelerate(
     if of_groups and (tree or rollouts):
         for model in models:
             recurrent |= checks.tree_layers(model)
+    fused = _head_of(models[0]) if head else None
+    tree = tree and of_groups and own(trainer, SCORES) is None
     if layers:
         for model in models:
             fuse_layers(model)
-    if head:
-        fused = _head_of(trainer)
+    if fused is not None:
         for model in models:
             fused.install(model)
+    engine = Rollouts(with_logprobs=isinstance(trainer, GRPOTrainer)) if rollouts and of_groups else None
+    parts = Parts(head, tree, engine, models, recurrent, models[0].config._attn_implementation)
     if not of_groups:
         checks.log.info("%s has no groups and samples nothing: it gets head and layers.", type(trainer).__name__)
+        trainer.rolltree = parts
         return trainer
-    sampler = None
-    if rollouts and (why := checks.no_rollouts(trainer)) is not None:
-        checks.log.warning("Completions are TRL's, not the native engine's: %s.", why)
-    elif rollouts:
-        sampler = Rollouts(with_logprobs=isinstance(trainer, GRPOTrainer))
     if tree:
         for model in models:
             model.set_attn_implementation(attention.NAME)
@@ -87,30 +84,29 @@ def accelerate(
     if not isinstance(trainer, GroupTrainer):
         cls = type(trainer)
         trainer.__class__ = type(cls.__name__, (GroupTrainer, cls), {"__module__": cls.__module__})
-    trainer.rolltree = Parts(head, tree, sampler, _objective_of(trainer) if head else None, recurrent)
+    parts.read(trainer)
+    trainer.rolltree = parts
     return trainer
 
 
-def _objective_of(trainer: Any) -> Objective | None:
-    """Return the loss as an `Objective`; if it has no such form, log the reason and return None."""
-    try:
-        if isinstance(trainer, RLOOTrainer):
-            raise ValueError("RLOO clips the product of a sequence's ratios")
-        return objective(trainer)
-    except ValueError as why:
-        checks.log.warning("The loss is TRL's code on rolltree's log-probs, and no op together with the head: %s.", why)
-        return None
+def _head_of(model: PreTrainedModel) -> FusedHead:
+    """Return the head with the arguments of TRL's `add_fused_lm_head`, which made the model's forward.
 
-
-def _head_of(trainer: Any) -> FusedHead:
-    """Return the head with the arguments that the trainer passed to TRL's `add_fused_lm_head`."""
-    if isinstance(trainer, GROUPS):
-        fp32 = getattr(trainer.args, "cast_lm_head_to_fp32", False)
-        return FusedHead(trainer.temperature, fp32, ("log_probs", "entropy"))
-    if isinstance(trainer, SFTTrainer):
-        return FusedHead(outputs=("log_probs", "entropy", "is_top1"))
-    weighting = ("log_sum_sq_probs",) if trainer.use_weighting else ()
-    return FusedHead(outputs=("log_probs", "entropy", "mean_logits", "is_top1", *weighting))
+    Raises:
+        UserError: the forward has been replaced since.
+    """
+    names = ("temperature", "cast_lm_head_to_fp32", "outputs")
+    for layer in chain(model.forward):
+        cells = getattr(layer, "__closure__", None) or ()
+        given = dict(zip(layer.__code__.co_freevars, cells, strict=True)) if cells else {}
+        if set(names) <= given.keys():
+            return FusedHead(*(given[name].cell_contents for name in names))
+        if package(layer) not in ("accelerate", "torch"):  # mixed precision
+            break
+    raise UserError(
+        f"{type(model).__name__} has another forward than TRL gave it, which accelerate would replace; change the "
+        "forward after accelerate, or pass head=False and tree=False."
+    )
 
 
 class RolltreeGRPOTrainer(GroupTrainer, GRPOTrainer):

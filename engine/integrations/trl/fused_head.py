@@ -39,6 +39,14 @@ class Scored(NamedTuple):
     loss: Term | None = None  # loss of these tokens, computed in the same pass
 
 
+@dataclass
+class Learned(FusedCausalLMOutput):
+    """Output with a loss that was computed in the head's pass; only ``loss`` has a gradient."""
+
+    kl: Tensor | None = None  # [], the loss's KL term
+    kl_weight: Tensor | None = None  # [], sum of the tokens' weights in it
+
+
 @dataclass(frozen=True)
 class FusedHead:
     """A fused head with the arguments of TRL's `add_fused_lm_head`."""
@@ -111,7 +119,7 @@ class FusedHead:
         hidden: Tensor,  # [R, H]
         scored: Scored,
         term: Term,
-    ) -> FusedCausalLMOutput:
+    ) -> Learned:
         """Return the loss of the tokens, and log-probs and entropies [M] without gradient."""
         its = head(model)
         with self._precision(hidden):
@@ -130,7 +138,9 @@ class FusedHead:
             with torch.no_grad():
                 rest = self._score(model, hidden[scored.place[idle]], scored.target[idle], None)
             out.logprob[idle], out.entropy[idle] = rest["log_probs"], rest["entropy"]
-        return FusedCausalLMOutput(loss=out.loss, log_probs=out.logprob, entropy=out.entropy)
+        coefficient = term.objective.kl_coef / term.normalizer
+        kl, count = out.metrics.get("actor/kl_loss", out.loss.new_zeros(2))
+        return Learned(out.loss, out.logprob, out.entropy, kl=coefficient * kl, kl_weight=coefficient * count)
 
     def _precision(self, hidden: Tensor) -> AbstractContextManager[Any]:
         return torch.autocast(hidden.device.type, enabled=False) if self.fp32 else nullcontext()

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import GRPOTrainer
+from trl import RLOOTrainer
 
 from rolltree.kernels import Objective, PolicyFields, Term
+
+from .replaced import LOSS, own
 
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {"aggregation": "seq_mean_token_mean"},
@@ -24,25 +26,24 @@ LOSSES: dict[str, dict[str, Any]] = {
     "vespo": {"surrogate": "vespo"},
 }
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-OF_THE_LOSS = ("_compute_loss", "compute_loss", "get_off_policy_mask", "get_gamma_weights")
 
 
 def objective(trainer: Any) -> Objective:
-    """Return the trainer's loss as an objective of `linear_policy_loss`.
+    """Return the trainer's loss as an objective of `linear_policy_loss`, by the options that the trainer has now.
 
     Raises:
         ValueError: the loss has no such form; the message is the reason.
     """
+    if isinstance(trainer, RLOOTrainer):
+        raise ValueError("RLOO clips the product of a sequence's ratios")
+    if why := own(trainer, LOSS):
+        raise ValueError(why)
     args, name = trainer.args, trainer.loss_type
     if name not in LOSSES:
         raise ValueError(f"its loss_type is '{name}'")
-    for method in OF_THE_LOSS:
-        own = next(cls for cls in type(trainer).__mro__ if method in vars(cls) and "rolltree" not in cls.__module__)
-        if own is not GRPOTrainer:
-            raise ValueError(f"{own.__name__} has a {method} of its own")
     if trainer.top_entropy_quantile < 1:
         raise ValueError("top_entropy_quantile looks at the whole micro-batch before any gradient is known")
-    if trainer.entropy_coef != 0 or trainer.use_adaptive_entropy:
+    if trainer._entropy_bonus_enabled:
         raise ValueError("the entropy bonus is a mean of its own")
     if trainer.aux_loss_enabled:
         raise ValueError("the experts' balance is a summand")
@@ -63,6 +64,8 @@ def objective(trainer: Any) -> Objective:
                 raise ValueError(f"delta {args.delta} lies inside the clip range")
             options["clip_ratio_c"] = args.delta
     elif name == "cispo":  # TRL's upper bound is the ratio itself, and there is no lower one
+        if trainer.epsilon_high < 1:
+            raise ValueError(f"epsilon_high is {trainer.epsilon_high}, which caps ratios below 1")
         options |= {"eps_low": 1.0, "eps_high": trainer.epsilon_high - 1}
     elif name == "sapo":
         options |= {"tau_pos": args.sapo_temperature_pos, "tau_neg": args.sapo_temperature_neg}

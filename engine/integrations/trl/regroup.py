@@ -19,8 +19,9 @@ MicroBatch = dict[str, Any]
 def matters(trainer: Any) -> bool:
     """Return True if the loss of an update depends on the composition of its micro-batches."""
     means = getattr(trainer, "loss_type", None) == "bnpo" or trainer.aux_loss_enabled
-    of_entropy = getattr(trainer, "entropy_coef", 0) != 0 or getattr(trainer, "use_adaptive_entropy", False)
-    return means or of_entropy or getattr(trainer, "top_entropy_quantile", 1.0) < 1
+    return (
+        means or getattr(trainer, "_entropy_bonus_enabled", False) or getattr(trainer, "top_entropy_quantile", 1.0) < 1
+    )
 
 
 def regroup(batches: list[MicroBatch], update: int) -> list[MicroBatch]:

@@ -142,7 +142,7 @@ CASES: dict[str, Case] = {
     "entropy filter": ({}, {"top_entropy_quantile": 0.2}, trained),
     "generation": ({}, {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "temperature": 0.8}, trained),
     "more of generation": (
-        {}, {"generation_kwargs": {"length_penalty": 0.6}}, lambda t: t.rolltree.rollouts is None,
+        {}, {"generation_kwargs": {"no_repeat_ngram_size": 4}}, lambda t: t.rolltree.rollouts is None,
     ),
     "group larger than the batch": ({}, {"num_generations": 8, "per_device_train_batch_size": 4,
                                          "gradient_accumulation_steps": 2}, trained),
@@ -174,7 +174,7 @@ def test_all_truncated_and_masked(path: str) -> None:
     """Nothing is learned from, and nothing moves."""
     greedy = {"generation_kwargs": {"do_sample": False}}
     trainer = make_grpo(path, mask_truncated_completions=True, max_completion_length=3, **greedy)
-    trainer.eos_token_ids = [2]  # which is nowhere the likeliest
+    trainer.eos_token_ids = trainer.generation_config.eos_token_id = [2]  # which is nowhere the likeliest
     done = train(trainer, {})
     assert done.state.log_history[0]["completions/clipped_ratio"] == 1
     assert done.state.log_history[-1]["train_loss"] == 0

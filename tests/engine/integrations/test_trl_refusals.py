@@ -88,6 +88,10 @@ TRAINERS: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "dropout": (lambda t: setattr(t.model.config, "attention_dropout", 0.1), "drops attention"),
     "twice": (accelerate, "accelerated already"),
+    "another forward": (
+        lambda t: setattr(t.model, "forward", lambda *args, **kwargs: None),
+        "Qwen3ForCausalLM has another forward than TRL gave it",
+    ),
 }
 
 

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig, WatermarkingConfig
+from trl import GRPOTrainer
 
+from rolltree.engine.integrations import generate
 from rolltree.engine.integrations.trl import accelerate
+from rolltree.engine.integrations.trl.rollouts import sampling_params
 
-from .trl_tiny import assert_same, grpo, make_grpo, save_model
+from .trl_tiny import assert_same, grpo, make_grpo, save_model, train
 
 GREEDY = {"generation_kwargs": {"do_sample": False}}
 
@@ -98,3 +102,83 @@ def test_new_weights_are_sampled_from(path: str) -> None:
     want, _ = theirs._generate_single_turn(prompts(theirs), None, {}, 4)
     after, _ = ours._generate_single_turn(prompts(ours), None, {}, 4)
     assert after == want != before
+
+
+FOLLOWED: dict[str, tuple[Any, str, Any]] = {
+    "temperature": (0.5, "temperature", 0.5), "top_k": (2, "top_k", 2), "top_p": (0.5, "top_p", 0.5),
+    "min_p": (0.3, "min_p", 0.3), "max_new_tokens": (3, "max_new_tokens", 3), "do_sample": (False, "temperature", 0.0),
+}  # fmt: skip
+"""Options that the native engine has: a value, and the parameter of the engine that it becomes."""
+LEFT: dict[str, Any] = {
+    "repetition_penalty": 5.0, "forced_eos_token_id": 0, "forced_bos_token_id": 0, "suppress_tokens": [7],
+    "begin_suppress_tokens": [7], "bad_words_ids": [[7]], "min_new_tokens": 2, "min_length": 9, "typical_p": 0.5,
+    "no_repeat_ngram_size": 2, "num_beams": 2, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "top_h": 0.5, "max_time": 0.5,
+    "exponential_decay_length_penalty": (1, 1.1), "sequence_bias": [[[7], -9.0]], "guidance_scale": 2.0,
+    "encoder_repetition_penalty": 2.0, "remove_invalid_values": True, "eos_token_id": [1, 5], "top_p": 0.0,
+    "num_return_sequences": 2, "stop_strings": ["b"], "max_new_tokens": None, "temperature": 0.0, "dola_layers": "low",
+    "constraints": ["x"], "force_words_ids": [[7]], "diversity_penalty": 1.0, "num_beam_groups": 2,
+    "penalty_alpha": 0.5, "encoder_no_repeat_ngram_size": 2, "token_healing": True,
+    "watermarking_config": WatermarkingConfig(),
+    "return_dict_in_generate": True, "output_scores": True, "output_logits": True, "output_attentions": True,
+    "output_hidden_states": True,
+}  # fmt: skip
+"""Options for which TRL samples."""
+OF_TRL = {"temperature", "top_k", "top_p", "max_new_tokens", "do_sample", "eos_token_id", "repetition_penalty"}
+"""Options that TRL sets, so that the model's own are not read."""
+
+
+@pytest.mark.parametrize("place", ["trainer", "model"])
+def test_every_option_of_the_generation_is_followed_or_left_to_trl(
+    path: str, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Options that are set after `accelerate`; the model's are those that the trainer's leave at None."""
+    trainer = accelerate(make_grpo(path))
+    stock = sampling_params(trainer)
+    config = (trainer if place == "trainer" else trainer.model).generation_config
+    for name, value in [*((name, value) for name, (value, *_) in FOLLOWED.items()), *LEFT.items()]:
+        left = name in LEFT and value == LEFT[name]
+        caplog.clear()
+        trainer.rolltree.said.clear()
+        before = getattr(config, name)
+        setattr(config, name, value)
+        params = trainer.rolltree.sampling(trainer)
+        setattr(config, name, before)
+        if place == "model" and name in OF_TRL:
+            assert params == stock, name
+        elif left:
+            assert params is None, name
+            assert "Completions are TRL's, not the native engine's: " in caplog.text, name
+        else:
+            assert getattr(params, FOLLOWED[name][1]) == FOLLOWED[name][2], name
+            assert "rolltree" not in caplog.text, name
+    read = generate.READ | generate.WITHOUT_EFFECT
+    assert set(vars(GenerationConfig())) == FOLLOWED.keys() | LEFT.keys() | read
+
+
+@pytest.mark.parametrize("tools", [False, True])
+def test_completions_beyond_the_models_positions_are_trls(
+    path: str, tools: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs, ours = make(path, None, **GREEDY), make(path, {}, **GREEDY)
+    ours.tools = [print] if tools else []
+    long = [[5, 6, 7] * 41] * 2  # 123 of 128 positions, and completions of 8 tokens
+    want, _ = theirs._generate_single_turn(long, None, {}, 2)
+    got, logprobs = ours._generate_single_turn(long, None, {}, 2)
+    assert got == want
+    assert (logprobs is None) != tools  # earlier turns of the loop have log-probs, so these have NaN
+    assert "may exceed the model's 128 positions" in caplog.text
+    again, logprobs = ours._generate_single_turn(prompts(ours), None, {}, 4)
+    assert logprobs is not None
+    assert again == theirs._generate_single_turn(prompts(theirs), None, {}, 4)[0]
+
+
+def test_a_method_after_the_sampler_gets_no_log_probs(path: str) -> None:
+    """TRL's sampler gives None for them, and a subclass's method after it may count on that."""
+
+    class Own(GRPOTrainer):
+        def _generate(self, prompts: list[Any]) -> Any:
+            ids, completions, mask, texts, logprobs, *others = super()._generate(prompts)
+            assert logprobs is None
+            return ids, completions, mask, texts, logprobs, *others
+
+    train(make_grpo(path, cls=Own), {})
