@@ -207,6 +207,16 @@ def _result(block: Block, where: str) -> str:
     return f"error: {text}" if block.is_error and not text.lower().startswith("error") else text
 
 
+def too_long(prompt: int, asked: int, limit: int) -> str:
+    """Return Anthropic's words for a prompt that is too long, alone or with the answer; lengths are in tokens."""
+    if prompt > limit:
+        return f"prompt is too long: {prompt} tokens > {limit} maximum."
+    return (
+        f"prompt is too long: {prompt} tokens > {max(limit - asked, 0)} maximum, as input length and `max_tokens` "
+        f"exceed context limit: {prompt} + {asked} > {limit}, decrease input length or `max_tokens` and try again."
+    )
+
+
 def error(message: str, status: int) -> dict[str, Any]:
     """Format an error as Anthropic does."""
     return {"type": "error", "error": {"type": KINDS.get(status, "api_error"), "message": message}}
@@ -271,9 +281,9 @@ class MessageForm(Reader):
         counts = _usage(len(prompts[0]), len(completion.token_ids))
         return said + _event("message_delta", delta=_stop(answer), usage=counts) + _event("message_stop")
 
-    def failed(self, message: str) -> str:
+    def failed(self, message: str, status: int = 500, code: str | None = None) -> str:
         """Return the event that tells an error in a stream."""
-        return f"event: error\ndata: {json.dumps(error(message, 500))}\n\n"
+        return f"event: error\ndata: {json.dumps(error(message, status))}\n\n"
 
     def close(self, prompts: Sequence[Sequence[int]], written: int) -> str:
         """Return the events after the answer."""

@@ -103,7 +103,11 @@ def _told(make: Callable[[], Body]) -> Body:
 
 def refusal(path: str, message: str, status: int, code: str | None = None) -> dict[str, Any]:
     """Return the body of an error in the form of the path's protocol."""
-    if "/v1/messages" in path:
+    if is_anthropic(path):
         return anthropic.error(message, status)
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return form.error(message, kind, code or status)
+    return form.error(message, form.kind_of(status), code)
+
+
+def is_anthropic(path: str) -> bool:
+    """Return whether a path is one of Anthropic's protocol."""
+    return "/v1/messages" in path

@@ -156,9 +156,9 @@ class Form(Reader):
             end["token_ids"] = completion.token_ids.tolist()
         return event(self._chunk(index, text, answer.calls, new, choice.offset, end, first=not choice.begun))
 
-    def failed(self, message: str) -> str:
+    def failed(self, message: str, status: int = 500, code: str | None = None) -> str:
         """Return the event that tells an error in a stream."""
-        return event(error(message, "server_error", 500))
+        return event(error(message, kind_of(status), code))
 
     def close(self, prompts: Sequence[Sequence[int]], written: int) -> str:
         """Return the events after all choices, of ``written`` tokens."""
@@ -247,7 +247,21 @@ def _call(call: Called) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def error(message: str, kind: str, code: int | str) -> dict[str, Any]:
+def too_long(prompt: int, asked: int, limit: int) -> str:
+    """Return OpenAI's words for a prompt that is too long, alone or with the answer; lengths are in tokens."""
+    return (
+        f"This model's maximum context length is {limit} tokens. However, you requested {prompt + asked} tokens "
+        f"({prompt} in the messages, {asked} in the completion). "
+        "Please reduce the length of the messages or completion."
+    )
+
+
+def kind_of(status: int) -> str:
+    """Return OpenAI's type of an error with an HTTP status."""
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def error(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
     """Format an error as OpenAI does."""
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 

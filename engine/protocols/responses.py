@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..rollout import Completion
 from .answers import Answer, Called, Reader
+from .form import kind_of
 from .schema import ChatBody, Length, Name, Strict, Text, only
 from .streamed import Streamed
 
@@ -323,9 +324,11 @@ class ResponseForm(Reader):
         whole = self._response(answer, items, len(prompts[0]), len(completion.token_ids))
         return said + self._event(f"response.{kind}", response=whole)
 
-    def failed(self, message: str) -> str:
-        """Return the event that tells an error in a stream."""
-        return self._event("error", code="server_error", message=message, param=None)
+    def failed(self, message: str, status: int = 500, code: str | None = None) -> str:
+        """Return the events that tell an error in a stream, and end the response."""
+        told = {"code": code or kind_of(status), "message": message}
+        response = {**self._response(None, []), "status": "failed", "error": told}
+        return self._event("error", **told, param=None) + self._event("response.failed", response=response)
 
     def close(self, prompts: Sequence[Sequence[int]], written: int) -> str:
         """Return the events after the answer."""
