@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..rollout import Completion
 from .answers import Answer, Reader
-from .schema import ChatBody, Length, Name, Strict, Text, only
+from .schema import ChatBody, Length, Name, Strict, Telemetry, Text, functions_only, only
 from .streamed import Streamed
 
 Array = npt.NDArray[Any]
@@ -64,13 +64,13 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool | None = None
 
 
-class CountBody(Strict):
+class CountBody(Telemetry):
     """The body of ``/v1/messages/count_tokens``."""
 
     messages: Annotated[list[Turn], Field(min_length=1)]
     model: Text | None = None
     system: str | list[Block] | None = None
-    tools: Annotated[list[MessagesTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Annotated[MessagesTool, functions_only("custom")]], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: dict[str, Any] | None = None  # what the model thinks is in its text
     cache_control: Any = None
@@ -145,7 +145,6 @@ class MessagesBody(CountBody):
     seed: int | None = None
     stop_sequences: Annotated[list[Text], Field(max_length=64)] | None = None
     stream: bool | None = None
-    metadata: dict[str, str | None] | None = None  # accepted without effect
     service_tier: Annotated[Any, only("auto", "standard_only")] = None
     container: Annotated[Any, only()] = None
     mcp_servers: Annotated[Any, only([])] = None
