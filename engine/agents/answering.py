@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..data.segment import LeafStatus
 from ..data.tree import TokenTree
-from ..protocols.http import Events, RefusedError
+from ..protocols.http import Events, RefusedError, refused, to_their_end
 from ..rollout import Completion
 from .episode import PendingCall
 
@@ -72,7 +72,7 @@ class Answering:
             if gone.done():
                 raise ClientDisconnect
             if not self._answer.done():
-                return Events(self._events(), self._drop, self._headers)
+                return Events(to_their_end(self._events(), self.form, http.url.path), self._drop, self._headers)
             return as_response(*self._record())
         except BaseException:
             self._drop()
@@ -93,11 +93,7 @@ class Answering:
                 yield said
             self.call.watch = self._watch
             await self._news.wait()
-        try:
-            _, whole, _ = self._record()
-        except RefusedError as error:
-            yield self.form.failed(str(error))
-            return
+        _, whole, _ = self._record()
         yield whole[len(self._told) :]
 
     def _drop(self) -> None:
@@ -121,7 +117,7 @@ class Answering:
         except asyncio.CancelledError:
             raise RefusedError("This episode has ended.", 410, "episode_ended") from None
         except ValueError as error:
-            raise RefusedError(str(error)) from error
+            raise refused(error) from error
         except Exception as error:
             said = " ".join(str(error).split())[:300].rstrip(".")
             raise RefusedError(f"The engine failed: {said}.", 500) from error

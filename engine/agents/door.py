@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..protocols.calls import CHATS, COUNT, Call, read_call
 from ..protocols.grammar import Grammars
-from ..protocols.http import RefusedError, handle_errors, read_body
+from ..protocols.http import RefusedError, handle_errors, read_body, refused
 from ..protocols.keys import key_of, same_key
 from ..protocols.prompts import answer_schema, chat_prompt, plain_messages, shown_tools, template_options
 from ..protocols.schema import ChatBody
@@ -193,7 +193,7 @@ class Door:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, function)
         except ValueError as wrong:
-            raise RefusedError(str(wrong)) from wrong
+            raise refused(wrong) from wrong
 
     # -- called in threads of its own; a ValueError names the mistake in the request ----------------------------------
 

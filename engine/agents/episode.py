@@ -20,7 +20,7 @@ from ..data.tree import TokenTree
 from ..programs import AgentCalls
 from ..protocols.http import RefusedError
 from ..protocols.keys import same_key
-from ..rollout import SamplingParams
+from ..rollout import SamplingParams, TooLongError
 from ..rollout.sampler import Flight, Job
 from .records import EpisodeRecord, Failure, SampledCall, Times
 from .session import Session, Turn
@@ -179,7 +179,8 @@ class Episode:
             longest: positions of the model.
 
         Raises:
-            RefusedError: there is no room for an answer, or the episode has ended.
+            TooLongError: there is no room for an answer.
+            RefusedError: the episode has ended.
             ValueError: the template cannot write the messages.
         """
         with self.lock:
@@ -189,10 +190,10 @@ class Episode:
                 room = self._room(length, longest)
                 if room < 1:
                     self._out_of_budget = True
-                    raise RefusedError(
+                    raise TooLongError(
                         f"The conversation of {length} tokens leaves no room for an answer (rollout.max_new_tokens, "
                         "data.max_prompt_tokens or episode_tokens); shorten it, or end.",
-                        400, "context_length_exceeded",
+                        length, 1, max(length + room, 0),
                     )  # fmt: skip
                 asked = params(room, turn.chain.seed)
                 if self.ended:
@@ -251,6 +252,11 @@ class Episode:
                 self.open.remove(call)
                 self.session.dropped(call.turn)
                 self.aborted += 1
+
+    def too_long(self) -> None:
+        """Note that the engine had no room for a call."""
+        with self.lock:
+            self._out_of_budget = True
 
     # -- its end ----------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,11 @@ from ..data.tree import TokenTree
 from ..programs import AgentCalls, CallContext
 from ..programs.chat.toolbox import tool_schema
 from ..protocols.http import RefusedError
+from ..rollout import TooLongError
+from ..rollout.checks import by_its_constraints
 from ..rollout.digest import Held
 from ..rollout.local import LocalSampler
+from ..rollout.native.scheduler import TooLargeError
 from ..rollout.records import child_seed
 from ..rollout.sampler import Array, Flight, Job, Kept, LostError, Sampler, WeightSource
 from .door import Door
@@ -200,6 +203,8 @@ class AgentSampler:
             (call.flight,) = self.inner.submit([job])
             call.begun = time.monotonic()
         except ValueError as error:
+            if isinstance(error, TooLongError):
+                episode.too_long()
             call.answer.set_exception(error)
             return
         self._calls[call.flight] = call
@@ -222,14 +227,24 @@ class AgentSampler:
                 call.tries += 1
                 call.flight = None
                 self._send(call)
-            elif flight.tree is None or "errors" in flight.tree.meta:
-                why = flight.error if flight.tree is None else RuntimeError(flight.tree.meta["errors"][0])
-                assert why is not None
-                said = " ".join(str(why).split())[:300].rstrip(".")
-                call.episode.outage = Failure("engine", f"the engine failed on a call: {said}")
-                _settle(call, error=why)
-            else:
+            elif isinstance(flight.error, TooLargeError):
+                call.episode.too_long()
+                _settle(call, error=flight.error.too_long)
+            elif flight.tree is not None and "errors" not in flight.tree.meta:
                 _settle(call, tree=flight.tree)
+            else:
+                self._failed(call, flight)
+
+    def _failed(self, call: PendingCall, flight: Flight) -> None:
+        """Settle a call whose sampling has failed, by the constraints of its request or by the engine."""
+        if flight.tree is not None and by_its_constraints(call.params, flight.tree.meta["errors"][0]):
+            _settle(call, error=ValueError(f"The answer cannot go on: {flight.tree.meta['errors'][0]}."))
+            return
+        why = flight.error if flight.tree is None else RuntimeError(flight.tree.meta["errors"][0])
+        assert why is not None
+        said = " ".join(str(why).split())[:300].rstrip(".")
+        call.episode.outage = Failure("engine", f"the engine failed on a call: {said}")
+        _settle(call, error=why)
 
     def _observe(self) -> None:
         """Note when calls begin and have their first tokens, and tell streams what has been sampled."""

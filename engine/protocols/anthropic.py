@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ..chat.streamed import Streamed, Told
 from ..rollout import Completion
 from .answers import Answer, Reader
-from .schema import ChatBody, Length, Name, Strict, Text, only
+from .schema import ChatBody, Length, Name, Strict, Telemetry, Text, functions_only, only
 
 Array = npt.NDArray[Any]
 TEXT: dict[str, Any] = {"type": "text", "text": ""}
@@ -67,13 +67,13 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool | None = None
 
 
-class CountBody(Strict):
+class CountBody(Telemetry):
     """The body of ``/v1/messages/count_tokens``."""
 
     messages: Annotated[list[Turn], Field(min_length=1)]
     model: Text | None = None
     system: str | list[Block] | None = None
-    tools: Annotated[list[MessagesTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Annotated[MessagesTool, functions_only("custom")]], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: dict[str, Any] | None = None  # what the model thinks is in its text
     cache_control: Any = None
@@ -153,7 +153,6 @@ class MessagesBody(CountBody):
     seed: int | None = None
     stop_sequences: Annotated[list[Text], Field(max_length=64)] | None = None
     stream: bool | None = None
-    metadata: dict[str, str | None] | None = None  # accepted without effect
     service_tier: Annotated[Any, only("auto", "standard_only")] = None
     container: Annotated[Any, only()] = None
     mcp_servers: Annotated[Any, only([])] = None
@@ -218,6 +217,16 @@ def _result(block: Block, where: str) -> str:
         content = _texts([Block.model_validate(part) for part in content], f"{where}.content")
     text = content or ""
     return f"error: {text}" if block.is_error and not text.lower().startswith("error") else text
+
+
+def too_long(prompt: int, asked: int, limit: int) -> str:
+    """Return Anthropic's words for a prompt that is too long, alone or with the answer; lengths are in tokens."""
+    if prompt > limit:
+        return f"prompt is too long: {prompt} tokens > {limit} maximum."
+    return (
+        f"prompt is too long: {prompt} tokens > {max(limit - asked, 0)} maximum, as input length and `max_tokens` "
+        f"exceed context limit: {prompt} + {asked} > {limit}, decrease input length or `max_tokens` and try again."
+    )
 
 
 def error(message: str, status: int) -> dict[str, Any]:
@@ -295,9 +304,9 @@ class MessageForm(Reader):
         counts = _usage(len(prompts[0]), len(completion.token_ids))
         return said + _event("message_delta", delta=_stop(answer), usage=counts) + _event("message_stop")
 
-    def failed(self, message: str) -> str:
+    def failed(self, message: str, status: int = 500, code: str | None = None) -> str:
         """Return the event that tells an error in a stream."""
-        return f"event: error\ndata: {json.dumps(error(message, 500))}\n\n"
+        return f"event: error\ndata: {json.dumps(error(message, status))}\n\n"
 
     def close(self, prompts: Sequence[Sequence[int]], written: int) -> str:
         """Return the events after the answer."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +24,8 @@ Body = TypeVar("Body", bound=Strict)
 CHATS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 """The paths that answer chats."""
 COUNT = "/v1/messages/count_tokens"
+TAGS = ("str", "int", "namespace")
+"""Parts of the places of mistakes that are no names of a body."""
 
 
 AnswerForm = Form | ResponseForm | MessageForm
@@ -89,7 +93,15 @@ def parse(kind: type[Body], raw: bytes) -> Body:
     Raises:
         ValueError: it has another form; the sentence names the place.
     """
-    return _told(partial(kind.model_validate_json, raw))
+    made = _told(partial(kind.model_validate_json, raw))
+    json.loads(raw, parse_float=_finite, parse_constant=_finite)
+    return made
+
+
+def _finite(spelt: str) -> float:
+    if not math.isfinite(value := float(spelt)):
+        raise ValueError(f"The body holds the number {spelt[:40]}, which is no finite one; give another.")
+    return value
 
 
 def _told(make: Callable[[], Body]) -> Body:
@@ -97,13 +109,19 @@ def _told(make: Callable[[], Body]) -> Body:
         return make()
     except ValidationError as wrong:
         first = wrong.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"] if "[" not in str(part) and part not in ("str", "int"))
+        where = ".".join(str(part) for part in first["loc"] if "[" not in str(part) and part not in TAGS)
+        if first["type"] == "not_a_function":
+            raise ValueError(f"`{where}` {first['msg']}.") from None
         raise ValueError(f"`{where}`: {first['msg']}." if where else f"{first['msg']}.") from None
 
 
 def refusal(path: str, message: str, status: int, code: str | None = None) -> dict[str, Any]:
     """Return the body of an error in the form of the path's protocol."""
-    if "/v1/messages" in path:
+    if is_anthropic(path):
         return anthropic.error(message, status)
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return form.error(message, kind, code or status)
+    return form.error(message, form.kind_of(status), code)
+
+
+def is_anthropic(path: str) -> bool:
+    """Return whether a path is one of Anthropic's protocol."""
+    return "/v1/messages" in path

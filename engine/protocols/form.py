@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +22,7 @@ from ..rollout import Completion
 from ..rollout.records import top_logprobs
 from .answers import Called, Reader, usage
 from .schema import Sampling
+from .token_bytes import TokenBytes
 
 Array = npt.NDArray[Any]
 LEAST_LOGPROB = -9999.0  # OpenAI's own floor: JSON has no infinity
@@ -81,7 +82,7 @@ class Form(Reader):
     ) -> None:
         super().__init__(tokenizer, stop, turn=chat, **more)
         self.body, self.chat, self.logprobs = body, chat, logprobs
-        self._special = frozenset(tokenizer.all_special_ids)
+        self._bytes = TokenBytes(tokenizer)
         self._model = model
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
@@ -159,9 +160,9 @@ class Form(Reader):
             end["token_ids"] = completion.token_ids.tolist()
         return event(self._chunk(index, told, answer.calls, new, choice.offset, end, first=not choice.begun))
 
-    def failed(self, message: str) -> str:
+    def failed(self, message: str, status: int = 500, code: str | None = None) -> str:
         """Return the event that tells an error in a stream."""
-        return event(error(message, "server_error", 500))
+        return event(error(message, kind_of(status), code))
 
     def close(self, prompts: Sequence[Sequence[int]], written: int) -> str:
         """Return the events after all choices, of ``written`` tokens."""
@@ -197,8 +198,8 @@ class Form(Reader):
     # -- log-probs --------------------------------------------------------------------------------------------------
 
     def _width(self, tokens: Sequence[int]) -> int:
-        """Return the total number of characters of tokens, each decoded on its own."""
-        return sum(len(self._name(token)) for token in tokens)
+        """Return the number of characters that begin in tokens."""
+        return sum(map(self._bytes.width, tokens))
 
     def spell(self, scored: Scored, offset: int) -> dict[str, Any]:
         """Format log-probs for the endpoint; ``offset`` is the number of characters before the first token."""
@@ -210,35 +211,29 @@ class Form(Reader):
                     for t, lp, top in rows
                 ]
             }
-        tokens = [self._name(token) for token in scored.tokens]
         offsets = [offset]
-        for token in tokens:
-            offsets.append(offsets[-1] + len(token))
+        for token in scored.tokens:
+            offsets.append(offsets[-1] + self._bytes.width(token))
         tops: list[dict[str, float] | None] = []
         for top in scored.tops:
             named: dict[str, float] = {}
             for id_, value in (top or {}).items():  # of tokens with the same text the likeliest is first
-                named.setdefault(self._name(id_), max(value, LEAST_LOGPROB))
+                named.setdefault(self._bytes.name(id_), max(value, LEAST_LOGPROB))
             tops.append(named if top is not None else None)
         return {
-            "tokens": tokens,
+            "tokens": list(map(self._bytes.name, scored.tokens)),
             "token_logprobs": scored.logprobs,
             "top_logprobs": tops if any(tops) else None,
             "text_offset": offsets[:-1],
         }
 
-    def _name(self, token: int) -> str:
-        """Return the token's text inside a text: alone, SentencePiece's decoders drop the blank that it begins with."""
-        alone = cast("str", self.tokenizer.decode([token], skip_special_tokens=False))
-        if token in self._special:
-            return alone
-        twice = cast("str", self.tokenizer.decode([token, token], skip_special_tokens=False))
-        return twice[len(alone) :] if twice == f"{alone} {alone}" else alone
-
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self._name(token)
-        parts = None if "\ufffd" in text else list(text.encode())  # the token is only a part of a character
-        return {"token": text, "logprob": None if logprob is None else max(logprob, LEAST_LOGPROB), "bytes": parts}
+        spelt = self._bytes.of(token)
+        return {
+            "token": self._bytes.name(token),
+            "logprob": None if logprob is None else max(logprob, LEAST_LOGPROB),
+            "bytes": None if spelt is None else list(spelt),
+        }
 
 
 def _best(choices: Sequence[Completion], n: int) -> Sequence[Completion]:
@@ -252,7 +247,21 @@ def _call(call: Called) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def error(message: str, kind: str, code: int | str) -> dict[str, Any]:
+def too_long(prompt: int, asked: int, limit: int) -> str:
+    """Return OpenAI's words for a prompt that is too long, alone or with the answer; lengths are in tokens."""
+    return (
+        f"This model's maximum context length is {limit} tokens. However, you requested {prompt + asked} tokens "
+        f"({prompt} in the messages, {asked} in the completion). "
+        "Please reduce the length of the messages or completion."
+    )
+
+
+def kind_of(status: int) -> str:
+    """Return OpenAI's type of an error with an HTTP status."""
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def error(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
     """Format an error as OpenAI does."""
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -14,6 +15,29 @@ from transformers import PreTrainedTokenizerBase
 from ..chat.ends import turn_end
 
 Array = npt.NDArray[Any]
+WHITE_SPACE = r" ?|\n {0,16}|\n\t{0,8}"
+"""Between the tokens of JSON: nothing, a blank, or a line break and its indentation. Without a bound a model that is
+unsure of the next token writes white space until its answer is cut."""
+_TEXT = r"^\S*(\s{1,20}\S+)*\s{0,20}$"
+JSON_OBJECT = {
+    "$ref": "#/$defs/object",
+    "$defs": {
+        "object": {
+            "type": "object",
+            "patternProperties": {_TEXT: {"$ref": "#/$defs/value"}},
+            "additionalProperties": False,
+        },
+        "value": {
+            "anyOf": [
+                {"type": ["number", "boolean", "null"]},
+                {"type": "string", "pattern": _TEXT},
+                {"type": "array", "items": {"$ref": "#/$defs/value"}},
+                {"$ref": "#/$defs/object"},
+            ]
+        },
+    },
+}
+"""Any object. As nothing else bounds its texts, each has at most 20 blanks in a row."""
 
 
 class Grammars:
@@ -49,12 +73,19 @@ class Grammars:
                 except Exception as error:  # its native code raises many types
                     raise ValueError(f"This model's tokenizer does not support schemas: {_line(error)}") from error
         try:
-            start = llguidance.LLMatcher(self._tables, llguidance.LLMatcher.grammar_from_json_schema(schema))
+            rules = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
+            made = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=rules)
+            start = llguidance.LLMatcher(self._tables, made)
             problem = start.get_error() if start.is_error() else ""
         except Exception as error:
             problem = _line(error)
+        if away := re.match("Resource '(.*?)' is not present", problem):
+            raise ValueError(
+                f"The schema refers to '{away[1].removeprefix('json-schema:///')}', which is not in it; put what it "
+                "needs into its `$defs`."
+            )
         if problem:
-            raise ValueError(f"The schema is not supported: {' '.join(problem.split())[:500]}")
+            raise ValueError(f"The schema is not supported: {' '.join(problem.split())[:500].rstrip('.')}.")
         return Grammar(start, self._vocabulary, responses)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable
 
 from starlette.applications import Starlette
@@ -10,8 +11,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from .calls import refusal
+from ..rollout import TooLongError
+from . import anthropic, form
+from .calls import AnswerForm, is_anthropic, refusal
 
+log = logging.getLogger(__name__)
 MOST_BYTES = 16 << 20
 """Largest body, in bytes; it is parsed and tokenised before its length in tokens is known."""
 
@@ -23,6 +27,39 @@ class RefusedError(Exception):
         super().__init__(message)
         self.status, self.code = status, code
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    def told(self, path: str) -> str:
+        """Return the message for clients of the path's protocol."""
+        return str(self)
+
+
+class ContextLengthError(RefusedError):
+    """The refusal of what is longer than the context, in the words by which clients know that they must shorten it."""
+
+    def __init__(self, wrong: TooLongError) -> None:
+        super().__init__(str(wrong), 400, "context_length_exceeded")
+        self.wrong = wrong
+
+    def told(self, path: str) -> str:
+        words = anthropic.too_long if is_anthropic(path) else form.too_long
+        return f"{words(self.wrong.prompt, self.wrong.asked, self.wrong.limit)} {self.wrong}"
+
+
+async def to_their_end(events: AsyncIterator[str], form: AnswerForm, path: str) -> AsyncIterator[str]:
+    """Yield the events of a stream; an error in them is told as the protocol does, so that every stream has an end."""
+    try:
+        async for some in events:
+            yield some
+    except RefusedError as wrong:
+        yield form.failed(wrong.told(path), wrong.status, wrong.code) + form.close([], 0)
+    except Exception as wrong:
+        log.exception("An answer cannot be told.")
+        yield form.failed(_sentence(wrong)) + form.close([], 0)
+
+
+def refused(wrong: ValueError) -> RefusedError:
+    """Return the refusal of a request in which something is wrong."""
+    return ContextLengthError(wrong) if isinstance(wrong, TooLongError) else RefusedError(str(wrong))
 
 
 def handle_errors(app: Starlette) -> None:
@@ -70,7 +107,7 @@ async def _refuse(http: Request, wrong: Exception) -> JSONResponse:
         message = f"{http.method} {path}: {wrong.detail}."
         return JSONResponse(refusal(path, message, wrong.status_code), wrong.status_code, wrong.headers)
     assert isinstance(wrong, RefusedError)
-    return JSONResponse(refusal(path, str(wrong), wrong.status, wrong.code), wrong.status, wrong.headers)
+    return JSONResponse(refusal(path, wrong.told(path), wrong.status, wrong.code), wrong.status, wrong.headers)
 
 
 async def _client_is_gone(_: Request, __: Exception) -> Response:
@@ -78,5 +115,8 @@ async def _client_is_gone(_: Request, __: Exception) -> Response:
 
 
 async def _fail(http: Request, wrong: Exception) -> JSONResponse:
-    message = " ".join(f"{type(wrong).__name__}: {wrong}".split())[:500]
-    return JSONResponse(refusal(http.url.path, message, 500), 500)
+    return JSONResponse(refusal(http.url.path, _sentence(wrong), 500), 500)
+
+
+def _sentence(wrong: Exception) -> str:
+    return " ".join(f"{type(wrong).__name__}: {wrong}".split())[:500]

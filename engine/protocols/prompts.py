@@ -19,7 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from ..chat.messages import find_format
 from ..chat.tool_formats import ToolFormat
 from ..chat.writing import complete, plain
+from .grammar import JSON_OBJECT
 from .schema import ChatBody, CompletionBody, JsonObjectFormat, JsonSchemaFormat, NamedTool, Sampling, TextFormat
+from .tool_schemas import arguments_schema, one_of
 
 HINTS = ("reasoning_effort", "verbosity")
 """Fields of a chat that are variables of some chat templates."""
@@ -164,25 +166,20 @@ def offered_tools(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> Offered
 
 
 def answer_schema(body: Sampling) -> str | None:
-    """Return the JSON schema that the answer must follow; None for any text."""
+    """Return the JSON schema that the answer must follow; None for any text.
+
+    Raises:
+        ValueError: the parameters of a tool that has to be called are no object.
+    """
     if isinstance(body, ChatBody) and (tool := forced_tool(body)) is not None:
-        schemas = {t.function.name: t.function.parameters or {"type": "object"} for t in body.tools or []}
-        if tool:
-            return json.dumps(schemas[tool])
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "arguments": schema},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for name, schema in schemas.items()
-        ]
-        return json.dumps({"anyOf": calls})
+        tools = [(t.function.name, t.function.parameters) for t in body.tools or []]
+        if not tool:
+            return json.dumps(one_of(tools))
+        return json.dumps(next(arguments_schema(*own) for own in tools if own[0] == tool))
     match body.response_format:
         case None | TextFormat():
             return None
         case JsonObjectFormat():
-            return json.dumps({"type": "object"})
+            return json.dumps(JSON_OBJECT)
         case JsonSchemaFormat(json_schema=named):
             return json.dumps(named.schema_)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy.typing as npt
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -19,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from ..chat.streamed import Streamed, Told
 from ..rollout import Completion
 from .answers import Answer, Called, Reader
-from .schema import ChatBody, Length, Name, Strict, Text, only
+from .form import kind_of
+from .schema import ChatBody, Length, Name, Strict, Telemetry, Text, functions_only, only
 
 Array = npt.NDArray[Any]
 TEXTS = ("input_text", "output_text", "text")
@@ -39,6 +41,7 @@ Stateless = Annotated[Any, BeforeValidator(_stateless)]
 class Item(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     type: Text = "message"
+    namespace: Text | None = None
     role: Text | None = None
     content: Any = None
     call_id: Text | None = None
@@ -56,6 +59,24 @@ class FunctionTool(Strict):
     defer_loading: Annotated[Any, only(False)] = None
 
 
+class Namespace(Strict):
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = None
+    tools: list[Annotated[FunctionTool, functions_only("function")]]
+
+
+class Shown(NamedTuple):
+    """A function as the model is told of it."""
+
+    name: str
+    """Its own name, after that of its namespace where another function has it too."""
+    namespace: str | None
+    function: FunctionTool
+    description: str | None
+    """Its own, after that of its namespace if it is the first there."""
+
+
 class NamedFunction(Strict):
     type: Literal["function"]
     name: Name
@@ -67,6 +88,9 @@ class Format(Strict):
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     description: str | None = None
     strict: bool | None = None
+
+
+AnyTool = Annotated[FunctionTool | Namespace, Field(discriminator="type"), functions_only("function", "namespace")]
 
 
 class TextOptions(Strict):
@@ -84,13 +108,13 @@ class StreamOptions(Strict):
     include_obfuscation: Annotated[Any, only(False)] = None
 
 
-class ResponsesBody(Strict):
+class ResponsesBody(Telemetry):
     """The body of ``/v1/responses``; ``seed``, ``top_k``, ``min_p`` and ``stop`` are those of a chat."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     model: Text | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     temperature: float | None = None
@@ -104,11 +128,6 @@ class ResponsesBody(Strict):
     text: TextOptions | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Text | None = None  # accepted without effect, as the next four
-    metadata: dict[str, str] | None = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
-    prompt_cache_retention: Text | None = None
     store: bool | None = None  # what is stored could only be asked for by what is refused below
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # there is none
 
@@ -122,6 +141,26 @@ class ResponsesBody(Strict):
     truncation: Annotated[Any, only("disabled")] = None
     service_tier: Annotated[Any, only("auto", "default")] = None
 
+    @property
+    def functions(self) -> list[Shown]:
+        """The functions of ``tools``, those of namespaces among them."""
+        every: list[tuple[FunctionTool, Namespace | None, bool]] = []
+        for tool in self.tools or ():
+            if isinstance(tool, FunctionTool):
+                every.append((tool, None, False))
+            else:
+                every += [(function, tool, at == 0) for at, function in enumerate(tool.tools)]
+        times = Counter(function.name for function, _, _ in every)
+        shown = []
+        for own, space, first in every:
+            if space is None:
+                shown.append(Shown(own.name, None, own, own.description))
+                continue
+            name = own.name if times[own.name] == 1 else f"{space.name}.{own.name}"
+            said = [space.description, own.description] if first else [own.description]
+            shown.append(Shown(name, space.name, own, "\n".join(filter(None, said)) or None))
+        return shown
+
     def chat(self) -> ChatBody:
         """Return the body of a chat that asks for the same.
 
@@ -129,6 +168,7 @@ class ResponsesBody(Strict):
             ValueError: it holds an item or a part that is no text and no call of a function.
         """
         items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        shown = {(own.namespace, own.function.name): own.name for own in self.functions}
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -143,7 +183,7 @@ class ResponsesBody(Strict):
                 if not open_turn:
                     messages.append({"role": "assistant", "content": ""} | thought)
                     thought = {}
-                messages[-1].setdefault("tool_calls", []).append(_call_of(item, i))
+                messages[-1].setdefault("tool_calls", []).append(_call_of(item, i, shown))
                 open_turn = True
             elif item.type == "function_call_output":
                 said = _text(item.output, f"input.{i}.output")
@@ -163,7 +203,10 @@ class ResponsesBody(Strict):
         choice: Any = self.tool_choice
         if isinstance(choice, NamedFunction):
             choice = {"type": "function", "function": {"name": choice.name}}
-        functions = [tool.model_dump(exclude={"type", "defer_loading"}) for tool in self.tools or ()]
+        functions = [
+            {"name": own.name, "description": own.description, "parameters": own.function.parameters}
+            for own in self.functions
+        ]
         own = ("model", "parallel_tool_calls", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream")
         return ChatBody.model_validate(
             {name: getattr(self, name) for name in own}
@@ -189,10 +232,11 @@ def _format(options: TextOptions | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.schema_}}
 
 
-def _call_of(item: Item, place: int) -> dict[str, Any]:
+def _call_of(item: Item, place: int, shown: Mapping[tuple[str | None, str], str]) -> dict[str, Any]:
     if item.name is None or item.arguments is None or item.call_id is None:
         raise ValueError(f"`input.{place}` is a function_call; it needs `call_id`, `name` and `arguments`.")
-    return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+    name = shown.get((item.namespace, item.name), item.name)
+    return {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": item.arguments}}
 
 
 def _thought(item: Item, where: str) -> dict[str, Any]:
@@ -231,6 +275,7 @@ class ResponseForm(Reader):
     ) -> None:
         super().__init__(tokenizer, stop, **more)
         self._body, self._model = body, model
+        self._shown = {own.name: own for own in body.functions}
         self._id, self._message_id = f"resp_{secrets.token_hex(24)}", f"msg_{secrets.token_hex(24)}"
         self._reasoning_id = f"rs_{secrets.token_hex(24)}"
         self._created = int(time.time())
@@ -249,7 +294,14 @@ class ResponseForm(Reader):
         items = [self._reasoning(answer.reasoning, status)] if answer.reasoning else []
         if answer.text or not (answer.calls or items):
             items.append({**self._message(status), "content": [_part(answer.text)]})
-        return items + [_call_item(call, status) for call in answer.calls]
+        return items + [self._call_item(call, status) for call in answer.calls]
+
+    def _call_item(self, call: Called, status: str) -> dict[str, Any]:
+        own = self._shown.get(call.name)
+        known = {"call_id": call.id, "name": call.name if own is None else own.function.name}
+        space = {} if own is None or own.namespace is None else {"namespace": own.namespace}
+        kind = {"id": f"fc_{secrets.token_hex(24)}", "type": "function_call"}
+        return {**kind, **known, **space, "arguments": call.arguments, "status": status}
 
     def _reasoning(self, text: str, status: str) -> dict[str, Any]:
         parts = [{"type": "reasoning_text", "text": text}] if text else []
@@ -370,9 +422,11 @@ class ResponseForm(Reader):
         whole = self._response(answer, items, len(prompts[0]), len(completion.token_ids))
         return said + self._event(f"response.{kind}", response=whole)
 
-    def failed(self, message: str) -> str:
-        """Return the event that tells an error in a stream."""
-        return self._event("error", code="server_error", message=message, param=None)
+    def failed(self, message: str, status: int = 500, code: str | None = None) -> str:
+        """Return the events that tell an error in a stream, and end the response."""
+        told = {"code": code or kind_of(status), "message": message}
+        response = {**self._response(None, []), "status": "failed", "error": told}
+        return self._event("error", **told, param=None) + self._event("response.failed", response=response)
 
     def close(self, prompts: Sequence[Sequence[int]], written: int) -> str:
         """Return the events after the answer."""
@@ -385,8 +439,3 @@ class ResponseForm(Reader):
 
 def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _call_item(call: Called, status: str) -> dict[str, Any]:
-    known = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
-    return {"id": f"fc_{secrets.token_hex(24)}", "type": "function_call", **known, "status": status}

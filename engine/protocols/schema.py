@@ -40,6 +40,37 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class Telemetry(Strict):
+    """Fields by which clients tell who asks and what their provider is to keep. None can change an answer, so all are
+    accepted without effect; a field that asks for something is refused where the server does not have it."""
+
+    user: Text | None = None
+    safety_identifier: Text | None = None
+    metadata: dict[str, Any] | None = None
+    client_metadata: Any = None
+    session_id: Any = None
+    trace: Any = None
+    trace_id: Any = None
+    user_profile_id: Any = None
+    prompt_cache_key: Text | None = None  # equal prefixes are found without it
+    prompt_cache_retention: Text | None = None
+    prompt_cache_options: Any = None
+
+
+def functions_only(*kinds: str) -> BeforeValidator:
+    """Return the validator of a tool: one of another type than ``kinds`` is refused by its type."""
+
+    def check(value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if not isinstance(kind, str) or kind in kinds:
+            return value
+        what = "a tool whose input is no JSON" if kind == "custom" else "a tool of a provider"
+        said = "is of type '{kind}', {what}; this server calls functions only: leave it out"
+        raise PydanticCustomError("not_a_function", said, {"kind": kind[:100], "what": what})
+
+    return BeforeValidator(check)
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: Annotated[Any, only(False)] = None
@@ -69,7 +100,7 @@ class JsonSchemaFormat(Strict):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class Sampling(Strict):
+class Sampling(Telemetry):
     """The fields of both endpoints. ``top_k``, ``min_p``, ``ignore_eos``, ``stop_token_ids``, ``allowed_token_ids`` and
     ``return_token_ids`` are extensions with vLLM's names; as there, a ``top_k`` of 0 or -1 means no limit."""
 
@@ -89,9 +120,6 @@ class Sampling(Strict):
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Text | None = None  # accepted without effect
-    safety_identifier: Text | None = None  # accepted without effect
-    prompt_cache_key: Text | None = None  # equal prefixes are found without it
 
     # options of OpenAI and vLLM that this server does not have
     frequency_penalty: Annotated[Any, only(0)] = None
@@ -126,7 +154,6 @@ class Sampling(Strict):
     prediction: Annotated[Any, only()] = None
     store: Annotated[Any, only(False)] = None
     service_tier: Annotated[Any, only("auto", "default")] = None
-    metadata: dict[str, str] | None = None  # accepted without effect
 
     def sampling_params(self, *, n: int, most: int, top_logprobs: int, seed: int, grammar: Any) -> SamplingParams:
         """Return the engine's sampling parameters.
@@ -225,7 +252,7 @@ class Message(BaseModel):
 
 class ChatBody(Sampling):
     messages: Annotated[list[Message], Field(min_length=1)]
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Annotated[Tool, functions_only("function")]], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None  # False: only the first call counts, others stay text
     max_tokens: Length | None = None

@@ -8,6 +8,7 @@ applied to the tree), ``calls`` (tools and judges in threads), ``saving`` (an ab
 """
 
 from .branch import Completion, Request
+from .checks import TooLongError
 from .engine import RolloutEngine
 from .native.drafts import DraftConfig
 from .native.engine import EngineConfig, NativeEngine
@@ -23,4 +24,5 @@ __all__ = [
     "Request",
     "RolloutEngine",
     "SamplingParams",
+    "TooLongError",
 ]

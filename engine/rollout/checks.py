@@ -13,6 +13,28 @@ from ..data.media import FIRST_ID, Picture, PromptMedia
 from .sampling_params import SamplingParams, check_text
 
 Array = npt.NDArray[Any]
+NOT_FINITE = "the model's logits were not finite"
+NOTHING_LEFT = "biases, allowed tokens and schema together leave no token that may follow"
+
+
+class TooLongError(ValueError):
+    """A prompt that is too long for the engine, alone or with the response that is asked for.
+
+    Args:
+        message: one sentence that names the limit and the remedy.
+        prompt: length of the prompt, in tokens.
+        asked: length of the response that is asked for, in tokens.
+        limit: tokens that both may have together.
+    """
+
+    def __init__(self, message: str, prompt: int, asked: int, limit: int) -> None:
+        super().__init__(message)
+        self.prompt, self.asked, self.limit = prompt, asked, limit
+
+
+def by_its_constraints(params: SamplingParams, error: str) -> bool:
+    """Return whether a response failed by the constraints of its own request, and not by the engine."""
+    return params.constrained and error != NOT_FINITE
 
 
 def token_ids(
@@ -57,20 +79,8 @@ def token_ids(
     return ids.astype(np.int32)
 
 
-def check_params(index: int, tokens: int, params: SamplingParams, vocabulary: int, longest: int | None) -> None:
-    """Check that a prompt of ``tokens`` tokens can be answered under ``params``.
-
-    Args:
-        longest: longest sequence of the engine, in tokens; None if it has no limit.
-
-    Raises:
-        ValueError: the response does not fit, or the parameters name tokens that the model does not have.
-    """
-    if longest is not None and tokens + params.max_new_tokens > longest:
-        raise ValueError(
-            f"Prompt {index} of {tokens} tokens and max_new_tokens={params.max_new_tokens} exceed the model's "
-            f"{longest} positions; shorten them."
-        )
+def check_params(params: SamplingParams, vocabulary: int) -> None:
+    """Raise ValueError if the parameters name tokens that the model does not have."""
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
         if any(token >= vocabulary for token in getattr(params, name) or ()):
             raise ValueError(f"SamplingParams.{name} names tokens outside the model's vocabulary of {vocabulary}.")

@@ -20,7 +20,7 @@ from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..programs import BranchId, RolloutProgram, make_program
 from .branch import Request
-from .checks import check_params, media_of, signed, token_ids
+from .checks import TooLongError, check_params, media_of, signed, token_ids
 from .counters import Counters
 from .digest import Held
 from .packed import Changes
@@ -217,7 +217,8 @@ class RolloutEngine(ABC):
         ids = self._token_ids(0, prompt)
         check_integer("top_logprobs", top_logprobs, 0, min(self.vocabulary, MOST_TOP_LOGPROBS))
         if self.longest is not None and len(ids) > self.longest:
-            raise ValueError(f"Prompt 0 of {len(ids)} tokens exceeds the model's {self.longest} positions; shorten it.")
+            message = f"Prompt 0 of {len(ids)} tokens exceeds the model's {self.longest} positions; shorten it."
+            raise TooLongError(message, len(ids), 0, self.longest)
         with self._lock, self._computing():
             return self._prompt_logprobs(ids, top_logprobs, adapter)
 
@@ -355,6 +356,14 @@ class RolloutEngine(ABC):
         """
         return None if self.longest is None else self.longest - prompt_tokens
 
+    def _check_length(self, index: int, prompt: int, most: int) -> None:
+        """Raise TooLongError if prompt ``index`` of ``prompt`` tokens has no room for a response of ``most`` tokens."""
+        if self.longest is not None and prompt + most > self.longest:
+            raise TooLongError(
+                f"Prompt {index} of {prompt} tokens and max_new_tokens={most} exceed the model's {self.longest} "
+                "positions; shorten them.", prompt, most, self.longest,
+            )  # fmt: skip
+
     @abstractmethod
     def _check(self, index: int, request: Request) -> None:
         """Raise ValueError if the backend cannot serve the request of prompt ``index``."""
@@ -397,7 +406,8 @@ class RolloutEngine(ABC):
                 raise ValueError("New prompts need SamplingParams; only aborted requests bring their own.")
             shown = () if pictures is None else pictures[i]
             tokens = self._token_ids(i, prompt, shown)
-            check_params(i, len(tokens), own, self.vocabulary, self.longest)
+            self._check_length(i, len(tokens), own.max_new_tokens)
+            check_params(own, self.vocabulary)
             mine = copy.deepcopy(program)
             mine.tokenizer, mine.end_token_ids = self.tokenizer, self.end_token_ids
             mine.context = None if contexts is None else contexts[i]

@@ -24,15 +24,25 @@ from transformers import PreTrainedTokenizerBase
 
 from ...chat.streamed import Streamed
 from ...data.segment import LeafStatus
-from ...fleet.rollouts import EngineFailedError, Job, Rollouts
-from ...protocols.calls import CHATS, COUNT, AnswerForm, parse, read_call, refusal
+from ...fleet.rollouts import Job, Rollouts
+from ...protocols.calls import CHATS, COUNT, AnswerForm, parse, read_call
 from ...protocols.form import Form, Scored
 from ...protocols.grammar import Grammars
-from ...protocols.http import Events, RefusedError, handle_errors, read_body
+from ...protocols.http import (
+    ContextLengthError,
+    Events,
+    RefusedError,
+    handle_errors,
+    read_body,
+    refused,
+    to_their_end,
+)
 from ...protocols.keys import KeyGate, key_of
 from ...protocols.prompts import answer_schema, chat_prompt, completion_prompts
 from ...protocols.schema import CompletionBody, Sampling
 from ...rollout import Completion, RolloutEngine, SamplingParams
+from ...rollout.checks import by_its_constraints
+from ...rollout.native.scheduler import TooLargeError
 
 Body = TypeVar("Body", bound=Sampling)
 T = TypeVar("T")
@@ -179,7 +189,7 @@ class Service:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, function)
         except ValueError as wrong:
-            raise RefusedError(str(wrong)) from wrong
+            raise refused(wrong) from wrong
 
     def saved(self, key: bytes) -> list[str]:
         """Return the names of the adapters that the sender of a key has saved."""
@@ -260,23 +270,23 @@ class Service:
                         scored[i] = Scored.of_prompt(prompt, await self.rollouts.call(own))
                 job = await self._submit(task)
             except ValueError as wrong:
-                raise RefusedError(str(wrong)) from wrong
+                raise refused(wrong) from wrong
             if job is None:
                 return JSONResponse(self._whole(task, [[_EMPTY] * task.n for _ in task.prompts], scored))
             held.callback(self.rollouts.finished, job)
             if task.stream:
-                return Events(self._events(job, task), held.pop_all().close, task.headers)
+                events = to_their_end(self._events(job, task), task.form, http.url.path)
+                return Events(events, held.pop_all().close, task.headers)
             while not job.done:
                 try:
                     await asyncio.wait_for(job.changed.wait(), LOOK_S)
                 except TimeoutError:
                     if await http.is_disconnected():
                         raise ClientDisconnect from None
-        if failed := _failure(job):
-            return JSONResponse(refusal(http.url.path, failed, 500), 500)
+        _check_job(job)
         choices = [rollout.completions() for rollout in job.rollouts]
         if failing := next((c.error for some in choices for c in some if c.error), None):
-            return JSONResponse(refusal(http.url.path, failing, 500), 500)
+            raise _no_answer(task, failing)
         return JSONResponse(self._whole(task, choices, scored), headers=task.headers)
 
     async def _submit(self, task: Task) -> Job | None:
@@ -304,14 +314,13 @@ class Service:
                     choice = choices[index]
                     if told := choice.add(records["token"][choice.seen :].tolist()):
                         yield form.part(index, choice, told, records)
-        if failed := _failure(job):
-            yield form.failed(failed)
+        _check_job(job)
         written = 0
-        for i, rollout in enumerate(job.rollouts if job.error is None else ()):
-            for j, completion in enumerate(rollout.completions() if rollout.error is None else ()):
+        for i, rollout in enumerate(job.rollouts):
+            for j, completion in enumerate(rollout.completions()):
                 index, written = i * n + j, written + len(completion.token_ids)
                 if completion.error:
-                    yield form.failed(completion.error)
+                    raise _no_answer(task, completion.error)
                 yield form.last(index, choices[index], completion, task.prompts)
         yield form.close(task.prompts, written)
 
@@ -322,7 +331,18 @@ _EMPTY = Completion(
 )  # the answer to a request that samples nothing
 
 
-def _failure(job: Job) -> str | None:
-    found: EngineFailedError | Exception | None = job.error
-    found = found or next((rollout.error for rollout in job.rollouts if rollout.error is not None), None)
-    return None if found is None else str(found) or type(found).__name__
+def _check_job(job: Job) -> None:
+    """Raise RefusedError if a job has no answers."""
+    if job.error is not None:
+        raise RefusedError(str(job.error), 500)
+    found = next((rollout.error for rollout in job.rollouts if rollout.error is not None), None)
+    if isinstance(found, TooLargeError):
+        raise ContextLengthError(found.too_long)
+    if found is not None:
+        raise RefusedError(str(found) or type(found).__name__, 500)
+
+
+def _no_answer(task: Task, why: str) -> RefusedError:
+    """Return the refusal of a request whose answer has failed."""
+    own = task.params is not None and by_its_constraints(task.params, why)
+    return RefusedError(f"The answer cannot go on: {why}." if own else why, 400 if own else 500)

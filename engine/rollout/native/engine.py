@@ -20,6 +20,7 @@ from ...model import attention, recurrent, routes
 from ...model.lora import delete_adapter, use_adapter
 from ...model.pictures import both_ways, family_of, not_touching, placeholders
 from ..branch import Request
+from ..checks import TooLongError
 from ..digest import Held, digests
 from ..engine import RolloutEngine
 from ..packed import Changes
@@ -348,16 +349,24 @@ class NativeEngine(RolloutEngine):
         return cached if positions is None else min(cached, positions)
 
     def _check(self, index: int, request: Request) -> None:
-        size, ids, most = self.config.page_size, request.prompt, request.params.max_new_tokens
-        if -(-len(ids) // size) - (-most // size) > self.cache.tree.num_pages:
-            raise ValueError(
-                f"Prompt {index} of {len(ids)} tokens and max_new_tokens={most} cannot fit into the KV cache; raise "
-                f"kv_tokens (now {self.config.kv_tokens}) or shorten them."
-            )
         if request.media is not None:
             self._check_pictures(index, request.media)
         if request.params.adapter is not None:
             request.adapter = self._check_adapter(request.params.adapter)
+
+    def _check_length(self, index: int, prompt: int, most: int) -> None:
+        size, pages = self.config.page_size, self.cache.tree.num_pages
+        left, whole = pages - -(-prompt // size), pages * size
+        if self.longest is not None and self.longest <= whole:
+            super()._check_length(index, prompt, most)
+        if -(-most // size) <= left:
+            super()._check_length(index, prompt, most)
+            return
+        raise TooLongError(
+            f"Prompt {index} of {prompt} tokens and max_new_tokens={most} cannot fit into the KV cache; raise "
+            f"kv_tokens (now {self.config.kv_tokens}) or shorten them.",
+            prompt, most, whole if prompt + most > whole else prompt + left * size,
+        )  # fmt: skip
 
     def _check_pictures(self, index: int, media: PromptMedia) -> None:
         """Raise ValueError if the pictures of prompt ``index`` cannot be computed."""

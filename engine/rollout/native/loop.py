@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ...data.segment import LeafStatus, Origin
 from ..branch import Branch, Node, Request
+from ..checks import NOT_FINITE
 from ..records import child_seed, given, join
 from ..steering import Steering
 from .assembly import Step
@@ -316,8 +317,7 @@ class NativeLoop(Steering):
     @staticmethod
     def _name_failure(branch: Branch, why: str | None) -> None:
         """Record the reason why a branch has no sampled token."""
-        forbidden = ", or every token was forbidden" if branch.request.params.constrained else ""
-        branch.request.errors[branch.id] = why or f"the model's logits were not finite{forbidden}"
+        branch.request.errors[branch.id] = why or NOT_FINITE
 
     # -- operations of `Steering` -----------------------------------------------------------------------------------
 

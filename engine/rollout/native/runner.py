@@ -20,6 +20,7 @@ from ...model.both_ways import Block
 from ...model.head import decoder_of, head_reader
 from ...model.pictures import FAMILIES, both_ways, placeholders, rotary_input
 from ...model.routes import Record
+from ..checks import NOTHING_LEFT
 from .adapters import RowAdapters
 from .assembly import Step
 from .compiled import CompiledLayers, DecodeGraphs
@@ -205,7 +206,12 @@ class Runner:
                 draws.keeping.tolist(), np.split(ids.int().cpu().numpy(), indptr[1:-1].cpu().numpy()), strict=True
             ):
                 kept[i] = of_row
-        return Sampled(*drawn.fetch(len(slots)), top_id, top_logprob, top_raw, kept, why)
+        fetched = drawn.fetch(len(slots))
+        if why is not None:
+            for i in draws.constrained[fetched[0][draws.constrained] < 0].tolist():
+                if why[i] is None and not free[i].isnan().any():
+                    why[i] = NOTHING_LEFT
+        return Sampled(*fetched, top_id, top_logprob, top_raw, kept, why)
 
     def logits(self, hidden: Tensor, runs: Runs | None = None) -> Tensor:  # [S, H] -> [S, V] fp32
         """Compute logits that are never rounded below fp32: products in the weights' dtype are summed in fp32. ``runs``

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..branch import Branch, Request
+from ..checks import TooLongError
 from .assembly import Assembly, Step
 from .drafts import Drafts, cut
 from .kv_cache import KvCache, KvExhaustedError
@@ -38,10 +39,12 @@ class TooLargeError(KvExhaustedError):  # type: ignore[misc, unused-ignore]
     """One branch alone does not fit into the KV cache."""
 
     def __init__(self, branch: Branch, capacity: int) -> None:
-        super().__init__(
-            f"One response alone exceeds the KV cache; raise kv_tokens (now {capacity}) or lower max_new_tokens."
-        )
+        message = f"One response alone exceeds the KV cache; raise kv_tokens (now {capacity}) or lower max_new_tokens."
+        super().__init__(message)
         self.request = branch.request
+        prompt, asked = len(self.request.prompt), self.request.params.max_new_tokens
+        limit = min(capacity, prompt + asked - 1)  # less than the cache where it holds the prompt in pieces
+        self.too_long = TooLongError(message, prompt, asked, limit)
 
 
 class Scheduler:

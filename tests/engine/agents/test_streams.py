@@ -194,8 +194,10 @@ def test_a_stream_that_cannot_go_on_ends_with_an_error(
         opened.paused = False
         tree = opened.end()
     last = heard.events[-1]
-    message = last["message"] if path == "/v1/responses" else last["error"]["message"]
-    assert said[cause] in message
+    if path == "/v1/responses":
+        assert [event["type"] for event in heard.events[-2:]] == ["error", "response.failed"]
+        last = last["response"]
+    assert said[cause] in last["error"]["message"]
     assert tree.meta["agent"]["calls"] == 0
     assert int(tree.loss_mask.sum()) == 0
 

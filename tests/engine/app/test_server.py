@@ -164,7 +164,7 @@ def test_names_of_tokens_keep_their_blanks(ids: list[int]) -> None:
     assert written.removeprefix(" ") == tokenizer.decode(ids)
     assert said["text_offset"] == [len("".join(said["tokens"][:i])) for i in range(len(ids))]
     byte = form.spell(Scored([8], [0.0], [None]), 0)["tokens"]
-    assert byte == ["\ufffd"]
+    assert byte == ["bytes:\\xe4"]
 
 
 def test_a_model_is_found_by_its_name(client: openai.OpenAI) -> None:

@@ -10,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
+from rolltree.engine.protocols.answers import Answer, Called
 from rolltree.engine.protocols.calls import read_call, refusal
 from rolltree.engine.protocols.keys import key_of, same_key
 from rolltree.engine.protocols.prompts import plain_messages
+from rolltree.engine.protocols.responses import ResponseForm
+
+from ...support.serving import tokenizer
 
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"x": 1}}}
@@ -143,6 +147,10 @@ def test_turns_of_the_assistant_are_told_apart() -> None:
 
 
 USER = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "name": "look", "parameters": PARAMETERS}
+SPACE = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [TOOL, TOOL | {"name": "add"}]}
+PROVIDER = "`tools.0` is of type 'bash_1', a tool of a provider"
+PROVIDERS = "`tools.{}` is of type '{}', a tool of a provider; this server calls functions only: leave it out."
 SAID = {"role": "assistant", "content": "x"}
 
 
@@ -153,7 +161,11 @@ SAID = {"role": "assistant", "content": "x"}
         ("/v1/responses", {"input": "x", "conversation": {"id": "c"}}, "send the whole conversation as `input`"),
         ("/v1/responses", {"input": []}, "`input"),
         ("/v1/responses", {}, "`input`: Field required"),
-        ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ("/v1/responses", {"input": "x", "tools": [TOOL, {"type": "web_search"}]}, PROVIDERS.format(1, "web_search")),
+        ("/v1/responses", {"input": "x", "tools": [SPACE | {"tools": [{"type": "x"}]}]}, "`tools.0.tools.0` is of"),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "custom", "name": "f"}]}, "a tool whose input is no JSON"),
+        ("/v1/chat/completions", {"messages": USER, "tools": [{"type": "mcp"}]}, PROVIDERS.format(0, "mcp")),
+        ("/v1/chat/completions", {"messages": USER, "web_search_options": {}}, "`web_search_options`"),
         ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "is of type 'item_reference'"),
         ("/v1/responses", {"input": [{"type": "reasoning", "summary": [{}]}]}, "parts are no texts"),
         ("/v1/responses", {"input": [{"content": "x"}]}, "`input.0` is of type 'message'"),
@@ -178,7 +190,7 @@ SAID = {"role": "assistant", "content": "x"}
             "needs `id`, `name` and `input`",
         ),
         ("/v1/messages", {"messages": USER, "max_tokens": 1, "tool_choice": {"type": "tool"}}, "needs a `name`"),
-        ("/v1/messages", {"messages": USER, "max_tokens": 1, "tools": [{"type": "bash_1", "name": "b"}]}, "tools.0"),
+        ("/v1/messages", {"messages": USER, "max_tokens": 1, "tools": [{"type": "bash_1"}]}, PROVIDER),
         ("/v1/messages", {"messages": USER, "max_tokens": 1, "unknown": 1}, "`unknown`"),
     ],
 )  # fmt: skip
@@ -193,6 +205,52 @@ def test_thinking_that_is_asked_for_is_named_as_ignored() -> None:
     body = {"messages": USER, "max_tokens": 1}
     assert read("/v1/messages", body | {"thinking": {"type": "disabled"}}).ignored == ()
     assert read("/v1/messages", body | {"thinking": {"type": "enabled", "budget_tokens": 9}}).ignored == ("thinking",)
+
+
+TELLS = {
+    "user": "u", "metadata": {"run": 1}, "client_metadata": {"x-codex-turn-metadata": "{}"}, "safety_identifier": "s",
+    "prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "1h"}, "session_id": "s",
+}  # fmt: skip
+"""Fields that tell who asks, and change no answer."""
+ASKS = {
+    "/v1/chat/completions": {"messages": USER}, "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": USER, "max_tokens": 1}, "/v1/messages/count_tokens": {"messages": USER},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ASKS)
+def test_what_only_tells_who_asks_changes_nothing(path: str) -> None:
+    plain, told = read(path, ASKS[path]), read(path, ASKS[path] | TELLS)
+    assert told.ignored == plain.ignored
+    assert plain_messages(told.chat) == plain_messages(plain.chat)
+    with pytest.raises(ValueError, match="moderation"):
+        read(path, ASKS[path] | {"moderation": {"model": "m"}})
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "[1, -1e400]"])
+def test_a_number_that_is_none_is_refused(number: str) -> None:
+    for path, body in ASKS.items():
+        raw = json.dumps(body | {"metadata": {"a": 0}}).replace('"a": 0', f'"a": {number}').encode()
+        with pytest.raises(ValueError, match="which is no finite one"):
+            read_call(path, raw)
+
+
+def test_functions_of_a_namespace_are_functions() -> None:
+    """By their own names, where no other has it; calls go back with their namespace, and come again with it."""
+    other = SPACE | {"name": "files", "description": None, "tools": [TOOL]}
+    call = {"type": "function_call", "call_id": "c", "arguments": "{}", "namespace": "crm"}
+    said = [{"role": "user", "content": "hi"}, call | {"name": "add"}, call | {"name": "look", "call_id": "d"}]
+    asked = read("/v1/responses", {"input": said, "tools": [TOOL, SPACE, other]})
+    functions = [tool.function for tool in asked.chat.tools]
+    assert [f.name for f in functions] == ["look", "crm.look", "add", "files.look"]
+    assert [f.description for f in functions] == [None, "Customers.", None, None]
+    assert [c["function"]["name"] for c in plain_messages(asked.chat)[1]["tool_calls"]] == ["add", "crm.look"]
+    form = ResponseForm(tokenizer(), "m", asked.body, ())
+    called = [Called(f"c{i}", f.name, "{}") for i, f in enumerate(functions)]
+    items = form._items(Answer("", called, "tool_calls"))
+    assert [(i["name"], i.get("namespace")) for i in items] == [
+        ("look", None), ("look", "crm"), ("add", "crm"), ("look", "files")
+    ]  # fmt: skip
 
 
 def test_errors_have_the_form_of_their_protocol() -> None:
