@@ -147,7 +147,7 @@ def _data_lines(config: TrainConfig, tried: _Tried, check_data: bool) -> Generat
     check_answers(config, source)
     if source.rows is not None:
         held = f"{len(problems)} held out{_own(config)}"
-        yield f"prompts            {source.rows.said}; {len(source.rows)} to train on, {held}"
+        yield f"prompts            {source.said}; {len(source.rows)} to train on, {held}"
     overlap = "" if config.data.is_empty else f"; {demonstrations.overlap(config.data, source, problems)}"
     check_hints(tried.callback, source)
     rollout = config.rollout
@@ -196,8 +196,9 @@ def _judge_lines(config: TrainConfig, tried: _Tried, known: Known) -> Iterator[s
         for note in filter(None, (pool.note, tried.program.note)):
             yield f"containment        {note}"
         entries, further = known
-        given = {"all_known": config.data.path is not None, "further": further}
-        if note := check_references(pool, config.reward, entries, config.data.tasks, **given):
+        all_known = config.data.path is not None
+        note = check_references(pool, config.reward, entries, config.data.tasks, all_known=all_known, further=further)
+        if note:
             yield f"reference answers  {note}"
 
 

@@ -64,8 +64,7 @@ class Demonstrations:
     def overlap(self, data: DataConfig, source: PromptSource, held_out: Sequence[Prompt]) -> str:
         """Return a sentence about the problems of the run that have a prompt of a demonstration."""
         files = dict.fromkeys(str(table.config.place) for table in self._tables)
-        shared = None if source.rows is None else source.rows.demonstrated
-        where = f"the text of a prompt in {', '.join(files)} (demonstrations.path)"
+        shared, where = source.demonstrated, f"the text of a prompt in {', '.join(files)} (demonstrations.path)"
         solved = sum(question(prompt) in self.prompts for prompt in held_out)
         of_held_out = f"{solved} of {len(held_out)} held-out problems"
         if shared is None:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, overload
+from typing import Any, TypeGuard, TypeVar, overload
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +17,7 @@ from ..tasks import Problem
 from ..tasks.problems import spread
 from .prompts import Prompt, make_prompts, question, read_rows
 
+T = TypeVar("T", Prompt, Problem)
 Entries = Callable[[Mapping[str, Any], str], dict[str, Any]]
 """Returns what checkpoints can store of a row, from it and its description."""
 TOGETHER = 256
@@ -98,12 +99,12 @@ class TrainingRows(Sequence[Prompt]):
     def __getitem__(self, number: int | slice) -> Prompt | Sequence[Prompt]:
         numbers = range(len(self))[number]
         found = self.drawn([numbers] if isinstance(numbers, int) else numbers)
-        prompts = [prompt for prompt in found if not _refused(prompt, skip=False)]
+        prompts = [prompt for prompt in found if _usable(prompt, skips=False)]
         return prompts[0] if isinstance(number, int) else prompts
 
     def __iter__(self) -> Iterator[Prompt]:
         """Yield all prompts; rows that are none are passed over if `data.on_bad_row` skips them, else refused."""
-        yield from (prompt for prompt in self.every() if not _refused(prompt, skip=self._skips))
+        yield from (prompt for prompt in self.every() if _usable(prompt, skips=self._skips))
 
     def every(self) -> Iterator[Prompt | BadRowError]:
         """Yield all rows as prompts, an error in place of one that is none."""
@@ -114,9 +115,8 @@ class TrainingRows(Sequence[Prompt]):
     def problems(self) -> Iterator[tuple[int, Problem]]:
         """Yield all rows before they are made into prompts, with their numbers; those that are none as `__iter__`."""
         for number, found in enumerate(self._scan()):
-            if not _refused(found := self._kept(found), skip=self._skips):
-                assert isinstance(found, Problem)
-                yield number, found
+            if _usable(kept := self._kept(found), skips=self._skips):
+                yield number, kept
 
     def drawn(self, numbers: Sequence[int]) -> list[Prompt | BadRowError]:
         """Return the prompts of some rows; an error in place of a row that is none, or that a check refuses."""
@@ -218,7 +218,7 @@ class TrainingRows(Sequence[Prompt]):
     def _keep(self, found: Sequence[Prompt | BadRowError]) -> None:
         """Enter rows of the sample."""
         for one in found:
-            if not _refused(one, skip=self._skips):
+            if _usable(one, skips=self._skips):
                 self.tried.append(one)
             else:
                 self.bad.append(str(one))
@@ -251,10 +251,8 @@ class TrainingRows(Sequence[Prompt]):
         return np.array(out, np.int64), demonstrated
 
 
-def _refused(found: object, *, skip: bool) -> bool:
-    """Return whether a row is none; raise its error if it is not to be skipped."""
-    if not isinstance(found, BadRowError):
-        return False
-    if skip:
-        return True
-    raise found
+def _usable(found: T | BadRowError, *, skips: bool) -> TypeGuard[T]:
+    """Return whether it is not the error of a row; raise this unless it ``skips`` such rows."""
+    if isinstance(found, BadRowError) and not skips:
+        raise found
+    return not isinstance(found, BadRowError)

@@ -39,6 +39,8 @@ class PromptSource:
 
     Attributes:
         rows: those of `data.path`; None if problems are generated.
+        said: number of rows and where they are; empty if problems are generated.
+        demonstrated: number of training problems of a file that demonstrations solve; None if they are generated.
         skipped: a sentence about each row that `data.on_bad_row` skipped and that was not told yet.
 
     Raises:
@@ -59,6 +61,8 @@ class PromptSource:
         self._config = config
         self._left_out = set(demonstrations) if config.disjoint else set()
         self.rows: TrainingRows | None = None
+        self.said = ""
+        self.demonstrated: int | None = None
         self.skipped: deque[str] = deque()
         self._bad = 0  # rows in a row that were skipped
         context = context or Context(tokenizer)
@@ -81,6 +85,7 @@ class PromptSource:
             self._stream = GymProblems(config.tasks, [TRAIN, seed])
         elif config.place is not None:
             self.rows = TrainingRows(config, tokenizer, held_out, demonstrations, entries)
+            self.said, self.demonstrated = self.rows.said, self.rows.demonstrated
 
     def next(self, count: int) -> list[Prompt]:
         """Return the next ``count`` prompts.
@@ -213,12 +218,11 @@ class PromptSource:
     def _pool(self, count: int) -> Mapping[str, Problem]:
         """Return the rows, those chosen least often first, or the next ``count`` problems of each task."""
         if self.rows is not None:
-            if self._all is None:
-                self._all = list(self.rows.problems())
-            taken = [self._taken[problem.id] for _, problem in self._all]
+            self._all = every = self._all or list(self.rows.problems())
+            taken = [self._taken[problem.id] for _, problem in every]
             place = {turn: np.argsort(self._shuffled(turn)).tolist() for turn in set(taken)}
-            order = sorted(range(len(taken)), key=lambda i: (taken[i], place[taken[i]][self._all[i][0]]))
-            return {problem.id: problem for _, problem in (self._all[i] for i in order)}
+            order = sorted(range(len(taken)), key=lambda i: (taken[i], place[taken[i]][every[i][0]]))
+            return {every[i][1].id: every[i][1] for i in order}
         for index, waiting in enumerate(self._waiting):
             for _ in range(GIVE_UP):
                 if len(waiting) >= count:
@@ -294,7 +298,8 @@ class PromptSource:
                 f"The checkpoint was made with {state['rows']} training rows in {self._config.place} (data.path) and "
                 f"there are {len(self.known)} now; restore them or start a run under another --name."
             )
-        for what, old, new in zip(("training", "held-out"), state["digests"], self._digests, strict=True):
+        digests = zip(("training", "held-out"), state["digests"], self._digests, strict=True)
+        for what, old, new in reversed(list(digests)):  # a file's own digest is of both
             if old != new:
                 place = (what == "held-out" and self._config.eval_place) or self._config.place
                 raise UserError(

@@ -4,6 +4,7 @@ Arrow batches, of which one is read for a row."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,9 @@ def read_parquet(stored: Stored, file: Path, shown: str, key: str, spool: Spool)
             meta, schema = opened.metadata, opened.schema_arrow
             plain = pa.schema([field.with_type(_plain(field.type)) for field in schema])
             size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
-            for found in opened.iter_batches(batch_size=_rows_of(64 * READ_AT_ONCE, meta.num_rows, size)):
+            together = _rows_of(64 * READ_AT_ONCE, meta.num_rows, size)
+            groups = (opened.iter_batches(together, [group]) for group in range(meta.num_row_groups))
+            for found in chain.from_iterable(groups):  # rows of two groups may have two dictionaries
                 table = pa.Table.from_batches([found]).cast(plain).combine_chunks()
                 for batch in table.to_batches(max_chunksize=_rows_of(READ_AT_ONCE, len(found), table.nbytes)):
                     spool.write(batch.serialize())
@@ -97,8 +100,8 @@ def read_parquet(stored: Stored, file: Path, shown: str, key: str, spool: Spool)
         raise
     except Exception as error:
         raise UserError(f"The prompts file '{shown}' ({key}) is not a readable parquet file: {_why(error)}.") from error
-    places = (np.array(some, np.int64) for some in (starts, firsts))
-    return Batches(stored, Unpacked(spool, begin), plain, *places, where=f"'{shown}'")
+    places = np.array(starts, np.int64), np.array(firsts, np.int64)
+    return Batches(stored, Unpacked(spool, begin), plain, *places, f"'{shown}'")
 
 
 def _rows_of(wanted: int, rows: int, size: int) -> int:

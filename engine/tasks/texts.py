@@ -11,7 +11,7 @@ import re
 import sys
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -73,8 +73,10 @@ def read_json(stored: Stored, shown: str, key: str) -> Texts:
     Raises:
         UserError: an array is none of objects, or is not JSON.
     """
-    begin = stored.read(0, min(stored.size, BLOCK)).decode("utf-8-sig", "replace")
-    if not begin.lstrip().startswith("["):
+    begin = ""
+    with suppress(UnicodeDecodeError):  # the row tells where
+        begin = _Window(stored).peek()
+    if begin != "[":
         return read_lines(stored, shown, key)
 
     def row(number: int, raw: bytes) -> Row:
@@ -174,7 +176,7 @@ class _Window:
             found.append(self._decoder.decode(block, final=self._ended))
             wanted -= len(found[-1])
         self.text, self.at = "".join(found), 0
-        return wanted <= 0
+        return any(found[1:])
 
     def peek(self) -> str:
         """Move to the next character that is not blank and return it; empty at the end of the text."""
@@ -184,7 +186,7 @@ class _Window:
             self.skip(found.end() - self.at)
             if self.at < len(self.text):
                 return self.text[self.at]
-            if not self.grow() and not self.text:
+            if not self.grow():
                 return ""
 
     def skip(self, count: int) -> None:
