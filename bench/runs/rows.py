@@ -1,7 +1,7 @@
 """``rolltree bench rows``: the time and memory that the rows of a file take up to the first drawn batch.
 
-Each figure is of a process of its own, which loads the libraries first: the seconds after that, and how much its peak
-memory (VmHWM) rises. The rows have about 288 bytes, the last 64 are held out, and a batch has 64 prompts.
+Each figure is of a process of its own, which loads the libraries first: the time after that, on the clock and of its
+threads on the CPU, and how much its peak memory (VmHWM) rises. The rows have about 288 bytes, the last 64 are held out, and a batch has 64 prompts.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from rolltree.engine import UserError
 from ..schema import Context, Row, append
 
 FORMS = ("jsonl", "parquet")
+FIGURES = (("clock", "time_ms"), ("CPU", "time_ms"), ("clock", "peak_memory_mib"))
+"""Direction and metric of each figure."""
 BATCH, HELD_OUT, WORDS = 64, 64, 36
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
 
@@ -58,23 +60,23 @@ def _case(home: Path, count: int, form: str, args: argparse.Namespace) -> None:
     found = np.array([_in_a_process(file) for _ in range(args.rounds)])
     file.unlink()
     context, rows = Context.of(torch.device("cpu")), []
-    for metric, values in zip(("time_ms", "peak_memory_mib"), found.T, strict=True):
+    for (direction, metric), values in zip(FIGURES, found.T, strict=True):
         low, middle, high = np.percentile(values, (20, 50, 80)).tolist()
         case = f"{count:,} rows of .{form}"
-        rows.append(Row("rows", case, args.provider, "first batch", metric, middle, low, high, None,
+        rows.append(Row("rows", case, args.provider, direction, metric, middle, low, high, None,
                         context.device, context.versions, context.commit, context.time))  # fmt: skip
-        print(f"{case}, {args.provider}: {metric} {middle:,.1f} ({low:,.1f} to {high:,.1f})", flush=True)
+        print(f"{case}, {args.provider}, {direction}: {metric} {middle:,.1f} ({low:,.1f} to {high:,.1f})", flush=True)
     if args.out is not None:
         append(rows, args.out / "rows.jsonl")
 
 
-def _in_a_process(file: Path) -> tuple[float, float]:
+def _in_a_process(file: Path) -> list[float]:
     command = [sys.executable, "-m", "rolltree.bench", "rows", "--of", str(file)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"the process that reads '{file.name}' failed: {done.stderr.strip().splitlines()[-1]}.")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return found["ms"], found["mib"]
+    found: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def _words() -> list[str]:
@@ -102,8 +104,8 @@ def _write(file: Path, count: int) -> None:
                 writer.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def _measured(file: Path) -> dict[str, float]:
-    """Return the milliseconds up to the first batch of ``file``, and the MiB by which the peak memory rises."""
+def _measured(file: Path) -> list[float]:
+    """Return `FIGURES` up to the first batch of ``file``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -115,12 +117,12 @@ def _measured(file: Path) -> dict[str, float]:
     of_words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=of_words)
     tokenizer.chat_template = CHAT
-    before, begin = _peak_mib(), time.perf_counter()
+    before, begin, began = _peak_mib(), time.perf_counter(), time.process_time()
     config = DataConfig(path=str(file), chat=True)
     source = PromptSource(config, tokenizer, 0, held_out(config, HELD_OUT, tokenizer))
     source.state_dict()  # the first checkpoint comes before the first batch
     assert len(source.next(BATCH)) == BATCH
-    return {"ms": 1e3 * (time.perf_counter() - begin), "mib": _peak_mib() - before}
+    return [1e3 * (time.perf_counter() - begin), 1e3 * (time.process_time() - began), _peak_mib() - before]
 
 
 def _peak_mib() -> float:

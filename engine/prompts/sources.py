@@ -149,7 +149,8 @@ class PromptSource:
                 self._bad = 0
                 continue
             if self._config.on_bad_row == "raise":
-                raise one
+                remedy = 'data.on_bad_row = "skip" passes over such rows, also in a resumed run'
+                raise BadRowError(f"{str(one).rstrip('.')} ({remedy}).") from one
             self.skipped.append(str(one))
             self._bad += 1
             if self._bad >= most:

@@ -212,7 +212,8 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(toml: Path, tmp_path: Path, *more: str) -> list[str]:
     keys = {
         "data.tasks": "[]", "data.path": f"{toml.parent}/p.jsonl", "output_dir": tmp_path, "evaluation.problems": 2,
-        "evaluation.every": 0, "checkpoint.every": 1, "trainer.steps": 4, "trainer.prompts_per_step": 12,
+        "evaluation.every": 0, "checkpoint.every": 1, "checkpoint.keep": 9, "trainer.steps": 4,
+        "trainer.prompts_per_step": 12, "seed": 1,  # bad rows are not among the first
         "rollout.program": "flat", "rollout.program_options": "{}", "algorithm.advantage": "group_norm",
     }  # fmt: skip
     return ["train", str(toml), *(f"--{key}={value}" for key, value in keys.items()), *more]
