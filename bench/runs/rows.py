@@ -1,7 +1,8 @@
 """``rolltree bench rows``: the time and memory that the rows of a file take up to the first drawn batch.
 
 Each figure is of a process of its own, which loads the libraries first: the time after that, on the clock and of its
-threads on the CPU, and how much its peak memory (VmHWM) rises. The rows have about 288 bytes, the last 64 are held out, and a batch has 64 prompts.
+threads on the CPU, and how much its peak memory (VmHWM) rises. The rows have about 250 bytes, the last 64 are held out,
+and a batch has 64 prompts.
 """
 
 from __future__ import annotations
