@@ -117,13 +117,12 @@ class PromptSource:
                 prompts += self._usable(found, len(rows))
                 cursor += len(found)
                 continue
-            number = self._row(cursor)
-            problem = rows.problem(number)
+            problem = rows.problem(self._row(cursor))
             cursor += 1
             if isinstance(problem, BadRowError):
                 self._usable([problem], len(rows))
             elif curriculum.accepts(problem, self._taken):
-                made = self._usable(rows.drawn([number]), len(rows))
+                made = self._usable(rows.prompts([problem]), len(rows))
                 prompts += made
                 self._taken.update(prompt.id for prompt in made)
                 refused = 0
