@@ -1,6 +1,6 @@
 """The command line ``rolltree bench [op ...] [--quick] [--cases REGEX] [--out DIR]``.
 
-``rolltree bench job``, ``curves``, ``plot``, ``simulate`` and ``tinker`` have command lines of their own.
+``rolltree bench job``, ``curves``, ``plot``, ``simulate``, ``tinker`` and ``rows`` have command lines of their own.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ OWN = {
     "plot": ".plot",
     "simulate": ".runs.simulate",
     "tinker": ".runs.tinker_service",
+    "rows": ".runs.rows",
 }
 """Subcommands with their own command lines, and their modules."""
 
@@ -131,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Time the ops against their peers and limits.",
         epilog="rolltree bench job: a whole job by several trainers; rolltree bench curves: whole runs of recipes; "
         "rolltree bench plot: pictures of recorded rows; rolltree bench simulate: runs on many GPUs; "
-        "rolltree bench tinker: the training service through Tinker's client",
+        "rolltree bench tinker: the training service through Tinker's client; rolltree bench rows: files of many rows",
     )
     parser.add_argument(
         "ops", nargs="*", metavar="op", help=f"one of {', '.join(OPS)}; or all; default: some of them, --quick"

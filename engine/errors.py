@@ -12,6 +12,10 @@ class UserError(Exception):
     exit_code = 2
 
 
+class BadRowError(UserError):
+    """A row of the data cannot be used; `data.on_bad_row` says what becomes of it."""
+
+
 class RunError(Exception):
     """The run itself failed: memory, disk, a failing verifier, too many bad steps. Exit code 1."""
 

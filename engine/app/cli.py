@@ -137,6 +137,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and the plan; write nothing"
     )
+    train.add_argument(
+        "--check-data", action="store_true", help="try every row of data.path before the run, not only a sample"
+    )
     train.epilog = keys
     rollout = command("rollout", _rollout, "Sample trees for some training prompts and show them; nothing is trained.")
     rollout.add_argument("config", metavar="CONFIG", help="TOML file")
@@ -231,7 +234,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
                 print(
                     f"# it begins with {config.model.path}, made by the stage before; planned with {known.model.path}"
                 )
-            print("\n".join(plan_lines(known)))
+            print("\n".join(plan_lines(known, check_data=args.check_data)))
         return 0
     from .assembly.run import check_stages, is_finished
 
@@ -257,7 +260,7 @@ def _run(args: argparse.Namespace, config: TrainConfig, of_several: bool) -> Non
     keep_freed_memory()
     resume = args.resume and (not of_several or holds_a_run(config.run_dir))
     with Console() as console:
-        summary = build(config, console=console, resume=resume, replay=args.replay).run()
+        summary = build(config, console=console, resume=resume, replay=args.replay, check_data=args.check_data).run()
         console.phase("writing the report")
         if all(importlib.util.find_spec(name) for name in EXTRAS["report"]):
             from .report import write_report

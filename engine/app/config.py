@@ -406,6 +406,7 @@ FREE_TO_CHANGE = (
     "model.create",
     "model.device",
     "model.gradient_checkpointing",
+    "data.on_bad_row",
     "rollout.max_batch_rows",
     "rollout.kv_tokens",
     "rollout.engines",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from rolltree.kernels import Objective
 from rolltree.kernels.libraries import load_library
 
 from ..chat.ends import end_token_ids, unlisted_end
+from ..errors import BadRowError
 from ..methods.groups import GroupCallback
 from ..methods.schedules import scheduled
 from ..model.loading import check_model_dir, choose_device, load_tokenizer
@@ -26,7 +29,8 @@ from ..record import directory
 from ..rewards import ProgramVerifier, RewardPool, Rewards, check_references, make_rewards
 from ..rewards.interface import FromProgram
 from ..settings import RewardPartConfig, TrainConfig
-from ..tasks import GymProblems
+from ..tasks import GymProblems, Problems
+from ..tasks.problems import spread
 from .assembly import preflight
 from .assembly.agents import check_agents
 from .assembly.checks import (
@@ -39,6 +43,7 @@ from .assembly.checks import (
 )
 from .assembly.learning import corrects, inert, objective, spared
 from .assembly.policies import check_policies, check_same_tokens, of_policy, resting, roles_of
+from .assembly.rows import Entry, check_answers, check_rows, known_entries
 from .assembly.sampling import (
     budget,
     check_backend,
@@ -51,12 +56,15 @@ from .assembly.sampling import (
 from .assembly.workers import check_workers
 from .recipes import Updates, flat, read_recipe
 
-Entry = tuple[str, dict[str, Any]]
-"""The id of a problem and its row."""
+Known = tuple[Iterable[Entry], Iterable[Mapping[str, Any]]]
+"""Problems that the verifiers read for the plan, and the rows of the other ones."""
 
 
-def plan_lines(config: TrainConfig) -> Iterator[str]:
+def plan_lines(config: TrainConfig, *, check_data: bool = False) -> Iterator[str]:
     """Yield the plan of a run line by line. Everything that the configuration names is tried if that writes nothing.
+
+    Args:
+        check_data: try every row of `data.path`, not only a sample.
 
     Raises:
         UserError: the run itself would raise it.
@@ -64,7 +72,7 @@ def plan_lines(config: TrainConfig) -> Iterator[str]:
     tried = _Tried.of(config)
     yield "# plan"
     yield from _place_lines(config)
-    known, compared = yield from _data_lines(config, tried)
+    known, compared = yield from _data_lines(config, tried, check_data)
     if config.demonstrations:
         each = ", ".join(f"{table.per_step} of {table.place}" for table in config.demonstrations)
         yield f"demonstrations     {each} a step{compared}"
@@ -123,16 +131,16 @@ def _place_lines(config: TrainConfig) -> Iterator[str]:
     yield f"device             {device}; compiled backends: {', '.join(compiled) or 'none, see `rolltree doctor`'}"
 
 
-def _data_lines(config: TrainConfig, tried: _Tried) -> Generator[str, None, tuple[list[Entry], str]]:
+def _data_lines(config: TrainConfig, tried: _Tried, check_data: bool) -> Generator[str, None, tuple[Known, str]]:
     """Yield the lines of models; return the problems in files, and how demonstrations overlap with them."""
     path = Path(config.model.path)
     if config.model.create is not None and not path.exists():
         import_object(config.model.create)
         yield f"model              {path} does not exist yet; {config.model.create} would make it"
-        return (yield from _problems_without_model(config)), ""
+        return (yield from _problems_without_model(config, check_data)), ""
     if not path.exists() and str(path).count("/") == 1:
         yield f"model              {path} from the hub, fetched when the run starts"
-        return (yield from _problems_without_model(config)), ""
+        return (yield from _problems_without_model(config, check_data)), ""
     yield from _model_lines(config, path)
     tokenizer = load_tokenizer(path)
     if said := unlisted_end(tokenizer, *_configurations(path)):
@@ -144,15 +152,19 @@ def _data_lines(config: TrainConfig, tried: _Tried) -> Generator[str, None, tupl
         check_same_tokens(name, own.model.path, tokenizer)
     problems = held_out(config.data, config.evaluation.problems, tokenizer)
     source, demonstrations = prompts_of(config, tokenizer, problems, kept_entries(config))
-    if source.said:
+    check_answers(config, source)
+    if source.rows is not None:
         held = f"{len(problems)} held out{_own(config)}"
-        yield f"prompts            {source.said}; {len(source.known)} to train on, {held}"
+        yield f"prompts            {source.said}; {len(source.rows)} to train on, {held}"
     overlap = "" if config.data.is_empty else f"; {demonstrations.overlap(config.data, source, problems)}"
     check_hints(tried.callback, source)
     rollout, ends = config.rollout, end_token_ids(tokenizer, *_configurations(path))
     prompts = source.peek(preflight.TRIED) if config.trainer.prompts_per_step else []
     preflight.check_program(tried.program, rollout.program, rollout.n, tokenizer, ends, prompts)
-    return [(prompt.id, prompt.entry) for prompt in [*source.known, *problems]], overlap
+    notes = list[str]()
+    for line in chain(check_rows(source, notes.append, every=check_data), notes):
+        yield f"rows               {line.rstrip('.')}"
+    return known_entries(source, problems, every=check_data), overlap
 
 
 def _own(config: TrainConfig) -> str:
@@ -160,20 +172,29 @@ def _own(config: TrainConfig) -> str:
     return f" of {place}" if (place := config.data.eval_place) is not None and config.evaluation.problems else ""
 
 
-def _problems_without_model(config: TrainConfig) -> Generator[str, None, list[Entry]]:
-    known: list[Entry] = []
+def _problems_without_model(config: TrainConfig, check_data: bool) -> Generator[str, None, Known]:
+    entries, further = list[Iterator[Entry]](), list[Iterator[Entry]]()
     places = {"prompts": config.data.place, "held-out problems": config.data.eval_place}
     for what, place in places.items():
         if place is not None:
             read = read_rows(config.data, place)
-            known += [(problem.id, problem.entry) for problem in read.rows]
+            entries.append(_entries(read.rows, None if check_data else spread(len(read.rows))))
+            further.append(_entries(read.rows, [] if check_data else None))
             yield f"{what:<19}{read.said}"
     if config.data.tasks:
         GymProblems(config.data.tasks, [config.seed])
-    return known
+    return chain(*entries), (entry for _, entry in chain(*further))
 
 
-def _judge_lines(config: TrainConfig, tried: _Tried, known: Sequence[Entry]) -> Iterator[str]:
+def _entries(problems: Problems, numbers: Sequence[int] | None) -> Iterator[Entry]:
+    """Yield the ids and rows of some problems, or of all; rows that are none are passed over: a run tells of them."""
+    for number in range(len(problems)) if numbers is None else numbers:
+        with suppress(BadRowError):
+            problem = problems[number]
+            yield problem.id, problem.entry
+
+
+def _judge_lines(config: TrainConfig, tried: _Tried, known: Known) -> Iterator[str]:
     with tried.rewards as pool:
         where = f", in {config.reward.workers} processes" if isinstance(pool, RewardPool) else ""
         where += f", at each of {config.reward.hosts} reward hosts" if config.reward.hosts else ""
@@ -182,8 +203,10 @@ def _judge_lines(config: TrainConfig, tried: _Tried, known: Sequence[Entry]) -> 
         yield f"verifier           {f'{judges}{where}' if config.judges else 'none, as nothing is judged'}"
         for note in filter(None, (pool.note, tried.program.note)):
             yield f"containment        {note}"
-        all_known = config.data.path is not None and bool(known)
-        if note := check_references(pool, config.reward, known, config.data.tasks, all_known=all_known):
+        entries, further = known
+        all_known = config.data.path is not None
+        note = check_references(pool, config.reward, entries, config.data.tasks, all_known=all_known, further=further)
+        if note:
             yield f"reference answers  {note}"
 
 

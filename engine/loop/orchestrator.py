@@ -179,6 +179,7 @@ class Orchestrator:
         self.stopping = Stopping(console.note)
         self._row: dict[str, float] = {}  # of the last step
         self._dropped: Counter[str] = Counter()  # groups dropped up to the last step, by reason
+        self._told: set[str] = set()  # sentences about skipped rows
         self._asked_again = 0  # items of `Rewards.asked_again` that are counted
 
     @property
@@ -328,6 +329,7 @@ class Orchestrator:
         for reason, count in self.controller.restarted.items():
             sums.count(f"group/restarted_{reason}", count)
         self.controller.restarted.clear()
+        self._tell_skipped(sums)
         if again := self.rewards.asked_again - self._asked_again:
             sums.count("reward/asked_again", again)
             self._asked_again += again
@@ -342,6 +344,16 @@ class Orchestrator:
         metrics |= self.idle.read(times, self.sampler.tally) | self.learner.utilization(times)
         metrics |= self.monitor.read()
         return metrics | times
+
+    def _tell_skipped(self, sums: Sums) -> None:
+        """Count the rows that could not be used, and tell of each the first time."""
+        skipped = self.source.skipped
+        while skipped:
+            said = skipped.popleft()
+            sums.count("data/skipped_rows")
+            if said not in self._told:
+                self._told.add(said)
+                self.console.note(f"A row is skipped (data.on_bad_row). {said}")
 
     def _end_step(self, step: int) -> None:
         """Save a checkpoint if it is time, then write and show the metrics."""

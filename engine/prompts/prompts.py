@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ from ..errors import UserError
 from ..model.processor import processor_beside
 from ..programs.chat.toolbox import tool_schema
 from ..settings import DataConfig, Place
-from ..tasks import GymProblems, Problem, read_problems
+from ..tasks import GymProblems, Problem, Problems, read_problems
 from ..tasks.images import Image, content_of
-from ..tasks.tables import Problems
+from ..tasks.problems import Read
 
 TRAIN, HELD_OUT = 0, 1
 """Seeds of the streams of generated problems."""
@@ -81,8 +81,7 @@ def held_out(data: DataConfig, wanted: int, tokenizer: PreTrainedTokenizerBase) 
         own = data.eval_place
         place = own or data.place
         assert place is not None
-        rows = read_rows(data, place).rows
-        for problem in rows if own is not None else reversed(rows):  # the first of equal problems is kept
+        for problem in _in_turn(read_rows(data, place).rows, data, tokenizer):  # the first of equal problems is kept
             found.setdefault(problem.identity, problem)
             if len(found) == wanted:
                 break
@@ -95,6 +94,24 @@ def held_out(data: DataConfig, wanted: int, tokenizer: PreTrainedTokenizerBase) 
         )
     one_answer_each = data.model_copy(update={"n_key": None})
     return make_prompts(list(found.values()), one_answer_each, tokenizer)
+
+
+def _in_turn(problems: Problems, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
+    """Yield the problems to hold out: those of a place of their own, or the last ones, without such that
+    `data.on_bad_row` skips when they are met in training."""
+    if data.eval_place is not None:
+        yield from (problems[number] for number in range(len(problems)))
+        return
+    for number in reversed(range(len(problems))):
+        try:
+            problem = problems[number]
+            if data.on_bad_row == "skip":
+                make_prompts([problem], data.model_copy(update={"n_key": None}), tokenizer)
+        except UserError:
+            if data.on_bad_row == "raise":
+                raise
+            continue
+        yield problem
 
 
 def make_prompts(problems: Sequence[Problem], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
@@ -229,6 +246,7 @@ def _wanted(problem: Problem, config: DataConfig) -> int | None:
     return n
 
 
-def read_rows(config: DataConfig, place: Place) -> Problems:
+def read_rows(config: DataConfig, place: Place) -> Read:
     """Return the problems of a place, from the columns that the configuration names."""
-    return read_problems(place, config.prompt_key, config.answer_key, config.image_key)
+    skip = config.on_bad_row == "skip"
+    return read_problems(place, config.prompt_key, config.answer_key, config.image_key, skip=skip)

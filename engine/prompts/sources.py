@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import UserError
+from ..data.columns import Array
+from ..errors import BadRowError, UserError
 from ..parts.context import Context
 from ..settings import DataConfig
 from ..tasks import GymProblems, Problem
 from .curriculum import Curriculum
-from .prompts import GIVE_UP, TRAIN, Prompt, make_prompts, question, read_rows
+from .prompts import GIVE_UP, TRAIN, Prompt, make_prompts, question
+from .rows import Entries, TrainingRows, rendered
 from .user_source import UserProblems
 
 if TYPE_CHECKING:
@@ -37,11 +38,14 @@ class PromptSource:
         context: the run's values, for what a source or a curriculum asks.
 
     Attributes:
-        demonstrated: number of training problems of a file that demonstrations solve; None if they are generated.
+        rows: those of `data.path`; None if problems are generated.
         said: number of rows and where they are; empty if problems are generated.
+        demonstrated: number of training problems of a file that demonstrations solve; None if they are generated.
+        skipped: a sentence about each row that `data.on_bad_row` skipped and that was not told yet.
 
     Raises:
-        UserError: the tasks or the file cannot be used, a row is too long, or all rows are held out or left out.
+        UserError: the tasks or the file cannot be used, nor a row of those that are tried, or all rows are held out or
+            left out.
     """
 
     def __init__(
@@ -50,14 +54,17 @@ class PromptSource:
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
         held_out: Sequence[Prompt] = (),
-        entries: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
+        entries: Entries | None = None,
         context: Context | None = None,
         demonstrations: Collection[str] = (),
     ) -> None:
         self._config = config
         self._left_out = set(demonstrations) if config.disjoint else set()
-        self.demonstrated: int | None = None
+        self.rows: TrainingRows | None = None
         self.said = ""
+        self.demonstrated: int | None = None
+        self.skipped: deque[str] = deque()
+        self._bad = 0  # rows in a row that were skipped
         context = context or Context(tokenizer)
         self._held_out = held_out
         self._entries = entries
@@ -65,8 +72,8 @@ class PromptSource:
         self._seed = seed
         self._excluded = {prompt.identity for prompt in held_out}
         self._cursor = 0
-        self._order: tuple[int, list[int]] = (-1, [])  # a pass over the file, and its order
-        self._rows: list[Prompt] = []
+        self._order: tuple[int, Array] = (-1, np.empty(0, np.int64))  # a pass over the file, and its order
+        self._all: list[tuple[int, Problem]] | None = None  # the rows with their numbers, for a curriculum's order
         self._stream: Any = None
         self.curriculum = None if config.curriculum is None else Curriculum(config, context)
         self._taken: Counter[str] = Counter()  # rows chosen so far, by id; kept for a curriculum
@@ -77,30 +84,20 @@ class PromptSource:
         elif config.tasks:
             self._stream = GymProblems(config.tasks, [TRAIN, seed])
         elif config.place is not None:
-            problems = read_rows(config, config.place)
-            self.said = problems.said
-            # all rows are checked now, so that one that is too long does not end a run after hours
-            prompts = make_prompts(problems.rows, config, tokenizer)
-            prompts = [prompt for prompt in prompts if prompt.identity not in self._excluded]
-            self.demonstrated = sum(question(prompt) in demonstrations for prompt in prompts)
-            self._rows = self._fit([prompt for prompt in prompts if self._may_come(prompt)])
-            if not self._rows:
-                why = " or have a prompt of demonstrations (data.disjoint)" if config.disjoint else ""
-                raise UserError(
-                    f"All problems of {config.place} (data.path) are held out{why}; lower evaluation.problems or add "
-                    "rows."
-                )
+            self.rows = TrainingRows(config, tokenizer, held_out, demonstrations, entries)
+            self.said, self.demonstrated = self.rows.said, self.rows.demonstrated
 
     def next(self, count: int) -> list[Prompt]:
         """Return the next ``count`` prompts.
 
         Raises:
-            UserError: a prompt is longer than `data.max_prompt_tokens`, or every generated problem is held out.
+            BadRowError: a row cannot be used, and `data.on_bad_row` does not skip it.
+            UserError: every generated problem is held out, or no row can be used.
         """
         if self.curriculum is not None and self.curriculum.orders:
             prompts = self._chosen(count)
-        elif self._rows:
-            prompts = self._next_rows(count)
+        elif self.rows is not None:
+            prompts = self._next_rows(self.rows, count)
         else:
             prompts = self._next_problems(count)
         if self.curriculum is not None:
@@ -111,28 +108,64 @@ class PromptSource:
         """Return whether a problem is neither held out nor left out."""
         return problem.identity not in self._excluded and question(problem) not in self._left_out
 
-    def _next_rows(self, count: int) -> list[Prompt]:
-        if self.curriculum is None:
-            self._cursor += count
-            return [self._row(turn) for turn in range(self._cursor - count, self._cursor)]
+    def _next_rows(self, rows: TrainingRows, count: int) -> list[Prompt]:
         prompts: list[Prompt] = []
-        refused = 0
+        cursor, refused, curriculum = self._cursor, 0, self.curriculum
         while len(prompts) < count:
-            prompt = self._row(self._cursor)
-            self._cursor += 1
-            if self.curriculum.accepts(prompt, self._taken):
-                prompts.append(prompt)
-                self._taken[prompt.id] += 1
+            if curriculum is None:
+                found = rows.drawn([self._row(cursor + i) for i in range(count - len(prompts))])
+                prompts += self._usable(found, len(rows))
+                cursor += len(found)
+                continue
+            problem = rows.problem(self._row(cursor))
+            cursor += 1
+            if isinstance(problem, BadRowError):
+                self._usable([problem], len(rows))
+            elif curriculum.accepts(problem, self._taken):
+                made = self._usable(rows.prompts([problem]), len(rows))
+                prompts += made
+                self._taken.update(prompt.id for prompt in made)
                 refused = 0
-            elif (refused := refused + 1) >= len(self._rows):
+            elif (refused := refused + 1) >= len(rows):
                 raise self._all_refused()
+        self._cursor = cursor
+        return prompts
+
+    def _usable(self, found: Sequence[Prompt | BadRowError], most: int) -> list[Prompt]:
+        """Return the prompts among rows that were drawn.
+
+        Args:
+            most: rows in a row that may be skipped.
+
+        Raises:
+            BadRowError: there is another row and `data.on_bad_row` does not skip it.
+            UserError: only such rows came for long.
+        """
+        prompts = []
+        for one in found:
+            if isinstance(one, Prompt):
+                prompts.append(one)
+                self._bad = 0
+                continue
+            if self._config.on_bad_row == "raise":
+                remedy = 'data.on_bad_row = "skip" passes over such rows, also in a resumed run'
+                raise BadRowError(f"{str(one).rstrip('.')} ({remedy}).") from one
+            self.skipped.append(str(one))
+            self._bad += 1
+            if self._bad >= most:
+                raise UserError(f"The last {most} rows of the data cannot be used, the newest because of this: {one}")
         return prompts
 
     def _next_problems(self, count: int) -> list[Prompt]:
-        problems: list[Problem] = []
+        prompts: list[Prompt] = []
         skipped = 0
-        while len(problems) < count:
-            problem = self._stream[self._cursor]
+        while len(prompts) < count:
+            try:
+                problem = self._stream[self._cursor]
+            except BadRowError as error:
+                self._usable([error], GIVE_UP)
+                self._cursor += 1
+                continue
             self._cursor += 1
             if not self._may_come(problem):
                 skipped += 1
@@ -149,8 +182,8 @@ class PromptSource:
                     raise self._all_refused()
                 continue
             skipped = 0
-            problems.append(problem)
-        return self._fit(make_prompts(problems, self._config, self._tokenizer))
+            prompts += self._rendered(problem)
+        return prompts
 
     def _chosen(self, count: int) -> list[Prompt]:
         """Return the prompts that the curriculum's order begins with; it is asked again if its order is too short."""
@@ -162,27 +195,34 @@ class PromptSource:
             for found in self.curriculum.order(pool.values(), self._taken, [self._seed, self._cursor]):
                 problem = pool[found]
                 accepted = self.curriculum.accepts(problem, self._taken)
-                if isinstance(problem, Prompt):
-                    self._taken[found] += accepted
-                    prompts += [problem] * accepted
+                made = self._rendered(problem) if accepted else []
+                if self.rows is not None:
+                    self._taken.update(prompt.id for prompt in made)
                 else:
                     for waiting in self._waiting:
                         waiting.pop(int(found.rpartition("/")[2]), None)
-                    prompts += self._fit(make_prompts([problem] * accepted, self._config, self._tokenizer))
-                self._cursor += accepted
+                prompts += made
+                self._cursor += len(made)
                 if len(prompts) == count:
                     break
             if len(prompts) == before:
                 raise self._all_refused()
         return prompts
 
-    def _pool(self, count: int) -> Mapping[str, Prompt | Problem]:
+    def _rendered(self, problem: Problem) -> list[Prompt]:
+        """Return the prompt of a problem; none if `data.on_bad_row` skips it."""
+        if self.rows is not None:
+            return self._usable(self.rows.prompts([problem]), len(self.rows))
+        return self._usable(rendered([problem], self._config, self._tokenizer, self._entries), GIVE_UP)
+
+    def _pool(self, count: int) -> Mapping[str, Problem]:
         """Return the rows, those chosen least often first, or the next ``count`` problems of each task."""
-        if self._rows:
-            taken = [self._taken[row.id] for row in self._rows]
+        if self.rows is not None:
+            self._all = every = self._all or list(self.rows.problems())
+            taken = [self._taken[problem.id] for _, problem in every]
             place = {turn: np.argsort(self._shuffled(turn)).tolist() for turn in set(taken)}
-            order = sorted(range(len(taken)), key=lambda i: (taken[i], place[taken[i]][i]))
-            return {self._rows[i].id: self._rows[i] for i in order}
+            order = sorted(range(len(taken)), key=lambda i: (taken[i], place[taken[i]][every[i][0]]))
+            return {every[i][1].id: every[i][1] for i in order}
         for index, waiting in enumerate(self._waiting):
             for _ in range(GIVE_UP):
                 if len(waiting) >= count:
@@ -203,10 +243,12 @@ class PromptSource:
     def peek(self, count: int) -> list[Prompt]:
         """Return the prompts that `next` will return, without advancing the cursor."""
         kept = self._cursor, self._taken.copy(), list(self._numbers), [dict(waiting) for waiting in self._waiting]
+        skipped = self.skipped.copy(), self._bad
         try:
             return self.next(count)
         finally:
             self._cursor, self._taken, self._numbers, self._waiting = kept
+            self.skipped, self._bad = skipped
 
     def prompt(self, problem: Problem) -> Prompt:
         """Return ``problem`` in the run's template.
@@ -219,8 +261,8 @@ class PromptSource:
 
     @property
     def known(self) -> Sequence[Prompt]:
-        """The prompts of a file; empty if problems are generated."""
-        return self._rows
+        """The prompts of a file, each made when it is asked for; empty if problems are generated."""
+        return () if self.rows is None else self.rows
 
     @property
     def observes(self) -> bool:
@@ -237,7 +279,8 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor and digests of the files, for an `Archive`."""
-        state: dict[str, Any] = {"cursor": self._cursor, "rows": len(self._rows), "digests": self._digests}
+        state: dict[str, Any] = {"cursor": self._cursor, "rows": len(self.known), "digests": self._digests}
+        state["skipped"] = list(self.skipped)
         if isinstance(self._stream, UserProblems):
             state["source"] = self._stream.state_dict(self._cursor)
         if self.curriculum is not None:
@@ -250,12 +293,13 @@ class PromptSource:
         Raises:
             UserError: the file has other rows now.
         """
-        if state["rows"] != len(self._rows):
+        if state["rows"] != len(self.known):
             raise UserError(
                 f"The checkpoint was made with {state['rows']} training rows in {self._config.place} (data.path) and "
-                f"there are {len(self._rows)} now; restore them or start a run under another --name."
+                f"there are {len(self.known)} now; restore them or start a run under another --name."
             )
-        for what, old, new in zip(("training", "held-out"), state["digests"], self._digests, strict=True):
+        digests = zip(("training", "held-out"), state["digests"], self._digests, strict=True)
+        for what, old, new in reversed(list(digests)):  # a file's own digest is of both
             if old != new:
                 place = (what == "held-out" and self._config.eval_place) or self._config.place
                 raise UserError(
@@ -263,6 +307,7 @@ class PromptSource:
                     "has now, though as many; restore them or start a run under another --name."
                 )
         self._cursor = state["cursor"]
+        self.skipped = deque(state["skipped"])
         if self.curriculum is not None:
             self._taken, self._numbers = state["taken"], state["numbers"]
             self._waiting = [
@@ -275,24 +320,19 @@ class PromptSource:
     @cached_property
     def _digests(self) -> tuple[str, str]:
         """Digests of the training and held-out rows; generated problems follow from the configuration."""
-        return _digest(self._rows), _digest(() if self._config.tasks else self._held_out)
+        held_out = () if self._config.tasks else self._held_out
+        return "" if self.rows is None else self.rows.digest(), _digest(held_out)
 
-    def _fit(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Return the prompts with entries that checkpoints can store."""
-        if self._entries is None:
-            return prompts
-        return [replace(p, entry=self._entries(p.entry, f"The prompt '{p.id}'")) for p in prompts]
-
-    def _row(self, cursor: int) -> Prompt:
-        turn, index = divmod(cursor, len(self._rows))
+    def _row(self, cursor: int) -> int:
+        """Return the number of the row that comes at a place of the stream."""
+        turn, index = divmod(cursor, len(self.known))
         if self._order[0] != turn:
             self._order = (turn, self._shuffled(turn))
-        return self._rows[self._order[1][index]]
+        return int(self._order[1][index])
 
-    def _shuffled(self, turn: int) -> list[int]:
-        """Return the indices of the rows in the order of a pass over the file."""
-        order: list[int] = np.random.default_rng([self._seed, turn]).permutation(len(self._rows)).tolist()
-        return order
+    def _shuffled(self, turn: int) -> Array:  # [rows] int64
+        """Return the numbers of the rows in the order of a pass over the file."""
+        return np.random.default_rng([self._seed, turn]).permutation(len(self.known))
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..data.tree import TokenTree
-from ..errors import UserError
+from ..errors import BadRowError, UserError
 from ..parts.calling import call
 from ..parts.context import ALWAYS, OF_TREES, SAMPLING, Context
 from ..parts.resolve import resolve
@@ -51,7 +51,10 @@ class UserProblems:
             self._ready[self._asked] = rows[0]
             self._asked += 1
         keys = self._config.prompt_key, self._config.answer_key, self._config.image_key
-        return problem_of(self._ready[number], self._what, "source", number, *keys)
+        try:
+            return problem_of(self._ready[number], self._what, "source", number, *keys)
+        except UserError as error:
+            raise BadRowError(str(error)) from error
 
     @property
     def observes(self) -> bool:

@@ -11,7 +11,7 @@ from .section import NonNegativeInt, Schedule, Section
 
 PolicyName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)]
 METRICS = (
-    "actor", "adapter", "eval", "filter", "group", "model", "perf", "policy", "prompt_length", "replay",
+    "actor", "adapter", "data", "eval", "filter", "group", "model", "perf", "policy", "prompt_length", "replay",
     "response_length", "reward", "rollout", "schedule", "timing_s", "training", "tree",
 )  # fmt: skip
 """Names that no policy can have, since metrics or files begin with them."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -20,9 +22,10 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ..errors import UserError
+from ..errors import BadRowError, UserError
 from ..settings import Place
-from .files import WILD, Row, form_of
+from .files import WILD, form_of
+from .sequences import Row, Rows
 from .shards import shards_of
 
 HF = "hf://datasets/"
@@ -31,6 +34,8 @@ WAIT_S = 10.0
 """Time in which the hub must answer; it is taken for unreachable after that."""
 LARGE = 2 << 30
 """Bytes above which a slice of a set is read over the network instead of fetching the whole set."""
+READ_AT_ONCE = 1000
+"""Rows that are read together where all are read."""
 SLICE = re.compile(r"([\w.-]+)\[(\d*):(\d+)\]")  # rows from the first number to before the second
 
 
@@ -61,7 +66,52 @@ class HubRows:
 
     subset: str
     split: str
-    rows: list[Row]
+    rows: Rows
+
+
+class SetRows(Rows):
+    """Rows of a `datasets.Dataset`, which maps them from its cache.
+
+    Args:
+        where: the split, for error messages.
+    """
+
+    def __init__(self, found: Any, where: str) -> None:
+        self._found, self._where = found, where
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def row(self, number: int) -> Row:
+        try:
+            row: Row = self._found[number]
+            return row
+        except Exception as error:
+            raise BadRowError(f"Row {number} of {self._where} cannot be read: {_why(error)}.") from error
+
+    def scan(self) -> Iterator[Row | BadRowError]:
+        for first in range(0, len(self), READ_AT_ONCE):
+            last = min(first + READ_AT_ONCE, len(self))
+            try:
+                columns = self._found[first:last]
+            except Exception:  # one of them cannot be read
+                yield from map(self._row_or_error, range(first, last))
+                continue
+            for values in zip(*columns.values(), strict=True):
+                yield dict(zip(columns, values, strict=True))
+
+    def _row_or_error(self, number: int) -> Row | BadRowError:
+        try:
+            return self.row(number)
+        except BadRowError as error:
+            return error
+
+    def digest(self) -> bytes:
+        found = hashlib.blake2b(digest_size=16)
+        for row in self.scan():
+            said = repr(row) if isinstance(row, BadRowError) else repr(sorted(row.items()))
+            found.update(said.encode("utf-8", "surrogatepass"))
+        return found.digest()
 
 
 def hub_rows(place: Place) -> HubRows:
@@ -89,13 +139,13 @@ def hub_rows(place: Place) -> HubRows:
         split = _split(builder, place)
         rows = None
         if commit is not None and (part := SLICE.fullmatch(split)) and _is_large(builder, address, commit):
-            rows = _streamed(builder, part[1], int(part[2] or 0), int(part[3]))
+            rows = _streamed(datasets, builder, part[1], int(part[2] or 0), int(part[3]))
         if rows is None:
             builder.download_and_prepare()
             found = builder.as_dataset(split=split)
-            rows = list(_encoded(found, found.features))
-    _check_count(rows, split, place)
-    return HubRows(builder.config.name, split, rows)
+            rows = _encoded(found, found.features)
+    _check_count(len(rows), split, place)
+    return HubRows(builder.config.name, split, SetRows(rows, f"'{place.path}' ({split})"))
 
 
 def hub_files(place: Place) -> dict[str, Path]:
@@ -213,21 +263,26 @@ def _is_large(builder: Any, address: Address, commit: str) -> bool:
     return bool(size > LARGE)
 
 
-def _streamed(builder: Any, split: str, first: int, end: int) -> list[Row] | None:
-    """Return the rows from ``first`` to before ``end``, fetching little more; None if their types are not known before
-    all rows are read, which would make them depend on how many are."""
+def _streamed(datasets: Any, builder: Any, split: str, first: int, end: int) -> Any:
+    """Return the rows from ``first`` to before ``end`` in memory, as a dataset, fetching little more; None if their
+    types are not known before all rows are read, which would make them depend on how many are."""
     stream = builder.as_streaming_dataset(split=split)
     if stream.features is None:
         return None
-    return list(_encoded(stream.skip(first).take(end - first), stream.features))
+    rows = iter(_encoded(stream.skip(first).take(end - first), stream.features))
+    plain = datasets.Features({name: _plain(feature) for name, feature in stream.features.items()})
+    parts = []
+    while part := list(islice(rows, READ_AT_ONCE)):
+        parts.append(datasets.Dataset.from_list(part, plain))
+    return datasets.concatenate_datasets(parts) if parts else datasets.Dataset.from_list([], plain)
 
 
-def _check_count(rows: list[Row], split: str, place: Place) -> None:
+def _check_count(rows: int, split: str, place: Place) -> None:
     part = SLICE.fullmatch(split)
     wanted = max(1, int(part[3]) - int(part[2] or 0) if part else 1)
-    if len(rows) < wanted:
+    if rows < wanted:
         raise UserError(
-            f"'{split}' of '{place.path}' ({place.split_key}) has {len(rows)} rows, fewer than {wanted}; name a part "
+            f"'{split}' of '{place.path}' ({place.split_key}) has {rows} rows, fewer than {wanted}; name a part "
             "that the set has."
         )
 

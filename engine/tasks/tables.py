@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import BadRowError, UserError
 from ..settings import Place
-from .files import READABLE, WILD, Row, form_of, read_file, stem_of
+from .files import READABLE, WILD, form_of, read_file, stem_of
 from .hub import HF, Address, hub_files, hub_rows
 from .problem import Problem
-from .rows import VERL, find_answer, problem_of
+from .rows import problem_of
+from .sequences import Row, Rows
 from .shards import shards_of
+from .stored import Spool
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -33,45 +35,29 @@ class Table:
     """Task of rows that name none."""
     folder: Path | None
     """Paths of pictures are relative to it."""
-    rows: list[Row]
+    rows: Rows
     has: str = "it has"
     """Introduces the columns in error messages."""
 
     def problem(self, number: int, row: Row, *keys: Any, **options: Any) -> Problem:
-        """Return a row as `problem_of` does; ``keys`` name its columns."""
+        """Return a row as `problem_of` does; ``keys`` name its columns.
+
+        Raises:
+            BadRowError: where `problem_of` raises UserError.
+        """
         given = {"folder": self.folder, "task": self.task, "has": self.has} | options
-        return problem_of(row, self.where, self.name, number, *keys, **given)
-
-
-@dataclass(frozen=True)
-class Problems:
-    """All problems of a place."""
-
-    rows: list[Problem]
-    said: str
-    """Number of rows, and where they are."""
-
-
-def read_problems(place: Place, prompt_key: str, answer_key: str, image_key: str | None = None) -> Problems:
-    """Return all rows of ``place`` as problems, in the order of the files' names; their entries keep all columns.
-
-    Args:
-        prompt_key, answer_key: columns of the prompt and of the reference answer.
-        image_key: column of the pictures, if there is one; their paths are relative to the folder of the row's file.
-
-    Raises:
-        UserError: the place does not exist, cannot be read, is empty or of another kind, or lacks a column.
-    """
-    tables, keys = read_tables(place), (prompt_key, answer_key, image_key)
-    rows = [table.problem(n, row, *keys) for table in tables for n, row in enumerate(table.rows)]
-    first = find_answer(tables[0].rows[0], answer_key)
-    verl = f", answers in '{VERL}'" if first is not None and first[0] == VERL and answer_key == "answer" else ""
-    files = f" ({len(tables)} files)" if len(tables) > 1 else ""
-    return Problems(rows, f"{len(rows)} {'row' if len(rows) == 1 else 'rows'} of {place}{files}{verl}")
+        try:
+            return problem_of(row, self.where, self.name, number, *keys, **given)
+        except UserError as error:
+            raise BadRowError(str(error)) from error
 
 
 def read_tables(place: Place) -> list[Table]:
-    """Return the rows of ``place``, one table for each file; errors as for `read_problems`."""
+    """Return the rows of ``place``, one table for each file.
+
+    Raises:
+        UserError: the place does not exist, cannot be read, is empty or of another kind.
+    """
     if not os.path.exists(place.path) and _is_set(place):
         found = hub_rows(place)
         words = [found.subset] * (found.subset != "default") + [found.split]
@@ -129,10 +115,11 @@ def _tables(files: dict[str, Path], place: Place) -> list[Table]:
     """Return the tables of files by their names, in the order of these."""
     if not files:
         raise UserError(f"No file matches '{place.path}' ({place.key}); correct the pattern or add files.")
+    spool = Spool()
     if list(files) == [place.path]:
         (file,) = files.values()
         stem = stem_of(place.path)
-        return [_table(place.path, file, stem, stem, place)]
+        return [_table(place.path, file, stem, stem, place, spool)]
     for name in files:
         if form_of(name) is None:
             raise UserError(
@@ -148,9 +135,9 @@ def _tables(files: dict[str, Path], place: Place) -> list[Table]:
     above = os.path.commonpath([os.path.dirname(os.path.abspath(name)) for name in files])
     task = os.path.basename(above)
     names = {name: f"{task}/{os.path.relpath(os.path.abspath(name), above)}" for name in sorted(files)}
-    return [_table(name, files[name], names[name], task, place) for name in names]
+    return [_table(name, files[name], names[name], task, place, spool) for name in names]
 
 
-def _table(shown: str, file: Path, name: str, task: str, place: Place) -> Table:
+def _table(shown: str, file: Path, name: str, task: str, place: Place, spool: Spool) -> Table:
     has = "its first line names" if form_of(shown) == ".csv" else "it has"
-    return Table(f"'{shown}'", name, task, file.parent, read_file(file, shown, place.key), has)
+    return Table(f"'{shown}'", name, task, file.parent, read_file(file, shown, place.key, spool), has)

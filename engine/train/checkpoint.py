@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..errors import RunError, UserError
 from .group import ALONE, Group
 
-FORMAT = 7
+FORMAT = 8
 LEARNER, RUN, STATE, MANIFEST = "learner", "run.safetensors", "state.json", "manifest.json"
 Files = dict[str, dict[str, Any]]
 """Size and SHA-256 of files, by name."""

@@ -22,7 +22,7 @@ from ...data.segment import LeafStatus, Origin, Segment
 from ...data.tree import TokenTree
 from ...errors import UserError
 from ...methods.credit import Credit, CreditFunction, give_credit
-from ...model.pictures import family_of
+from ...model.pictures import family_of, placeholders
 from ...parts.calling import ask, call
 from ...parts.context import NotReadyError
 from ...programs import GroupState, RolloutProgram
@@ -60,6 +60,12 @@ def check_program(
         begun = ask(what, mine.start, GroupState(prompt.n or n, 0, 0, 0, 0))
         if not isinstance(begun, int) or begun < 1:
             raise UserError(f"{what} begins with {begun!r} branches; `start` must answer an integer of at least 1.")
+
+
+def check_shown(prompts: Sequence[Prompt], model: PreTrainedModel, backend: str) -> None:
+    """Check prompts as `check_placeholders` and `check_pictures` do."""
+    check_placeholders(prompts, placeholders(model))
+    check_pictures(prompts, model, backend)
 
 
 def check_placeholders(prompts: Sequence[Prompt], placeholders: Collection[int]) -> None:

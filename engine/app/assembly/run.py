@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,6 @@ from ...loop.sampling import SamplingParts
 from ...methods.groups import KEEPS
 from ...methods.schedules import scheduled
 from ...model.loading import load_tokenizer
-from ...model.pictures import placeholders
 from ...parts.context import OF_TREES, Context
 from ...parts.resolve import resolve
 from ...prompts.demonstrations import Demonstrations
@@ -50,6 +49,7 @@ from .checks import check_early_scores, check_learning, check_lengths, check_old
 from .learning import learning_parts, rescores, stateful
 from .policies import Policy as FurtherPolicy
 from .policies import check_policies, further_policies, make_policies, resting, roles_of
+from .rows import Entry, check_answers, check_rows, known_entries
 from .sampling import (
     budget,
     callback_rule,
@@ -73,7 +73,14 @@ from .workers import make_fleet, make_ranks, make_reward_hosts, make_workers
 MakeLearner = Callable[[Stopwatch, Callable[[str], object]], Learning]
 
 
-def build(config: TrainConfig, *, console: Progress, resume: bool = False, replay: Path | None = None) -> Orchestrator:
+def build(
+    config: TrainConfig,
+    *,
+    console: Progress,
+    resume: bool = False,
+    replay: Path | None = None,
+    check_data: bool = False,
+) -> Orchestrator:
     """Make a training run, for ``build(config, console=...).run()``.
 
     Args:
@@ -81,6 +88,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         console: shows the run's progress.
         resume: continue from the newest checkpoint in the run's directory.
         replay: file of recorded groups (`rolltree rollout --record`) to learn from instead of sampling.
+        check_data: try every row of `data.path`, not only a sample.
 
     Raises:
         UserError: the directory holds another run, there is nothing to resume, or a part of the configuration names
@@ -110,7 +118,9 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
         context.policy = _handle(config, sampling, context)
         check_hints(None if rule is None else rule.function, source)
         store = replay_store(config, policy.tokenizer, context)
-        _check_made(config, policy, sampling, [*source.known, *problems], demonstrations)
+        _check_made(config, policy, sampling, problems, demonstrations)
+        for said in check_rows(source, console.note, every=check_data):
+            console.note(f"{said.rstrip('.')}.")
         if policy.ranks is not None:
             policy.ranks.ready()
         made = Orchestrator(
@@ -129,7 +139,7 @@ def build(config: TrainConfig, *, console: Progress, resume: bool = False, repla
                 rightness(config),
             ),
             rewards=rewards,
-            check_rewards=_reference_check(config, rewards, [*source.known, *problems]),
+            check_rewards=_reference_check(config, rewards, *known_entries(source, problems, every=check_data)),
             demonstrations=demonstrations,
             console=console,
             rule=rule,
@@ -222,6 +232,7 @@ def _prompts(
     """Return the held-out problems, the source of the run's prompts, and the demonstrations."""
     problems = held_out(config.data, config.evaluation.problems, tokenizer)
     source, demonstrations = prompts_of(config, tokenizer, problems, kept_entries(config), context)
+    check_answers(config, source)
     if config.demonstrations and not config.data.is_empty:
         console.note(f"{demonstrations.overlap(config.data, source, problems)}.")
     return problems, source, demonstrations
@@ -261,13 +272,14 @@ def _handle(config: TrainConfig, sampling: SamplingParts, context: Context) -> P
 
 
 def _check_made(
-    config: TrainConfig, policy: _Policy, sampling: SamplingParts, known: list[Prompt], given: Demonstrations
+    config: TrainConfig, policy: _Policy, sampling: SamplingParts, problems: list[Prompt], given: Demonstrations
 ) -> None:
     """Check prompts and program against the model and its tokenizer."""
     check_lengths(config, policy.sampler.longest, given.longest)
-    if policy.model is not None:
-        preflight.check_placeholders(known, placeholders(policy.model))
-        preflight.check_pictures(known, policy.model, config.rollout.backend)
+    if (model := policy.model) is not None:
+        preflight.check_shown(problems, model, config.rollout.backend)
+        if (rows := sampling.source.rows) is not None:
+            rows.check_each(lambda prompt: preflight.check_shown([prompt], model, config.rollout.backend))
     preflight.check_program(
         sampling.program,
         sampling.program_name,
@@ -278,10 +290,11 @@ def _check_made(
     )
 
 
-def _reference_check(config: TrainConfig, rewards: Rewards, known: list[Prompt]) -> Callable[[], str]:
-    entries = [(prompt.id, prompt.entry) for prompt in known]
+def _reference_check(
+    config: TrainConfig, rewards: Rewards, known: Iterable[Entry], further: Iterable[Mapping[str, Any]]
+) -> Callable[[], str]:
     tasks, all_known = config.data.tasks, config.data.path is not None
-    return partial(check_references, rewards, config.reward, entries, tasks, all_known=all_known)
+    return partial(check_references, rewards, config.reward, known, tasks, all_known=all_known, further=further)
 
 
 def run_options(config: TrainConfig, trained: dict[str, Any]) -> RunOptions:

@@ -259,15 +259,24 @@ def group_callback(config: TrainConfig, context: Context) -> GroupCallback | Non
 
 
 def check_hints(callback: GroupCallback | None, source: PromptSource) -> None:
-    """Make the prompts with hints of all known problems, so that none is too long or lacks a column after hours.
+    """Make the prompts with hints of the rows that are tried and of those that are drawn, or of the first generated
+    problems, so that none is too long or lacks a column when it is given.
 
     Raises:
         UserError: one cannot be made.
     """
-    if isinstance(callback, HintLadder):
-        for own in source.known or source.peek(preflight.TRIED):
-            for text in callback.hinted(own.problem, own.entry):
-                source.prompt(Problem(own.id, own.task, text, own.entry))
+    if not isinstance(callback, HintLadder):
+        return
+
+    def check(own: Prompt) -> None:
+        for text in callback.hinted(own.problem, own.entry):
+            source.prompt(Problem(own.id, own.task, text, own.entry))
+
+    if source.rows is not None:
+        source.rows.check_each(check)
+        return
+    for own in source.peek(preflight.TRIED):
+        check(own)
 
 
 def prompts_of(
