@@ -339,9 +339,8 @@ def test_train_mode_is_restored_and_gradients_are_left_alone() -> None:
         net.eval()
 
 
-@functools.cache
 def letters() -> PreTrainedTokenizerFast:
-    """One letter a token."""
+    """Return a tokenizer with one letter a token, made anew, as a test may change it."""
     tokenizer = Tokenizer(models.WordLevel({chr(0x100 + i): i for i in range(211)}, unk_token=chr(0x100)))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
