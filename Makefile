@@ -34,7 +34,7 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
-.PHONY: train test check paths columns methods slow slow-scale attack vllm vllm-scale agents verl scale trainers hopper \
+.PHONY: train test check orders paths columns methods slow slow-scale attack vllm vllm-scale agents verl scale trainers hopper \
 	hopper-quick lint bench bench-ops gpu gpu-wheels equality models versions aot aot-write clean
 
 train: $(VENV)/.ready
@@ -47,6 +47,13 @@ test: $(VENV)/.ready-dev
 # The rest of what CI runs: tests that take long, and most cases of large grids.
 check: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m check $(ARGS)
+
+# The tests of `make test` in a random order, in one process; ORDER=n repeats one. pytest-randomly lies in a folder of its
+# own, as it shuffles every run in whose environment it is.
+ORDER ?= default
+orders: $(VENV)/.ready-dev
+	test -d build/randomly || $(INSTALL) $(BIN)/python --no-deps --target build/randomly pytest-randomly==5.1.0
+	PYTHONPATH=build/randomly $(BIN)/python -m pytest --randomly-dont-reset-seed --randomly-seed=$(ORDER) $(ARGS)
 
 # The kernels' tests on the paths of other machines: other instruction sets, no compiler, emulated AMX tiles, other GPUs.
 paths: $(VENV)/.ready-dev kernels/_cpu_default.so

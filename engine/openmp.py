@@ -16,6 +16,9 @@ def release_threads() -> bool:
     cores, GNU's OpenMP lets every idle one sleep at once, where it would otherwise wait actively for the next
     operation (`gomp_managed_threads` in libgomp's ``wait.h``), and the kernel has to wake it thousands of times a step.
 
+    A process that has computed calls it before it forks: a fork has none of the threads, and the library crashes or
+    hangs where it is to end them there.
+
     Returns:
         True if they have ended, False if the OpenMP library has no such function.
     """

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from .support import tiers
+from .support import fresh, tiers
 from .support.forks import TORCH, Forks, forks
 
 try:
@@ -64,6 +64,10 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+
+
+def pytest_runtest_logfinish() -> None:
+    fresh.forget()
 
 
 @pytest.fixture

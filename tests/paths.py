@@ -47,6 +47,10 @@ GPU = kernels("tree_attention", "tree_recurrence_triton")
 TRAIN = tuple(f"tests/engine/train/test_{name}.py" for name in ("large_batch", "terms", "trainer", "user_term"))
 EXACT = "tests/engine/model/test_invariant.py"
 """The file of models whose products, sampled and trained, have the same bits."""
+INTERPRETED = (*kernels("equal_bits_triton"), "tests/engine/model/test_invariant_gpu.py")
+"""The files of Triton's kernels of equal bits, some of whose tests take products from csrc/cpu or torch."""
+OF_LEVEL = (*kernels("machine", "linear_logprob", "linear_policy_loss"), EXACT, *INTERPRETED)
+"""The files whose tests depend on the instruction set of torch, too."""
 TODAY = "tests/engine/model/test_attention_of_today.py"
 IMPORTS = "tests/engine/app/test_imports.py"
 
@@ -56,6 +60,10 @@ OF_EACH_OP = "machine or sampling or tree_decode or test_policy_loss or against_
 """A few tests of each op, where what counts is that all files are imported."""
 PROCESSES = "forced_level or taken_away"
 """Tests of `machine` that begin processes, in which they set the variables themselves."""
+USUAL = f"not (triton or reference or {OF_TORCH} or {PROCESSES})"
+"""The tests of csrc/cpu's kernels."""
+WITH_INTERPRETED = f"drawn_tokens or plain_sequences or engine_runs or {USUAL}"
+"""Those and the tests of `INTERPRETED` that take products from csrc/cpu or torch."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ class Case:
     variables: dict[str, str] = field(default_factory=dict)
     level: str = "default"
     """The instruction set that the processor must have, with a library built for it."""
-    tests: str = f"not (triton or reference or {OF_TORCH} or {PROCESSES})"
+    tests: str = USUAL
     """The tests of the files that the features concern, as ``-k`` names them."""
     usual: Callable[[], bool] = lambda: False
     """Whether this machine has these very features without the variables."""
@@ -100,15 +108,18 @@ CASES = (
          usual=lambda: has_level("avx2")),
     Case("neither", COMPILED, {"ROLLTREE_CPU_LEVEL": "default", "ROLLTREE_AMX": "off"},
          usual=lambda: has_level("default")),
-    Case("torch without AVX", kernels("machine", "linear_logprob", "linear_policy_loss"),
-         {"ATEN_CPU_CAPABILITY": "default", "ROLLTREE_AMX": "off"}),
+    Case("torch without AVX-512", OF_LEVEL, {"ATEN_CPU_CAPABILITY": "avx2", "ROLLTREE_AMX": "off"}, "avx2",
+         tests=WITH_INTERPRETED, usual=lambda: has_level("avx2")),
+    Case("torch without AVX", OF_LEVEL, {"ATEN_CPU_CAPABILITY": "default", "ROLLTREE_AMX": "off"},
+         tests=WITH_INTERPRETED, usual=lambda: has_level("default")),
     Case("AMX, emulated", (*HEAD, *LAYERS[:1], EXACT), {"ROLLTREE_AMX": "emulate"}),
     Case("widened bf16", (*HEAD[:4], *LAYERS[:1], EXACT), {"ROLLTREE_BF16": "widen", "ROLLTREE_AMX": "off"},
          usual=lambda: load_library("cpu") and torch.ops.rolltree_cpu.pairs() == 0),
     Case("two threads", (*COMPILED[1:], EXACT), {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}),
     Case("few rows", FEW, {"ROLLTREE_FEW_ROWS": "few"}, usual=lambda: has_few_rows(64)),
     Case("many rows", FEW, {"ROLLTREE_FEW_ROWS": "many"}, usual=lambda: has_few_rows(384)),
-    Case("no compiled kernels", (*COMPILED, TODAY, *TRAIN), {"ROLLTREE_WITHOUT": "_cpu"}),
+    Case("no compiled kernels", (*COMPILED, *INTERPRETED, TODAY, *TRAIN), {"ROLLTREE_WITHOUT": "_cpu"},
+         tests=WITH_INTERPRETED),
     Case("no compiler", (*HEAD[:1], TRAIN[2], IMPORTS), {"ROLLTREE_WITHOUT": "_cpu,_cuda,_host,compiler"},
          tests="not (forced_level or loads_nothing)"),
     Case("no Triton", (*COMPILED, *kernels("policy_loss", "sampling_triton", "tree_attention_triton")),

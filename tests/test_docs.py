@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import copy
+import functools
 import inspect
 import re
 import runpy
@@ -151,6 +152,63 @@ def test_the_page_of_the_configuration_is_what_the_models_say() -> None:
 def test_the_page_of_the_api_is_what_the_code_says() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "api.py"))
     assert page["PAGE"].read_text(encoding="utf-8") == page["reference"](), "run python docs/api.py"
+
+
+FOLDERS = ("bench", "csrc", "docs", "engine", "examples", "kernels", "tests")
+SOURCE = re.compile(r"[\w./-]+(?:/|\.(?:c|cpp|cu|cuh|h|j2|md|py|svg|toml))")
+"""The name of a folder, which ends with a slash, or of a file of sources."""
+ELSEWHERE = {"config.toml", "checkpoints/", "export/", "rollouts/", "actor/", "bitwise_parity.md"}
+"""Names that documents give to files of a run, to metrics of verl, and to a file of vLLM."""
+
+
+def names(document: Path) -> list[str]:
+    """Return the files and folders that a page names in code, or a picture in its texts; braces stand for several."""
+    text = document.read_text(encoding="utf-8")
+    if document.suffix == ".svg":
+        texts = re.findall(r"<text.*?</text>", text, re.DOTALL)
+        words = [word.rstrip(":;,.") for line in texts for word in re.sub(r"<[^>]*>", "", line).split()]
+    else:
+        words = re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+    return [name for word in words for name in spread(word) if SOURCE.fullmatch(name)]
+
+
+def spread(word: str) -> list[str]:
+    found = re.search(r"\{([^{}]*)\}", word)
+    if found is None:
+        return [word]
+    before, after = word[: found.start()], word[found.end() :]
+    return [name for part in found[1].split(",") for name in spread(before + part.strip() + after)]
+
+
+@functools.cache
+def endings() -> frozenset[str]:
+    """Return the last parts of the paths of all files and folders."""
+    folders = [ROOT / name for name in FOLDERS]
+    paths = [*ROOT.glob("*.*"), *folders, *(path for folder in folders for path in folder.rglob("*"))]
+    found = set()
+    for path in paths:
+        parts = path.relative_to(ROOT).parts
+        found |= {"/".join(parts[i:]) + "/" * path.is_dir() for i in range(len(parts))}
+    return frozenset(found)
+
+
+@pytest.mark.parametrize(
+    "document", [p for p in (*PAGES, *sorted((ROOT / "docs").glob("*.svg"))) if p.name != "CHANGELOG.md"],
+    ids=lambda document: document.name,
+)  # fmt: skip
+def test_files_and_folders_that_a_document_names_are_there(document: Path) -> None:
+    """A name may leave out the folders that lead to it."""
+    assert [name for name in names(document) if name not in endings() | ELSEWHERE] == []
+
+
+def test_names_of_files_that_are_gone_are_seen(tmp_path: Path) -> None:
+    page, picture = tmp_path / "page.md", tmp_path / "picture.svg"
+    page.write_text(
+        "`loop/gone.py` and `data/{tree,gone}.py`, `gone/`, `rows.py`, `mine.py:reward`\n```\n`a/b.py`\n```\n"
+    )
+    picture.write_text('<svg><text x="1"><tspan>loop/gone.py</tspan>, data/: <b>1/2</b></text></svg>')
+    assert [n for n in names(page) if n not in endings()] == ["loop/gone.py", "data/gone.py", "gone/"]
+    assert names(picture) == ["loop/gone.py", "data/"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -16,6 +16,8 @@ from __future__ import annotations
 import functools
 import re
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -102,6 +104,11 @@ class Record:
     def choose(self, place: int, own: Tensor) -> None:
         self._chosen[place] = own
 
+    @property
+    def empty(self) -> bool:
+        """No router was asked."""
+        return not self._chosen
+
     def routes(self) -> Tensor:  # [N, layers, k] int16
         """Return the experts that every router chose."""
         return torch.stack([self._chosen[place] for place in sorted(self._chosen)], dim=1).to(torch.int16)
@@ -126,7 +133,7 @@ def install(model: nn.Module) -> Routed:
     Raises:
         UserError: the model has no mixture of experts, or one whose routers are not known.
     """
-    decoder: nn.Module = getattr(model, "get_decoder", lambda: model)()
+    decoder = _decoder(model)
     if decoder not in _prepared:
         _prepared[decoder] = _prepare(decoder, type(model).__name__)
     return _prepared[decoder]
@@ -148,10 +155,51 @@ def replay(model: nn.Module, routes: Tensor) -> Replay:  # [N, layers, k] int16
     return Replay(routes)
 
 
-def _prepare(decoder: nn.Module, what: str) -> Routed:
-    routers, found = [], set()
-    layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
-    for layer in layers:
+@contextmanager
+def asking(model: nn.Module, routes: Routes) -> Iterator[None]:
+    """Let the routers of ``model`` ask ``routes`` within the block, under its own forward too, and change no class.
+
+    Nothing is asked by a model without a mixture of experts, with routers that are not known, or with kernels in their
+    place.
+    """
+    try:
+        routers = _routers(_decoder(model), type(model).__name__)
+    except UserError:
+        routers = []
+    own = [vars(router).get("forward") for router in routers]
+    for place, router in enumerate(routers):
+        vars(router)["forward"] = functools.partial(_ask, router.forward, _Choosing(routes, place, router))
+    try:
+        yield
+    finally:
+        for router, forward in zip(routers, own, strict=True):
+            del vars(router)["forward"]
+            if forward is not None:
+                vars(router)["forward"] = forward
+
+
+def _ask(forward: Any, choosing: _Choosing, *args: Any, **kwargs: Any) -> Any:
+    with choosing:
+        return forward(*args, **kwargs)
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    decoder: nn.Module = getattr(model, "get_decoder", lambda: model)()
+    return decoder
+
+
+def _layers(decoder: nn.Module) -> list[nn.Module]:
+    return [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def _routers(decoder: nn.Module, what: str) -> list[nn.Module]:
+    """Return the routers of a model, first layer first.
+
+    Raises:
+        UserError: as `install`.
+    """
+    routers: list[nn.Module] = []
+    for layer in _layers(decoder):
         its = [m for m in layer.modules() if _name(m) in ROUTERS]
         unknown = (
             {_name(m) for m in layer.modules() if m is not layer and EXPERTS.search(_name(m))} if not its else set()
@@ -164,16 +212,19 @@ def _prepare(decoder: nn.Module, what: str) -> Routed:
         routers += its
     if not routers:
         raise UserError(f"'{what}' has no mixture of experts; set model.replay_routes = false.")
-    for layer in layers:
+    if len({(_top_k(router), _experts(router)) for router in routers}) > 1:
+        raise UserError(f"The layers of '{what}' differ in their number of experts; set model.replay_routes = false.")
+    return routers
+
+
+def _prepare(decoder: nn.Module, what: str) -> Routed:
+    routers = _routers(decoder, what)
+    for layer in _layers(decoder):
         _wrap(next(c for c in type(layer).__mro__ if c.__module__.startswith("transformers.models.")), _layer_forward)
     for place, router in enumerate(routers):
         _places[router] = place
-        found.add((_top_k(router), _experts(router)))
         _wrap(next(c for c in type(router).__mro__ if c.__name__ in ROUTERS), _router_forward)
-    if len(found) > 1:
-        raise UserError(f"The layers of '{what}' differ in their number of experts; set model.replay_routes = false.")
-    ((k, experts),) = found
-    return Routed(len(routers), k, experts)
+    return Routed(len(routers), _top_k(routers[0]), _experts(routers[0]))
 
 
 def _name(module: nn.Module) -> str:
@@ -216,7 +267,7 @@ def _router_forward(original: Any, self: nn.Module, *args: Any, **kwargs: Any) -
     routes = _running.get()
     if routes is None:
         return original(self, *args, **kwargs)
-    choosing = _Choosing(routes, _places[self], _experts(self), _top_k(self))
+    choosing = _Choosing(routes, _places[self], self)
     with choosing:
         out = original(self, *args, **kwargs)
     if not choosing.used:
@@ -230,9 +281,9 @@ def _router_forward(original: Any, self: nn.Module, *args: Any, **kwargs: Any) -
 class _Choosing(TorchFunctionMode):
     """Lets ``routes`` choose in place of ``topk`` over the scores of all experts of each token."""
 
-    def __init__(self, routes: Routes, place: int, experts: int, k: int) -> None:
+    def __init__(self, routes: Routes, place: int, router: nn.Module) -> None:
         super().__init__()
-        self._routes, self._place, self._experts, self._k = routes, place, experts, k
+        self._routes, self._place, self._experts, self._k = routes, place, _experts(router), _top_k(router)
         self.used = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

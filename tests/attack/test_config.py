@@ -8,9 +8,7 @@ where it takes a whole run, a test beside the code: `tests/engine/app/test_prefl
 from __future__ import annotations
 
 import contextlib
-import copy
 import datetime
-import functools
 import io
 import json
 import os
@@ -33,6 +31,7 @@ from rolltree.engine.settings import Place, RewardConfig, TrainConfig
 from rolltree.engine.tasks import read_problems
 
 from ..engine.rewards.test_hostile import HOSTILE, alive
+from ..support.fresh import copied
 from ..support.tiny import write_run
 
 LISTS = tuple(f"{key.key}." for key in config_keys() if key.type == "list of tables")
@@ -106,7 +105,7 @@ def check_sentence(error: BaseException | str) -> None:
     message.encode()
 
 
-@functools.cache
+@copied
 def working(home: Path) -> dict[str, Any]:
     data = load_config(home / "tiny.toml").model_dump(mode="json", exclude_none=True)
     data["output_dir"] = "runs"
@@ -116,7 +115,7 @@ def working(home: Path) -> dict[str, Any]:
 
 def toml_of(home: Path, changes: list[tuple[str, Any]]) -> str:
     """The working run with some keys changed; what TOML itself cannot say is written as text that tries."""
-    data = copy.deepcopy(working(home))
+    data = working(home)
     for key, value in changes:
         *tables, leaf = key.split(".")
         table = data

@@ -47,6 +47,13 @@ compute()
 options = dict(name=None, host="127.0.0.1", port=0, api_key=None, dtype="float32", device="cpu", kv_tokens=4096)
 module.serve(sys.argv[1], debug=False, **options)
 """
+FORKED = """
+from tests.support.forks import forked
+compute()
+with forked(release_threads) as (process, _):
+    process.join(60)
+print(process.exitcode)
+"""
 SWITCHES = """
 def switches():
     tasks = os.listdir("/proc/self/task")
@@ -85,6 +92,11 @@ def printed(script: str, *arguments: str, threads: int) -> str:
 def test_threads_end_and_come_back() -> None:
     ended, equal = printed(RELEASED, threads=4).split()
     assert (ended, equal) == ("3", "True")
+
+
+@pytest.mark.check
+def test_a_fork_of_tests_has_no_threads_to_end() -> None:
+    assert printed(FORKED, threads=4).strip() == "0"
 
 
 @pytest.mark.check

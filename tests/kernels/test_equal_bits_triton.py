@@ -212,10 +212,10 @@ def test_logits_of_the_head_are_the_product_of_one_order(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("V", [96, 203])
 def test_drawn_tokens_are_scored_as_they_are_trained(V: int) -> None:
     hidden, weight, _ = operands(V, 48, torch.float32)
-    logits = linear(hidden, 0.3 * weight)
     target = torch.arange(len(hidden), device=hidden.device) % V
     temperature = 0.5 + (target % 3).float() / 2
     with use_backend("triton"):
+        logits = linear(hidden, 0.3 * weight)
         whole = logprob_from_logits(logits, target, temperature=temperature, want=("entropy",)).logprob
         target[3], whole[3] = -1, torch.nan  # of a row that failed
         for rows in ROWS:

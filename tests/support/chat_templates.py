@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 
@@ -67,6 +66,6 @@ def byte_tokenizer(text: str, eos: tuple[str, ...]) -> PreTrainedTokenizerFast:
     return made
 
 
-@functools.cache
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with the template ``name``, made anew, as a test may change it."""
     return byte_tokenizer(template(name), ends(name))

@@ -87,8 +87,12 @@ def forks(*programs: str) -> Iterator[Forks]:
 def forked(work: Callable[..., object], *args: Any) -> Iterator[tuple[Any, TextIO]]:
     """Yield a fork of this process that runs ``work(*args)``, and what it prints, for what is killed or kills itself.
 
-    It is killed in the end if it still runs.
+    It is killed in the end if it still runs. OpenMP's threads end before, as a fork has none and cannot end them
+    (`release_threads`).
     """
+    from rolltree.engine.openmp import release_threads  # after conftest.py has chosen Triton's interpreter
+
+    release_threads()
     read, write = os.pipe()
 
     def run() -> None:

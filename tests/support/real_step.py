@@ -82,10 +82,11 @@ def take_steps(toml: Path, directory: Path, *overrides: str, unset: Sequence[str
     notes: list[str] = []
     console.note = notes.append  # type: ignore[method-assign,assignment]
     run = build(config, console=console, resume=resume)
-    shared = Shared(config.reward.model_dump_json(exclude={"shaping"}), run.rewards)
-    verify: Any = run.sampling.program.verify
-    verify._rewards = shared
-    run.rewards, run.check_rewards = shared, str
+    if all(isinstance(part.weight, int | float) for part in config.reward.parts):  # others follow their run's step
+        shared = Shared(config.reward.model_dump_json(exclude={"shaping"}), run.rewards)
+        verify: Any = run.sampling.program.verify
+        verify._rewards = shared
+        run.rewards, run.check_rewards = shared, str
     learner, trainer = run.learner, run.learner.trainer
     updates: list[Update] = []
     judged: list[TokenTree] = []

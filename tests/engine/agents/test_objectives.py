@@ -6,7 +6,6 @@ A chain is a sequence. In a mean over sequences those of an episode weigh 1 toge
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from rolltree.kernels import Objective
 from rolltree.kernels.policy_loss import PRESETS
 
 from ...kernels.formulas import AGGREGATION, BY_CHANCE, FORMULAS, TOKEN_LOSS
+from ...support.fresh import once_a_test
 from ...support.tiny import write_job
 from ..model.test_tree_equals_flat import make_models
 from .calls import RandomAgent
@@ -41,7 +41,7 @@ NOT_IN_RUNS = ("clip_tensor",)
 """Objectives that need fields which no run has."""
 
 
-@cache
+@once_a_test
 def models() -> tuple[Any, Any]:
     return make_models("qwen3")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 import regex
@@ -106,7 +105,6 @@ MAKERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
 }
 
 
-@cache
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
     return MAKERS[name]()
 

@@ -16,6 +16,7 @@ from rolltree.engine.record.metrics import Sums
 from rolltree.engine.train import checkpoint
 from rolltree.engine.train.group import ALONE, Group
 
+from ...kernels.on_device import needs_known_order
 from ...support.tiny import ROOT, write_run
 from .rank_runs import (
     CASES,
@@ -107,6 +108,7 @@ def same_bits(one: Result, other: Result) -> bool:
     )
 
 
+@needs_known_order
 @pytest.mark.check
 @pytest.mark.parametrize("case", EXACT)
 def test_two_ranks_of_a_batch_invariant_model_learn_the_same_bits(

@@ -17,12 +17,12 @@ from rolltree.engine.app.server.serve import serve
 from rolltree.engine.errors import UserError
 from rolltree.engine.integrations.transformers import patch_model
 from rolltree.engine.model.invariant.install import is_invariant
-from rolltree.kernels.libraries import load_library
 
+from ...kernels.on_device import needs_known_order
 from ...support import serving
 from ..model.test_tree_equals_flat import make_models
 
-pytestmark = pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
+pytestmark = needs_known_order
 
 PROMPTS = [list(range(7, 7 + n)) for n in (3, 40, 11, 25)]
 NEW = 6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -24,6 +23,7 @@ from rolltree.engine.rollout import Request, SamplingParams
 from rolltree.engine.rollout.local import LocalSampler
 from rolltree.engine.rollout.sampler import Job
 
+from ...support.fresh import once_a_test
 from ..programs.test_programs import CASES, CONTEXTS, PARAMS, calling, counted_rows, rescored
 from ..rollout.test_native_engine import PROMPTS, SIZES, letters, responses
 from ..rollout.test_requests import Asks
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.vllm
 PLAIN = SamplingParams(n=4, max_new_tokens=20, ignore_eos=True)
 
 
-@functools.cache
+@once_a_test
 def net() -> Any:
     """Return a model with heads as wide as vLLM's kernels for the CPU take them."""
     torch.manual_seed(0)

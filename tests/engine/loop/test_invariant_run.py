@@ -13,12 +13,12 @@ from rolltree.engine.errors import UserError
 from rolltree.engine.learn import micro_batches
 from rolltree.engine.model.roles import Role
 from rolltree.engine.train.trainer import Metrics, Trainer
-from rolltree.kernels.libraries import load_library
 
+from ...kernels.on_device import needs_known_order
 from ...support.real_step import Steps, take_steps
 from ...support.tiny import write_run
 
-pytestmark = pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
+pytestmark = needs_known_order
 
 EXACT = "--model.batch_invariant=true"
 FLAGS = ("--trainer.steps=2", "--trainer.updates_per_step=2", "--trainer.lr=0.01", "--trainer.max_tokens=80")

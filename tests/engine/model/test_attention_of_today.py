@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams, backward, batch_logprob, pack, skip_check
-from rolltree.engine.model import attention, self_check
+from rolltree.engine.model import attention
 from rolltree.kernels import Objective, Term, tree_attention, use_backend
 from rolltree.kernels.libraries import load_library
 
@@ -184,7 +184,6 @@ def _surrogate(logprob: Tensor, fields: Any) -> Tensor:
 )
 def test_what_is_ignored_is_found_out(monkeypatch: Any, name: str, part: str, value: Any) -> None:
     """A sink, window, chunk or scale left out, below the check: the check refuses the model."""
-    self_check._found.clear()
     ours, _ = models(name)
     (batch,) = pack([random_tree(1, 3, 9)], max_tokens=4096)
     if part == "logit_scale":
@@ -197,7 +196,6 @@ def test_what_is_ignored_is_found_out(monkeypatch: Any, name: str, part: str, va
         batch_logprob(ours, batch)
     skip_check(ours)
     batch_logprob(ours, batch)
-    self_check._found.clear()
 
 
 def test_a_prepared_mask_without_a_tree_is_refused() -> None:

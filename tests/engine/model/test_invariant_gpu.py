@@ -26,13 +26,18 @@ from rolltree.engine.model.sharding import clip_by_rows
 from rolltree.engine.rollout.native import draws, step_buffer
 from rolltree.kernels import dispatch
 
-from ...kernels.on_device import device_of, needs_triton
+from ...kernels.on_device import device_of, needs_known_order, needs_triton
 from ...kernels.test_path_chunks import set_chunk
 from ..rollout.test_fused_decoder import made
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = device_of("invariant")
 LENGTHS = (60, 700, 1100, 510, 513)
+
+
+def needs_products(test: Any) -> Any:
+    """Skip a test of the kernels together with the products of a CPU, where these depend on the number of rows."""
+    return test if ON_GPU else needs_known_order(test)
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +78,7 @@ def test_sampled_is_trained_in_any_form(name: str, dtype: torch.dtype, graphs: b
 
 
 @needs_triton
+@needs_products
 @pytest.mark.check
 def test_the_engine_runs_the_kernels_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's steps and packed trees through the kernels of backend ``invariant``."""
@@ -95,6 +101,7 @@ def test_the_engine_runs_the_kernels_of_training(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_triton
+@needs_products
 def test_plain_sequences_have_no_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Varlen attention of torch, which a GPU may have, has another order of sums."""
 

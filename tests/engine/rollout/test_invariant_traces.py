@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,14 @@ from rolltree.engine.model.invariant.install import make_invariant
 from rolltree.engine.rollout import EngineConfig, NativeEngine, SamplingParams
 from rolltree.kernels.libraries import load_library
 
+from ...support.fresh import once_a_test
 from .test_drafts import ACTIONS, PROGRAMS, Told, Watched, assert_same, come_between, drafting, finished
 from .test_native_engine import PROMPTS, letters, model
 
 pytestmark = pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
 
 
-@functools.cache
+@once_a_test
 def exact(name: str) -> Any:
     found = copy.deepcopy(model(name))
     found.set_attn_implementation("rolltree")

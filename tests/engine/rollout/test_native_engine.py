@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,6 +29,8 @@ from rolltree.engine.programs import Action, Finish, Fork, GroupState, RolloutPr
 from rolltree.engine.rollout import EngineConfig, KvExhaustedError, NativeEngine, SamplingParams
 from rolltree.engine.rollout.records import child_seed
 from rolltree.kernels.libraries import load_library
+
+from ...support.fresh import once_a_test
 
 EOS = 7
 SIZES: dict[str, Any] = {
@@ -65,7 +66,7 @@ PROMPTS: list[list[int]] = [rng.integers(10, 211, n).tolist() for n in (1, 2, 17
 TREEPO = TreePO(segment_tokens=5, max_depth=6, branch=2, init=2)
 
 
-@functools.cache
+@once_a_test
 def model(name: str) -> Any:
     kind, config, extra = MODELS[name]
     torch.manual_seed(0)
@@ -339,9 +340,8 @@ def test_train_mode_is_restored_and_gradients_are_left_alone() -> None:
         net.eval()
 
 
-@functools.cache
 def letters() -> PreTrainedTokenizerFast:
-    """One letter a token."""
+    """Return a tokenizer with one letter a token, made anew, as a test may change it."""
     tokenizer = Tokenizer(models.WordLevel({chr(0x100 + i): i for i in range(211)}, unk_token=chr(0x100)))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()

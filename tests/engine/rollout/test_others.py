@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -29,13 +28,14 @@ from rolltree.engine.rollout.local import LocalSampler
 from rolltree.engine.rollout.others import Others, Player
 from rolltree.engine.rollout.sampler import Job
 
+from ...support.fresh import once_a_test
 from .test_native_engine import MODELS, PROMPTS, SIZES, assert_all_free, letters, model
 
 PARAMS = SamplingParams(n=4, max_new_tokens=24, temperature=0.8, ignore_eos=True)
 ROLES = ("writer", "reader", "judge")
 
 
-@cache
+@once_a_test
 def second() -> Any:
     torch.manual_seed(99)
     cls, config, own = MODELS["qwen3"]

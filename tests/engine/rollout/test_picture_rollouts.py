@@ -4,7 +4,6 @@ which gets placeholders and pixels itself, whatever happens to keys and features
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from rolltree.engine.rollout.native.drafts import Drafts
 from rolltree.engine.rollout.native.pictures import Shown, Towers
 from rolltree.engine.rollout.sampler import Flight, Job
 
+from ...support.fresh import copied, once_a_test
 from ...support.picture_models import IMAGE, KINDS, make_models, plain_inputs, plain_logprobs, prompt_with, words
 from .test_graphs import Uncaptured
 from .test_native_engine import assert_all_free, responses
@@ -44,12 +44,12 @@ TIGHT = {"kv_tokens": 96, "max_prefill_tokens": 5}
 SEEDS = [0, 1, 2, 3, 4]
 
 
-@functools.cache
+@once_a_test
 def models(name: str) -> tuple[Any, Any]:
     return make_models(name)
 
 
-@functools.cache
+@once_a_test
 def prompts(name: str) -> tuple[list[list[int]], list[tuple[Picture, ...]]]:
     """Return five prompts: two whose texts agree and whose pictures differ, both pictures in one, the first prompt's
     beginning with other text, and one without a picture."""
@@ -78,7 +78,7 @@ def sample(native: NativeEngine, name: str, params: SamplingParams = PARAMS, pro
     return native.generate(ids, params, program, seeds=SEEDS, pictures=pictures)
 
 
-@functools.cache
+@copied
 def expected(name: str = "qwen3_vl", program: RolloutProgram | str = "flat") -> list[list[list[int]]]:
     return [responses(tree) for tree in sample(engine(name), name, program=program)]
 
@@ -261,7 +261,7 @@ def test_a_step_of_one_picture_row_replays_no_graph() -> None:
 # -- placeholders and drafts -----------------------------------------------------------------------------------------
 
 
-@functools.cache
+@once_a_test
 def eager() -> tuple[Any, Any]:
     """Models that answer with a placeholder wherever they may."""
     both = copy.deepcopy(models("qwen3_vl"))

@@ -4,7 +4,6 @@ to the states of their recurrent layers on the way."""
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from rolltree.engine.programs import RolloutProgram, TreePO
 from rolltree.engine.rollout import DraftConfig, EngineConfig, NativeEngine, Request, SamplingParams
 from rolltree.engine.rollout.native.states import StateCache, StateStep
 
+from ...support.fresh import copied, once_a_test
 from ...support.recurrent_models import FAMILIES, VOCAB, flat, make
 from .test_native_engine import assert_all_free, responses
 
@@ -37,7 +37,7 @@ WRONG = 2e-3  # least difference that an error makes: 200 times what is allowed 
 TIGHT = {"kv_tokens": 64, "max_prefill_tokens": 5}
 
 
-@functools.cache
+@once_a_test
 def model(family: str) -> Any:
     return make(family)
 
@@ -47,7 +47,7 @@ def engine(family: str = "nemotron_h", net: Any = None, **sizes: Any) -> NativeE
     return NativeEngine(model(family) if net is None else net, config=config)
 
 
-@functools.cache
+@copied
 def expected(program: RolloutProgram | str = "flat", params: SamplingParams = PARAMS) -> list[list[list[int]]]:
     """Responses of an engine with room for everything."""
     return [responses(tree) for tree in engine().generate(PROMPTS, params, program, seeds=SEEDS)]

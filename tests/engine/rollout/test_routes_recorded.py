@@ -4,7 +4,6 @@ they give the sampler's log-probs even where the router's choice would flip."""
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +28,7 @@ from rolltree.engine.programs import (
 from rolltree.engine.rollout import DraftConfig, EngineConfig, NativeEngine, SamplingParams
 from rolltree.engine.rollout.saving import request_state, restore_request
 
+from ...support.fresh import once_a_test
 from ...support.moe_models import VOCAB, make, routers
 from .test_native_engine import TREEPO, assert_all_free
 from .test_native_engine import model as dense_model
@@ -42,7 +42,7 @@ PARAMS = SamplingParams(n=3, max_new_tokens=13, ignore_eos=True)
 TIGHT = {"kv_tokens": 96, "max_prefill_tokens": 5}
 
 
-@functools.cache
+@once_a_test
 def model() -> Any:
     return make("qwen3_moe")
 
@@ -52,7 +52,7 @@ def engine(net: Any = None, **sizes: Any) -> NativeEngine:
     return NativeEngine(model() if net is None else net, config=config)
 
 
-@functools.cache
+@once_a_test
 def plain(net: Any) -> tuple[Any, list[torch.Tensor]]:
     """A copy under plain Transformers, and a list that gets the experts that its routers choose."""
     net, found = copy.deepcopy(net), []

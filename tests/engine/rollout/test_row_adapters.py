@@ -23,7 +23,7 @@ from rolltree.kernels.decoder_layer import Decoder
 from rolltree.kernels.libraries import load_library
 from rolltree.kernels.low_rank import api as low_rank_api
 
-from ...kernels.on_device import needs_triton
+from ...kernels.on_device import needs_known_order, needs_triton
 from ..programs.test_programs import rescored
 from .test_graphs import Uncaptured
 from .test_native_engine import PROMPTS, assert_all_free, model, responses
@@ -264,7 +264,7 @@ def test_tensors_that_move_are_found_again(moves: str) -> None:
 
 
 @pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=needs_known_order), torch.bfloat16])
 def test_batch_invariant_rows_have_the_bits_of_training_and_of_each_alone(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
