@@ -172,6 +172,13 @@ class Door:
 
     async def _chat(self, path: str, http: Request) -> Response:
         episode, role = self._episode(http)
+        try:
+            return await self._answer(path, http, episode, role)
+        except RefusedError as wrong:
+            episode.refused(str(wrong))
+            raise
+
+    async def _answer(self, path: str, http: Request, episode: Episode, role: str) -> Response:
         raw = await read_body(http)
         asked = await self._aside(partial(self._asked, path, raw))
         if http.headers.get("x-stainless-retry-count", "0") != "0" and (told := episode.repeated(raw)) is not None:

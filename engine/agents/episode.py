@@ -108,6 +108,7 @@ class Episode:
         self.place = job.near
         self._numbers = self._made = self._sampled = 0
         self._out_of_budget = self._cut = False
+        self._refusal: str | None = None
         self._answers: dict[bytes, tuple[Turn, Any]] = {}
 
     @property
@@ -253,6 +254,11 @@ class Episode:
                 self.session.dropped(call.turn)
                 self.aborted += 1
 
+    def refused(self, why: str) -> None:
+        """Note why a call was refused, for an episode in which none is answered."""
+        with self.lock:
+            self._refusal = self._refusal or why
+
     def too_long(self) -> None:
         """Note that the engine had no room for a call."""
         with self.lock:
@@ -298,7 +304,8 @@ class Episode:
         failure = self.outage or failure
         mine = any(not call.role for call in self.calls)
         if failure is None and not mine:
-            failure = Failure("silent", "the agent made no call that was answered")
+            first = "" if self._refusal is None else f"; the first was refused: {self._refusal.rstrip('.')}"
+            failure = Failure("silent", f"the agent made no call that was answered{first}")
         status = LeafStatus.LENGTH if self._out_of_budget or self._cut else LeafStatus.STOP
         return EpisodeRecord(
             tuple(self.calls),

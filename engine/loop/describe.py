@@ -81,7 +81,8 @@ def describe_verdicts(batch: Sequence[Group], failures: Mapping[str, Failures], 
                     sums.count(f"reward/{what}_{why}")
             sums.add("reward/unparsed_ratio", verdict.unparsed is not None)
     reasons = [reason for group in batch for reason in group.unsampled]
-    failures["rollout"].record(reasons, sum(group.responses for group in batch), sums, console)
+    agents = all("agent" in part.tree.meta for group in batch for part in group.parts)
+    failures["rollout"].record(reasons, sum(group.responses for group in batch), sums, console, from_start=agents)
     verdicts = [verdict for group in batch for verdict in group.verdicts]
     reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
     skipped = sum(verdict.skipped is not None for verdict in verdicts)

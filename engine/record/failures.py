@@ -76,16 +76,27 @@ class Failures:
             remedy="mend the verifier, or raise reward.timeout_s if it needs longer",
         )
 
-    def record(self, reasons: Sequence[str], asked: int, sums: Sums, console: Progress, *, skipped: int = 0) -> None:
+    def record(
+        self,
+        reasons: Sequence[str],
+        asked: int,
+        sums: Sums,
+        console: Progress,
+        *,
+        skipped: int = 0,
+        from_start: bool = False,
+    ) -> None:
         """Record a step.
 
         Args:
             reasons: the reason of each failure.
             asked: number of attempts, of which ``skipped`` were left out.
+            from_start: nothing succeeds later where nothing does in the run's first step.
 
         Raises:
-            RunError: nothing has succeeded for `limit` steps.
+            RunError: nothing has succeeded for `limit` steps, or in the first step ``from_start``.
         """
+        first = from_start and self.asked == 0
         self.asked += asked
         sums.count(f"{self.name}/failed", len(reasons))
         for what, number in Counter(map(kind, reasons)).items():
@@ -96,6 +107,11 @@ class Failures:
             self.reasons[what] += number
         if asked:
             self.in_row = self.in_row + 1 if len(reasons) + skipped == asked else 0
+        if first and self.in_row:
+            raise RunError(
+                f"All {self.what} in the first step, the last with '{reasons[-1]}'; mend the agent or its limits, as "
+                "further steps would end so too."
+            )
         if self.in_row >= self.limit:
             raise RunError(
                 f"All {self.what} for {self.in_row} {'steps' if self.in_row > 1 else 'step'} in a row ({self.key}), "

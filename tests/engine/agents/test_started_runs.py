@@ -54,6 +54,17 @@ async def solve(task, client):
 """
 
 
+SWALLOWS = """
+import openai
+
+def solve(task, client):
+    try:
+        client.chat.completions.create(model="m", messages=task["messages"], extra_body={"beam": 3})
+    except openai.BadRequestError:
+        return None
+"""
+
+
 def write(folder: Path) -> tuple[Path, list[str]]:
     """A run in which a game is played by an agent instead of the environment."""
     toml = write_conversations(folder)
@@ -128,6 +139,16 @@ def test_engines_elsewhere_sample_the_same_episodes(
             assert mine[name] == pytest.approx(wanted[name], rel=1e-6), name
     assert {len(some) for episode, some in had.items() if episode} == {1}, "an episode stays at one engine"
     assert set().union(*had.values()) == set(range(engines))
+
+
+def test_a_first_step_without_an_episode_ends_the_run(tmp_path: Path, capsys: Any) -> None:
+    """With the reason for which the first call was refused, which the agent has swallowed."""
+    toml, flags = write(tmp_path)
+    (tmp_path / "agent.py").write_text(SWALLOWS)
+    assert main(["train", str(toml), *flags]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "All responses could not be sampled in the first step" in said
+    assert "the first was refused: `beam`: Extra inputs are not permitted" in said
 
 
 def test_an_episode_is_printed(tmp_path: Path, capsys: Any) -> None:

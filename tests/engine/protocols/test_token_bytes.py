@@ -50,5 +50,5 @@ def test_a_word_has_the_bytes_of_its_text() -> None:
     made = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "caf": 1, "##\u00e9": 2, "\ufffd": 3}, unk_token="[UNK]"))
     made.decoder = decoders.WordPiece()
     known = TokenBytes(PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]"))
-    assert known.of(1) == b"caf"
+    assert known.of(1) == b" caf"  # as after another word
     assert known.of(3) is None
