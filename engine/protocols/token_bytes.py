@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from .detokenize import BYTE_TOKEN
+from ..chat.detokenize import BYTE_TOKEN
 
 BLANK = "\u2581"
 """The character that SentencePiece's vocabularies have for a blank."""
