@@ -25,8 +25,8 @@ from ..programs import AgentCalls, CallContext
 from ..programs.chat.toolbox import tool_schema
 from ..protocols.http import RefusedError
 from ..rollout import TooLongError
-from ..rollout.checks import by_its_constraints
 from ..rollout.digest import Held
+from ..rollout.failing import by_its_constraints
 from ..rollout.local import LocalSampler
 from ..rollout.native.scheduler import TooLargeError
 from ..rollout.records import child_seed

@@ -8,8 +8,8 @@ applied to the tree), ``calls`` (tools and judges in threads), ``saving`` (an ab
 """
 
 from .branch import Completion, Request
-from .checks import TooLongError
 from .engine import RolloutEngine
+from .failing import TooLongError
 from .native.drafts import DraftConfig
 from .native.engine import EngineConfig, NativeEngine
 from .native.kv_cache import KvExhaustedError

@@ -20,9 +20,10 @@ from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..programs import BranchId, RolloutProgram, make_program
 from .branch import Request
-from .checks import TooLongError, check_params, media_of, signed, token_ids
+from .checks import check_params, media_of, signed, token_ids
 from .counters import Counters
 from .digest import Held
+from .failing import TooLongError
 from .packed import Changes
 from .sampling_params import INT32, MOST_TOP_LOGPROBS, SEEDS, SamplingParams, check_integer
 from .steering import Steering

@@ -41,7 +41,7 @@ from ...protocols.keys import KeyGate, key_of
 from ...protocols.prompts import answer_schema, chat_prompt, completion_prompts
 from ...protocols.schema import CompletionBody, Sampling
 from ...rollout import Completion, RolloutEngine, SamplingParams
-from ...rollout.checks import by_its_constraints
+from ...rollout.failing import by_its_constraints
 from ...rollout.native.scheduler import TooLargeError
 
 Body = TypeVar("Body", bound=Sampling)

@@ -20,9 +20,9 @@ from ...model import attention, recurrent, routes
 from ...model.lora import delete_adapter, use_adapter
 from ...model.pictures import both_ways, family_of, not_touching, placeholders
 from ..branch import Request
-from ..checks import TooLongError
 from ..digest import Held, digests
 from ..engine import RolloutEngine
+from ..failing import TooLongError
 from ..packed import Changes
 from ..sampling_params import INT32, check_integer
 from .adapters import RowAdapters

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ...data.segment import LeafStatus, Origin
 from ..branch import Branch, Node, Request
-from ..checks import NOT_FINITE
+from ..failing import NOT_FINITE
 from ..records import child_seed, given, join
 from ..steering import Steering
 from .assembly import Step

@@ -20,7 +20,7 @@ from ...model.both_ways import Block
 from ...model.head import decoder_of, head_reader
 from ...model.pictures import FAMILIES, both_ways, placeholders, rotary_input
 from ...model.routes import Record
-from ..checks import NOTHING_LEFT
+from ..failing import NOTHING_LEFT
 from .adapters import RowAdapters
 from .assembly import Step
 from .compiled import CompiledLayers, DecodeGraphs

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..branch import Branch, Request
-from ..checks import TooLongError
+from ..failing import TooLongError
 from .assembly import Assembly, Step
 from .drafts import Drafts, cut
 from .kv_cache import KvCache, KvExhaustedError
