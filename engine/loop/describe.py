@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -87,3 +88,18 @@ def describe_verdicts(batch: Sequence[Group], failures: Mapping[str, Failures], 
     reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
     skipped = sum(verdict.skipped is not None for verdict in verdicts)
     failures["reward"].record(reasons, len(verdicts), sums, console, skipped=skipped)
+
+
+def describe_skipped(skipped: deque[str], told: set[str], sums: Sums, console: Progress) -> None:
+    """Count the rows that could not be used, and tell of each the first time.
+
+    Args:
+        skipped: sentences about them, which are taken out.
+        told: the sentences that were told before; new ones are added.
+    """
+    while skipped:
+        said = skipped.popleft()
+        sums.count("data/skipped_rows")
+        if said not in told:
+            told.add(said)
+            console.note(f"A row is skipped (data.on_bad_row). {said}")

@@ -42,7 +42,7 @@ from .buffer import Buffer
 from .callback import CallbackRule
 from .checkpoints import Checkpoints, Keeping, export
 from .controller import Controller
-from .describe import describe, describe_lag, describe_replay, describe_verdicts
+from .describe import describe, describe_lag, describe_replay, describe_skipped, describe_verdicts
 from .evaluation import Evaluation
 from .replay import Replay
 from .replay_store import ReplayStore
@@ -329,7 +329,7 @@ class Orchestrator:
         for reason, count in self.controller.restarted.items():
             sums.count(f"group/restarted_{reason}", count)
         self.controller.restarted.clear()
-        self._tell_skipped(sums)
+        describe_skipped(self.source.skipped, self._told, sums, self.console)
         if again := self.rewards.asked_again - self._asked_again:
             sums.count("reward/asked_again", again)
             self._asked_again += again
@@ -344,16 +344,6 @@ class Orchestrator:
         metrics |= self.idle.read(times, self.sampler.tally) | self.learner.utilization(times)
         metrics |= self.monitor.read()
         return metrics | times
-
-    def _tell_skipped(self, sums: Sums) -> None:
-        """Count the rows that could not be used, and tell of each the first time."""
-        skipped = self.source.skipped
-        while skipped:
-            said = skipped.popleft()
-            sums.count("data/skipped_rows")
-            if said not in self._told:
-                self._told.add(said)
-                self.console.note(f"A row is skipped (data.on_bad_row). {said}")
 
     def _end_step(self, step: int) -> None:
         """Save a checkpoint if it is time, then write and show the metrics."""
