@@ -15,8 +15,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from rolltree.engine import TokenTree
-from rolltree.engine.parts.resolve import import_object
 from rolltree.engine.chat.messages import added_ids
+from rolltree.engine.parts.resolve import import_object
 from rolltree.engine.programs.chat.toolbox import calculator
 from rolltree.engine.prompts.prompts import held_out
 from rolltree.engine.prompts.sources import PromptSource

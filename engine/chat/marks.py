@@ -11,12 +11,16 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy.typing as npt
+
 from .reasoning import HARMONY, TAGS
 from .tool_formats import FORMATS
 
 if TYPE_CHECKING:  # parts that need no tokenizer import this file
     from transformers import PreTrainedTokenizerBase
 
+Ids = Sequence[int] | npt.NDArray[Any]
+"""Token ids [n]."""
 Span = tuple[int, int]
 """Where a mark begins and ends in a text."""
 
@@ -44,20 +48,20 @@ class Marks:
         self.special = {id_: text for id_, text in special.items() if id_ not in ends}
         self.kept = {id_: text for id_, text in self.special.items() if text in names}
 
-    def response(self, ids: Sequence[int]) -> str:
+    def response(self, ids: Ids) -> str:
         """Return the text of ``ids`` with marks and without other special tokens."""
         return self._text(ids, self.kept)
 
-    def turn(self, ids: Sequence[int]) -> str:
+    def turn(self, ids: Ids) -> str:
         """Return the text of ``ids`` with all special tokens that neither begin, end nor pad a text."""
         return self._text(ids, self.special)
 
-    def others(self, ids: Sequence[int], shown: Mapping[int, str]) -> list[str]:
+    def others(self, ids: Ids, shown: Mapping[int, str]) -> list[str]:
         """Return the texts of the special tokens among ``ids`` that are not among those ``shown``."""
         there = set(ids)
         return [text for id_, text in self._all.items() if id_ in there and id_ not in shown]
 
-    def spans(self, ids: Sequence[int], text: str) -> list[Span]:
+    def spans(self, ids: Ids, text: str) -> list[Span]:
         """Return where the special tokens among ``ids`` are in the text of their `turn`; what only spells one is
         none."""
         left = self._without(ids, self.special)
@@ -74,12 +78,12 @@ class Marks:
             found.append((begin, at))
         return found
 
-    def _text(self, ids: Sequence[int], shown: Mapping[int, str]) -> str:
+    def _text(self, ids: Ids, shown: Mapping[int, str]) -> str:
         if not shown or shown.keys().isdisjoint(map(int, ids)):
             return plain_text(self._tokenizer, ids)
         return self._decode(self._without(ids, shown))
 
-    def _without(self, ids: Sequence[int], shown: Mapping[int, str]) -> list[int]:
+    def _without(self, ids: Ids, shown: Mapping[int, str]) -> list[int]:
         return [i for i in map(int, ids) if i in shown or i not in self._all]
 
     def _decode(self, ids: list[int]) -> str:
@@ -96,12 +100,12 @@ def _made(tokenizer: PreTrainedTokenizerBase, size: int) -> Marks:
     return Marks(tokenizer)
 
 
-def response_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def response_text(tokenizer: PreTrainedTokenizerBase, ids: Ids) -> str:
     """Return the text of a response as verifiers, judges and programs read it."""
     return marks_of(tokenizer).response(ids)
 
 
-def plain_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def plain_text(tokenizer: PreTrainedTokenizerBase, ids: Ids) -> str:
     """Return the text of ``ids`` without any special tokens."""
     return cast("str", cast("Any", tokenizer).decode(ids, skip_special_tokens=True))
 

@@ -6,13 +6,13 @@ for after its end, where the turn has one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from .call_reading import Found, Malformed, Schemas, ToolCall
-from .marks import Span, marks_of, without
+from .marks import Ids, Span, marks_of, without
 from .reasoning import TAGS
 from .splitting import CLOSINGS, splitter
 from .tool_formats import FORMATS, ToolFormat
@@ -39,7 +39,7 @@ class Turn(NamedTuple):
 
 def read_ids(
     tokenizer: PreTrainedTokenizerBase,
-    ids: Sequence[int],
+    ids: Ids,
     tools: Collection[str] | Schemas = (),
     form: ToolFormat | None = None,
     most: int | None = None,
@@ -87,7 +87,7 @@ def _read(
     text: str, tools: Collection[str] | Schemas, form: ToolFormat | None, most: int | None, hidden: Collection[Span]
 ) -> Turn:
     """Read a text without reasoning between special tokens; ``hidden`` are marks that are not told."""
-    said, removed = Turn("", "", [], []), []
+    said, removed = Turn("", "", [], []), list[Span]()
     for number, found in enumerate(() if form is None else _found(text, tools, form)):
         if isinstance(found.call, Malformed):
             said.malformed.append((number, found.call))
@@ -105,7 +105,7 @@ def begins_reasoning(tokenizer: PreTrainedTokenizerBase, prompt: str) -> bool:
     return any(begin in kept and prompt.rstrip().endswith(begin) for begin, _ in TAGS)
 
 
-def ends_reasoning(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
+def ends_reasoning(tokenizer: PreTrainedTokenizerBase, ids: Ids) -> bool:
     """Return True if a mark that ends reasoning and is a special token is among ``ids``."""
     kept = marks_of(tokenizer).kept
     return any(kept.get(int(i)) in CLOSINGS for i in ids)

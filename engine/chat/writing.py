@@ -109,11 +109,11 @@ def complete(
         if not lost:
             return Written(talk, text)
         place, field = lost[0]
-        error = IncompleteError(
+        incomplete = IncompleteError(
             f"message {place} ({talk[place]['role']}) has '{field}', which the chat template leaves out; take it "
             "out of the message, or use a template that writes it."
         )
-        why = error if not isinstance(why, IncompleteError) else why
+        why = incomplete if not isinstance(why, IncompleteError) else why
     assert why is not None
     raise why
 
@@ -233,9 +233,8 @@ def _worded(i: int, shape: dict[str, Any]) -> tuple[dict[str, Any], dict[str, li
         for j, (kind, empty, known) in enumerate(shape["calls"]):
             name = word("tool_calls")
             arguments: Any = {} if empty else {"argument": word("tool_calls")}
+            arguments = json.dumps(arguments) if kind == "str" else arguments
             call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-            if kind == "str":
-                call["function"]["arguments"] = json.dumps(arguments)
             message["tool_calls"].append(({"id": f"call{i:02d}{j:03d}"} if known else {}) | call)
     if shape["reasons"]:
         message |= dict.fromkeys(REASONING, word(REASONING[0]))

@@ -90,7 +90,9 @@ def candidates(text: str) -> Iterator[str]:
     strong: list[tuple[int, Callable[[], str]]] = [*_tagged(text), *_boxes(text)]
     strong += [(match.start(), partial(_line_after, text, match.end())) for match in _LINE.finditer(text)]
     strong += [(match.start(), partial(_line_after, text, match.end())) for match in _HEADING.finditer(text)]
-    weak = [(match.start(), partial(_sentence_after, text, match.end())) for match in _SENTENCE.finditer(text)]
+    weak: list[tuple[int, Callable[[], str]]] = [
+        (match.start(), partial(_sentence_after, text, match.end())) for match in _SENTENCE.finditer(text)
+    ]
     last_break = text.rfind("\n", 0, len(text.rstrip()))
     for match in _HASHES.finditer(text):
         line = match.start(), partial(_line_after, text, match.end())
