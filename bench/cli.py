@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -176,17 +177,25 @@ def _chosen(args: argparse.Namespace, glance: bool) -> tuple[torch.device, Choic
         raise UserError(f"there is no op '{unknown[0]}'; use one of {', '.join(OPS)}.")
     if args.recorded is not None and args.ops != ["speculation"]:
         raise UserError("--recorded works with speculation alone; name no other op.")
+    for name, seconds in (("--seconds", args.seconds), ("--limit", args.limit)):
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise UserError(f"{name} must be above 0 seconds, got {seconds}.")
     try:
         device = torch.device(args.device)
         torch.empty(0, device=device)
         choice = Choice(args.quick, re.compile(args.cases), re.compile(args.providers), args.seconds, args.limit)
-    except RuntimeError as error:
+    except (AssertionError, RuntimeError) as error:  # torch without CUDA asserts
         reason = str(error).splitlines()[0]
         raise UserError(f"the device '{args.device}' cannot be used: {reason}") from None
     except re.error as error:
-        raise UserError(f"'{error.pattern!r}' is not a regular expression: {error}") from None
+        raise UserError(f"{error.pattern!r} is not a regular expression: {error}") from None
     ops = FIRST if glance else args.ops if args.ops not in ([], ["all"]) else OPS
-    return device, choice, [load(op, args.recorded, args.model) for op in ops]
+    benches = [load(op, args.recorded, args.model) for op in ops]
+    if args.providers and not any(choice.providers.search(name) for bench in benches for name in bench.providers):
+        raise UserError(f"no provider's name contains --providers '{args.providers}'; see `rolltree bench --list`.")
+    if args.cases and not any(choice.cases.search(c.name) for b in benches for c in b.cases(device, args.quick)):
+        raise UserError(f"no case's name contains --cases '{args.cases}'; see `rolltree bench --list`.")
+    return device, choice, benches
 
 
 def _run_all(benches: Sequence[Bench], device: torch.device, choice: Choice, out: Path | None) -> list[Outcome]:
@@ -198,7 +207,8 @@ def _run_all(benches: Sequence[Bench], device: torch.device, choice: Choice, out
     problems: list[Outcome] = []
     for bench in benches:
         journal = Journal(bench.op, out)
-        print(table(list(run(bench, device, choice, journal, say=lambda line: print(line, flush=True)))))
+        before = journal.kept()
+        print(table([*before, *run(bench, device, choice, journal, say=lambda line: print(line, flush=True))]))
         if bench.ceiling_is:
             print(f"Ceiling of {bench.op}: {bench.ceiling_is}.")
         print(flush=True)

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from .schema import Row, append, append_line, commit
+from .schema import Row, append, append_line, commit, read
 
 Status = Literal["finished", "absent", "unsupported", "failed", "stopped", "again"]
 
@@ -57,6 +57,12 @@ class Journal:
     def _path(self, suffix: str) -> Path:
         assert self.directory is not None
         return self.directory / f"{self.op}.{suffix}"
+
+    def kept(self) -> list[Row]:
+        """Return the rows of this commit that earlier runs kept."""
+        if self.directory is None or not self._path("jsonl").exists():
+            return []
+        return [row for row in read(self._path("jsonl")) if row.commit == self.commit]
 
     def finished(self, case: str) -> bool:
         return any(o.case == case and not o.provider for o in self.outcomes)

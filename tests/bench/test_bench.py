@@ -167,6 +167,32 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nonsense" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("options", "sentence"), [
+    (["--limit", "-1"], "--limit must be above 0 seconds, got -1.0"),
+    (["--seconds", "0"], "--seconds must be above 0 seconds, got 0.0"),
+    (["--cases", "zzz"], "no case's name contains --cases 'zzz'"),
+    (["--providers", "zzz"], "no provider's name contains --providers 'zzz'"),
+    (["--cases", "["], "'[' is not a regular expression"),
+    pytest.param(["--device", "cuda"], "the device 'cuda' cannot be used",
+                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
+])  # fmt: skip
+def test_a_wrong_command_line_is_a_sentence(
+    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["policy_loss", "--quick", *options]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_finished_run_prints_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["policy_loss", "--quick", "--seconds", "0.01", "--providers", "^rolltree$", "--out", str(tmp_path)]
+    tables = []
+    for _ in range(2):
+        assert main(command) == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1]
+    assert "rolltree" in tables[1].splitlines()[1]
+
+
 def test_without_an_op_some_run_in_small_cases(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
