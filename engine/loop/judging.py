@@ -163,8 +163,7 @@ class Judging:
             self._judged.append(group)
 
     def given(self, group: Group, responses: Sequence[str], rewards: Sequence[float]) -> Responses:
-        """Return responses that were given and not sampled, with their rewards; the token that ends a turn is their
-        last."""
+        """Return responses that were given and not sampled, with their rewards; each ends with a turn's end token."""
         last = turn_end(self.tokenizer, chat=bool(group.prompt.messages))
         end = [] if last is None else [last]
         ids = [[*self.tokenizer(text, add_special_tokens=False)["input_ids"], *end] for text in responses]

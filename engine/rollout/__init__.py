@@ -7,7 +7,8 @@ applied to the tree), ``calls`` (tools and judges in threads), ``saving`` (an ab
 ``sampler`` (the interface through which a training run samples), then ``native`` or ``vllm``.
 """
 
-from .branch import Completion, Request
+from .branch import Request
+from .completions import Completion
 from .engine import RolloutEngine
 from .failing import TooLongError
 from .native.drafts import DraftConfig

@@ -16,9 +16,9 @@ from ..data.media import PromptMedia
 from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree, of_runs
 from ..programs import BranchId, GroupState, RolloutProgram
+from .completions import Completion, StopText
 from .records import given, top_logprobs
 from .sampling_params import SamplingParams
-from .stop_texts import StopText
 
 Array = npt.NDArray[Any]
 
@@ -102,36 +102,13 @@ class Branch:
     """While another policy samples it: into how many branches, and the response length at which they rest."""
 
 
-@dataclass(frozen=True)
-class Completion:
-    """A leaf's response, token by token; arrays are [tokens]."""
-
-    token_ids: Array  # int32
-    origin: Array  # int8, an Origin
-    logprobs: Array  # float32, under the distribution sampled from; NaN where not sampled
-    raw_logprobs: Array  # float32, under softmax(logits), without temperature, filters and biases
-    entropies: Array  # float32, of softmax(logits / temperature)
-    policy_versions: Array  # int32
-    top: list[dict[int, float]]
-    """Likeliest tokens at each position with their log-probs under softmax(logits), likeliest first; as many as
-    ``SamplingParams.top_logprobs``."""
-    kept: tuple[Array, Array] | None
-    """Ids that each token was drawn from, with ``SamplingParams.kept_tokens``: indptr [tokens + 1] int64, ids int32.
-    The list of a token that was not sampled is empty."""
-    status: LeafStatus
-    error: str | None
-    stop: StopText | None = None
-    """The text of ``SamplingParams.stop`` that ended it."""
-
-
 class Request:
     """A prompt, its parameters, its program and its branches.
 
     Attributes:
         tree: the finished rollouts, None before; unfinished leaves of an aborted request have status ABORTED.
         error: reason for which the request failed as a whole, or None.
-        errors: reasons for which single leaves failed, by branch.
-        stopped: texts of ``params.stop`` that ended leaves, by branch.
+        errors, stopped: why single leaves failed, and the texts of ``params.stop`` that ended them, by branch.
     """
 
     def __init__(
@@ -257,9 +234,7 @@ class Request:
         if self.errors:
             tree.meta["errors"] = {i: self.errors[leaf.id] for i, leaf in enumerate(ordered) if leaf.id in self.errors}
         if self.stopped:
-            tree.meta["stopped"] = {
-                i: self.stopped[leaf.id] for i, leaf in enumerate(ordered) if leaf.id in self.stopped
-            }
+            tree.meta["stopped"] = {i: self.stopped.get(leaf.id) for i, leaf in enumerate(ordered)}
         return tree
 
 

@@ -23,7 +23,7 @@ from .branch import Request
 from .checks import check_params, media_of, signed, token_ids
 from .counters import Counters
 from .digest import Held
-from .failing import TooLongError
+from .failing import check_length, check_prompt
 from .packed import Changes
 from .sampling_params import INT32, MOST_TOP_LOGPROBS, SEEDS, SamplingParams, check_integer
 from .steering import Steering
@@ -217,9 +217,7 @@ class RolloutEngine(ABC):
         """
         ids = self._token_ids(0, prompt)
         check_integer("top_logprobs", top_logprobs, 0, min(self.vocabulary, MOST_TOP_LOGPROBS))
-        if self.longest is not None and len(ids) > self.longest:
-            message = f"Prompt 0 of {len(ids)} tokens exceeds the model's {self.longest} positions; shorten it."
-            raise TooLongError(message, len(ids), 0, self.longest)
+        check_prompt(len(ids), self.longest)
         with self._lock, self._computing():
             return self._prompt_logprobs(ids, top_logprobs, adapter)
 
@@ -359,11 +357,7 @@ class RolloutEngine(ABC):
 
     def _check_length(self, index: int, prompt: int, most: int) -> None:
         """Raise TooLongError if prompt ``index`` of ``prompt`` tokens has no room for a response of ``most`` tokens."""
-        if self.longest is not None and prompt + most > self.longest:
-            raise TooLongError(
-                f"Prompt {index} of {prompt} tokens and max_new_tokens={most} exceed the model's {self.longest} "
-                "positions; shorten them.", prompt, most, self.longest,
-            )  # fmt: skip
+        check_length(index, prompt, most, self.longest)
 
     @abstractmethod
     def _check(self, index: int, request: Request) -> None:

@@ -23,6 +23,26 @@ class TooLongError(ValueError):
         self.prompt, self.asked, self.limit = prompt, asked, limit
 
 
+def check_prompt(prompt: int, longest: int | None) -> None:
+    """Raise TooLongError if a prompt of ``prompt`` tokens has more than the model's ``longest`` positions."""
+    if longest is not None and prompt > longest:
+        message = f"Prompt 0 of {prompt} tokens exceeds the model's {longest} positions; shorten it."
+        raise TooLongError(message, prompt, 0, longest)
+
+
+def check_length(index: int, prompt: int, most: int, longest: int | None) -> None:
+    """Raise TooLongError if prompt ``index`` of ``prompt`` tokens has no room for a response of ``most`` tokens.
+
+    Args:
+        longest: positions of the model; None without a limit.
+    """
+    if longest is not None and prompt + most > longest:
+        raise TooLongError(
+            f"Prompt {index} of {prompt} tokens and max_new_tokens={most} exceed the model's {longest} positions; "
+            "shorten them.", prompt, most, longest,
+        )  # fmt: skip
+
+
 def by_its_constraints(params: SamplingParams, error: str) -> bool:
     """Return whether a response failed by the constraints of its own request, and not by the engine."""
     return params.constrained and error != NOT_FINITE

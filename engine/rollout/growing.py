@@ -17,9 +17,9 @@ import numpy.typing as npt
 from ..data.segment import LeafStatus, Origin
 from ..programs import BranchId, Fork, Given, Rewind, SegmentReport
 from .branch import Branch, Node, Request
+from .completions import find_stop
 from .records import child_seed, given
 from .sampling_params import TEMPERATURES
-from .stop_texts import find_stop
 
 Array = npt.NDArray[Any]
 

@@ -266,8 +266,7 @@ class Trainer:
     @property
     def copied(self) -> set[str]:
         """The names of the parameters whose fp32 weights are copies."""
-        pairs = zip(self._named, self._masters, strict=True)
-        return {name for (name, parameter), master in pairs if master is not parameter}
+        return {name for (name, own), copy in zip(self._named, self._masters, strict=True) if copy is not own}
 
     def like(self, name: str) -> Tensor | None:
         """Return a tensor that is sharded as the one that `state_dict` names so; None: it is not sharded."""

@@ -67,7 +67,8 @@ def rotate(
     for name, of in (("cos", cos), ("sin", sin)):
         check.floats(name, of, ("B", T, D), " like q", (q.dtype,))
         check.require(
-            of.shape[0] in (1, B), lambda name=name, of=of: f"{name} must be of 1 or {B} sequences, not {of.shape[0]}"
+            of.shape[0] in (1, B),
+            lambda name=name, of=of: f"{name} must be of 1 or {B} sequences, not {of.shape[0]}",  # type: ignore[misc]
         )
         check.require(not of.requires_grad, f"{name} takes no gradient; detach it")
     check.require(len(cos) == len(sin), lambda: f"cos is of {len(cos)} sequences and sin of {len(sin)}; give as many")

@@ -180,7 +180,7 @@ class PolicyFields:
             size = M if values is None else len(values)
             check.require(  # `in` takes two sizes that a compiler does not know to be equal for different
                 size == S or size == M,  # noqa: SIM109
-                lambda name=name, size=size: f"{name} must be [{M}], or [{S}] with cu_seqlens, got [{size}]",
+                lambda name=name, size=size: f"{name} must be [{M}], or [{S}] with cu_seqlens, got [{size}]",  # type: ignore[misc]
             )
         sequence = torch.searchsorted(cu[1:], torch.arange(M, device=cu.device), right=True)
         leaf_weight = torch.ones_like(advantage[:S]) if weight is None else weight if len(weight) == S else None

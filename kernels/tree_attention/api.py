@@ -106,7 +106,8 @@ def _check(
     )
     for size in (D, v.shape[2]):
         check.require(
-            0 < size <= MAX_HEAD_DIM, lambda size=size: f"the head dimension must be 1 to {MAX_HEAD_DIM}, not {size}"
+            0 < size <= MAX_HEAD_DIM,
+            lambda size=size: f"the head dimension must be 1 to {MAX_HEAD_DIM}, not {size}",  # type: ignore[misc]
         )
     check.require(
         k.dtype == q.dtype and v.dtype == q.dtype,

@@ -29,6 +29,8 @@ def compare(
     Raises:
         RuntimeError: the policy term or the KL term is not TRL's.
     """
+    assert learned.kl is not None
+    assert learned.kl_weight is not None
     advantages = inputs["advantages"].detach().clone().requires_grad_()
     with torch.enable_grad():
         loss = compute_loss(model, {**inputs, "advantages": advantages})

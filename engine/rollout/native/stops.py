@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...chat.ends import end_token_ids
 from ...data.segment import Origin
 from ..branch import Branch, Request
-from ..stop_texts import tail_of, text_of
+from ..completions import tail_of, text_of
 from .rows import RowTable
 
 Array = npt.NDArray[Any]

@@ -112,10 +112,10 @@ def test_evaluations_stand_out_and_compare_with_the_first() -> None:
     console.evaluation(0, 0.3, 512, [], None)
     console.evaluation(10, 0.62, 512, ["right", "tests"], 0.5)
     console.close()
-    text = " ".join(plain(out.getvalue()).split())
-    assert "evaluation after step 0: 30.0 % of 512 held-out problems are right evaluation" in text
-    assert "62.0 % of 512 held-out problems are right by 'right' and 'tests' (+32.0 points since the first)" in text
-    assert text.endswith(", mean reward 0.5")
+    text = plain(out.getvalue()).replace("\r", "")
+    assert "evaluation after step 0: 30.0 % of 512 held-out problems are right\n" in text
+    said = "62.0 % of 512 held-out problems are right by 'right' and 'tests' (+32.0 points since the first)"
+    assert f"{said}, mean reward 0.5\n" in text
     assert "\x1b[1;32m" in out.getvalue()
 
 

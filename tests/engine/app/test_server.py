@@ -193,7 +193,7 @@ def test_a_stream_ends_with_an_error_where_the_tokenizer_changes_what_was_sent()
     form = Form(tokenizer, "m", CompletionBody(prompt="x"), (), chat=False, logprobs=False)
     for length, ending in ((5, '"text": ""'), (6, "The tokenizer changed text that was sent")):
         choice, ids = form.streamed(), list(range(1, length + 1))
-        assert "".join(choice.add([token]) for token in ids) == text(ids)
+        assert "".join(choice.add([token]).text for token in ids) == text(ids)
         completion = dataclasses.replace(_EMPTY, token_ids=np.array(ids, np.int32))
         assert ending in form.last(0, choice, completion, [[1]])
 

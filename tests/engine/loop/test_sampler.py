@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -111,6 +111,14 @@ class Prompts:
 
 class Words:
     """Writes token ids as numbers."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+    all_special_ids: ClassVar[list[int]] = []
+    all_special_tokens: ClassVar[list[str]] = []
+    eos_token_id = pad_token_id = bos_token_id = chat_template = None
+
+    def __len__(self) -> int:
+        return 1000
 
     def decode(self, ids: Sequence[int], **options: Any) -> str:
         return " ".join(map(str, ids))

@@ -362,7 +362,7 @@ def test_answers_in_usual_words(reference: str, right: list[str], wrong: list[st
         ("<reasoning>\\boxed{71}</reasoning>\n<answer>72</answer>", 1),
         ("analysis \\boxed{71}<|channel|>final<|message|>\\boxed{72}", 1),
         ("<think>\\boxed{72}", None),
-        ("It is 5.\n<think>\\boxed{72}", None),
+        ("It is 5.\n<think>\\boxed{72}", 0),
         ("[THINK]\\boxed{72}", None),
         ("<|channel|>analysis<|message|>\\boxed{72}", None),
         ("<|channel|>analysis<|message|>\\boxed{71}<|end|><|start|>assistant<|channel|>final<|message|>It is 72.", 1),

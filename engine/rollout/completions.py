@@ -1,13 +1,16 @@
-"""The stop text that ended a response, and where it is: the one place that looks for it."""
+"""Responses token by token, and the stop text that ended one: the only place that looks for it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
+
+from ..data.segment import LeafStatus
 
 Array = npt.NDArray[Any]
 
@@ -18,6 +21,28 @@ class StopText(NamedTuple):
     text: str
     tail: str
     """The text of the response from the stop text on, special tokens included."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A leaf's response, token by token; arrays are [tokens]."""
+
+    token_ids: Array  # int32
+    origin: Array  # int8, an Origin
+    logprobs: Array  # float32, under the distribution sampled from; NaN where not sampled
+    raw_logprobs: Array  # float32, under softmax(logits), without temperature, filters and biases
+    entropies: Array  # float32, of softmax(logits / temperature)
+    policy_versions: Array  # int32
+    top: list[dict[int, float]]
+    """Likeliest tokens at each position with their log-probs under softmax(logits), likeliest first; as many as
+    ``SamplingParams.top_logprobs``."""
+    kept: tuple[Array, Array] | None
+    """Ids that each token was drawn from, with ``SamplingParams.kept_tokens``: indptr [tokens + 1] int64, ids int32.
+    The list of a token that was not sampled is empty."""
+    status: LeafStatus
+    error: str | None
+    stop: StopText | None = None
+    """The text of ``SamplingParams.stop`` that ended it."""
 
 
 def tail_of(stops: Sequence[str]) -> int:
