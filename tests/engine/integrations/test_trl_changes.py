@@ -301,7 +301,7 @@ def test_a_reference_of_a_later_day_is_scored_by_trl(path: str, caplog: pytest.L
 
 
 @pytest.mark.parametrize(
-    ("change", "term"), [({"kl_coef": 0.1003}, "KL"), ({"eps_low": 0.19}, "policy"), ({"eps_high": 0.25}, "policy")]
+    ("change", "term"), [({"kl_coef": 0.1003}, "KL"), ({"eps_low": 0.19}, "policy"), ({"eps_high": 0.3}, "policy")]
 )
 def test_a_term_that_is_not_trls_is_an_error(
     path: str, change: dict[str, float], term: str, monkeypatch: pytest.MonkeyPatch
