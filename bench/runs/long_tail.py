@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -62,6 +62,14 @@ class _Prompts:
 
 
 class _Texts:
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+    all_special_ids: ClassVar[list[int]] = []
+    all_special_tokens: ClassVar[list[str]] = []
+    eos_token_id = pad_token_id = bos_token_id = None
+
+    def __len__(self) -> int:
+        return 2
+
     def batch_decode(self, responses: Sequence[Any], **_: object) -> list[str]:
         return [self.decode(response) for response in responses]
 

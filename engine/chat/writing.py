@@ -48,7 +48,7 @@ def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
     call it answers, no content of an assistant is an empty text, and leading messages with instructions are one.
     """
     found: list[dict[str, Any]] = []
-    names: dict[Any, str] = {}
+    names: dict[str, str] = {}
     for message in messages:
         made = {key: value for key, value in message.items() if value is not None}
         if made.get("role") == "assistant":
@@ -59,8 +59,8 @@ def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
             names |= dict(_named(made["tool_calls"]))
             if not calls:
                 del made["tool_calls"]
-        elif made.get("role") == "tool" and "name" not in made and made.get("tool_call_id") in names:
-            made["name"] = names[made["tool_call_id"]]
+        elif made.get("role") == "tool" and "name" not in made and isinstance(made.get("tool_call_id"), str):
+            made |= {"name": names[made["tool_call_id"]]} if made["tool_call_id"] in names else {}
         found.append(made)
     leading = list(takewhile(lambda message: message.get("role") in INSTRUCTIONS, found))
     if len(leading) < 2 or not all(isinstance(message.get("content"), str) for message in leading):
@@ -125,15 +125,15 @@ def _forms(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
         if reasoning := next((message[key] for key in REASONING if isinstance(message.get(key), str)), ""):
             message |= dict.fromkeys(REASONING, reasoning)
     developer = any(message.get("role") == "developer" for message in talk)
-    calls = any(message.get("tool_calls") for message in talk)
+    calls = any(map(_calls_in, talk))
     for as_system in (False, True)[: 1 + developer]:
         for as_text in (False, True)[: 1 + calls]:
             made = copy.deepcopy(talk)
             for message in made:
                 if as_system and message.get("role") == "developer":
                     message["role"] = "system"
-                if as_text and message.get("tool_calls"):
-                    message["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
+                if as_text and _calls_in(message):
+                    message["tool_calls"] = [_with_text(call) for call in _calls_in(message)]
             yield made
 
 
@@ -158,7 +158,7 @@ def _shape(message: Message) -> dict[str, Any]:
     elif isinstance(content, str):
         content = bool(content.strip())
     calls = []
-    for call in message.get("tool_calls") or ():
+    for call in _calls_in(message):
         function = call.get("function", {}) if isinstance(call, Mapping) else {}
         arguments = function.get("arguments") if isinstance(function, Mapping) else None
         empty = not arguments or arguments == "{}"
@@ -254,6 +254,12 @@ def _quotes(template: str, role: str) -> bool:
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
+def _calls_in(message: Message) -> Sequence[Any]:
+    """Return the calls of a message; none where they are no list, which templates may refuse."""
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) else ()
+
+
 def _with_object(call: Any) -> Any:
     """Return a call whose arguments, which clients send as the text of a JSON object, are that object."""
     function = call.get("function") if isinstance(call, Mapping) else None
@@ -273,7 +279,7 @@ def _with_text(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": json.dumps(function.get("arguments"))}}
 
 
-def _named(calls: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+def _named(calls: Sequence[Any]) -> Iterator[tuple[str, str]]:
     """Yield the id and the function's name of each call."""
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
