@@ -201,6 +201,7 @@ SAMPLING: dict[str, dict[str, list[Any]]] = {
     MESSAGES: {"temperature": [0, 1, 9], "thinking": [{"type": "enabled", "budget_tokens": 5}, {}]},
 }  # fmt: skip
 
+
 def check(path: str, raw: bytes, answer: httpx.Response) -> str:
     """Check an answer, and return its kind."""
     said = answer.text
