@@ -177,9 +177,10 @@ def _chosen(args: argparse.Namespace, glance: bool) -> tuple[torch.device, Choic
         raise UserError(f"there is no op '{unknown[0]}'; use one of {', '.join(OPS)}.")
     if args.recorded is not None and args.ops != ["speculation"]:
         raise UserError("--recorded works with speculation alone; name no other op.")
-    for name, seconds in (("--seconds", args.seconds), ("--limit", args.limit)):
-        if seconds is not None and not 0 < seconds < math.inf:
-            raise UserError(f"{name} must be above 0 seconds, got {seconds}.")
+    for name, seconds, least in (("--seconds", args.seconds, "at least"), ("--limit", args.limit, "above")):
+        fits = seconds is None or 0 < seconds < math.inf or (seconds == 0 and least == "at least")  # 0: fewest rounds
+        if not fits:
+            raise UserError(f"{name} must be {least} 0 seconds, got {seconds}.")
     try:
         device = torch.device(args.device)
         torch.empty(0, device=device)

@@ -169,7 +169,8 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("options", "sentence"), [
     (["--limit", "-1"], "--limit must be above 0 seconds, got -1.0"),
-    (["--seconds", "0"], "--seconds must be above 0 seconds, got 0.0"),
+    (["--limit", "0"], "--limit must be above 0 seconds, got 0.0"),
+    (["--seconds", "-1"], "--seconds must be at least 0 seconds, got -1.0"),
     (["--cases", "zzz"], "no case's name contains --cases 'zzz'"),
     (["--providers", "zzz"], "no provider's name contains --providers 'zzz'"),
     (["--cases", "["], "'[' is not a regular expression"),
