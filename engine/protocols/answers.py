@@ -33,13 +33,16 @@ class Answer(NamedTuple):
     text: str
     calls: list[Called]
     reason: str
-    """``stop``, ``length``, ``tool_calls`` or ``error``."""
+    """``stop``, ``length``, ``tool_calls``, ``error`` or `UNREADABLE`."""
     stop: str | None = None
     """The stop text that ended it."""
     reasoning: str = ""
     """Reasoning between marks that are special tokens, which the text does not have."""
 
 
+UNREADABLE = "unreadable"
+"""The reason of a complete call that cannot be read: grammars allow numbers of any size. As half a call is none, chats
+and messages tell it as one that was cut; a response has no such reason, and is complete."""
 REASONS = {LeafStatus.STOP: "stop", LeafStatus.LENGTH: "length"}
 NewId = Callable[[str | None, int], str]
 """Gives a call its id, from the one that the model wrote, if it did, and the call's place in the answer."""
@@ -92,6 +95,8 @@ class Reader:
         calls = [Called(self._new_id(own, place), name, spelt) for place, (own, name, spelt) in enumerate(called)]
         reason = REASONS.get(completion.status, "error")
         reason = "tool_calls" if calls and completion.status is LeafStatus.STOP else reason
+        if self.tool is not None and not calls and stop is None:
+            reason = UNREADABLE if reason == "stop" else reason
         answer = Answer(turn.content, calls, reason, stop, turn.reasoning)
         self._last = completion, answer
         return answer

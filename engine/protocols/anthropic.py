@@ -13,14 +13,20 @@ from transformers import PreTrainedTokenizerBase
 
 from ..chat.streamed import Streamed, Told
 from ..rollout import Completion
-from .answers import Answer, Reader
+from .answers import UNREADABLE, Answer, Reader
 from .schema import ChatBody, Length, Name, Strict, Telemetry, Text, functions_only, only
 
 Array = npt.NDArray[Any]
 TEXT: dict[str, Any] = {"type": "text", "text": ""}
 THINKING: dict[str, Any] = {"type": "thinking", "thinking": "", "signature": ""}
 """The empty blocks of an answer; what is thought has no signature here."""
-STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "error": "end_turn"}
+STOPS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "error": "end_turn",
+    UNREADABLE: "max_tokens",
+}
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -20,7 +20,7 @@ from ..chat.marks import plain_text
 from ..chat.streamed import Streamed, Told
 from ..rollout import Completion
 from ..rollout.records import top_logprobs
-from .answers import Called, Reader, usage
+from .answers import UNREADABLE, Called, Reader, usage
 from .schema import Sampling
 from .token_bytes import TokenBytes
 
@@ -119,7 +119,10 @@ class Form(Reader):
     ) -> dict[str, Any]:
         """Format one choice; ``echoed`` is the prompt's text if it is wanted, and ``before`` its log-probs."""
         scored, answer = Scored.of_completion(completion), self.read(completion)
-        end: dict[str, Any] = {"finish_reason": answer.reason, "logprobs": None}
+        end: dict[str, Any] = {
+            "finish_reason": "length" if answer.reason == UNREADABLE else answer.reason,
+            "logprobs": None,
+        }
         if self.logprobs:
             end["logprobs"] = self.spell(scored if before is None else before + scored, 0)
         if self.body.return_token_ids:
@@ -155,7 +158,10 @@ class Form(Reader):
         if told is None:
             return self.failed("The tokenizer changed text that was sent; ask again without `stream`.")
         new = Scored.of_completion(completion).since(choice.tokens)
-        end: dict[str, Any] = {"finish_reason": answer.reason, "logprobs": None}
+        end: dict[str, Any] = {
+            "finish_reason": "length" if answer.reason == UNREADABLE else answer.reason,
+            "logprobs": None,
+        }
         if self.body.return_token_ids:
             end["token_ids"] = completion.token_ids.tolist()
         return event(self._chunk(index, told, answer.calls, new, choice.offset, end, first=not choice.begun))
