@@ -1,4 +1,4 @@
-"""What is said in a conversation: the only place that turns sampled tokens into turns, and conversations into prompts.
+"""Turns sampled tokens into turns, and conversations into prompts, for every part that reads or writes what is said.
 
 sampled ids --reading--> `Turn`: reasoning, content, calls of tools
 conversation --writing--> the chat template's text, complete or refused

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # parts that need no tokenizer import this file
 Ids = Sequence[int] | npt.NDArray[Any]
 """Token ids [n]."""
 Span = tuple[int, int]
-"""Where a mark begins and ends in a text."""
+"""The places in a text at which a mark begins and ends."""
 
 
 class Marks:

@@ -74,7 +74,10 @@ def read_ids(
     turn = _read(said, tools, form, most, hidden)
     if splits.thinks and not turn.calls:  # a turn that does not end its thinking may call for all that
         late = _read(reasoning, tools, form, most, ())
-        turn = turn._replace(calls=late.calls, malformed=[*turn.malformed, *late.malformed])
+        after = len(turn.malformed)  # the places of those that follow
+        turn = turn._replace(
+            calls=late.calls, malformed=[*turn.malformed, *((n + after, m) for n, m in late.malformed)]
+        )
     return turn._replace(reasoning=reasoning)
 
 

@@ -1,6 +1,6 @@
 """Splits the text of a turn, part by part, into its reasoning and what it says; a whole turn is one part.
 
-Reasoning is told apart where its marks are special tokens, which no client sees. Between ordinary marks
+Reasoning is separated where its marks are special tokens, which no client sees. Between ordinary marks
 (``<think>`` of Qwen) it stays in what is said, as the model wrote it.
 """
 
@@ -17,7 +17,7 @@ OPENINGS = {"<|channel>" if begin == "<|channel>thought" else begin for begin, _
 CLOSINGS = {end for _, end in TAGS}
 _HARMONY = re.compile("|".join(map(re.escape, (*HARMONY, "<|call|>", "<|return|>"))))
 _RECIPIENT_BEGUN = re.compile(r"\s*(?:t|to|to=[^\s<]*(?:\s+\w*)?)?$")
-# what may turn out to be a recipient before a header
+"""Matches a text that may turn out to be the recipient before a header."""
 _LONGEST = max(map(len, HARMONY))
 
 

@@ -1,9 +1,9 @@
-"""What a stream may tell of one choice: all that further tokens, a stop text or a call cannot take back."""
+"""Streams of one choice send what further tokens, a stop text or a call cannot take back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import regex
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +16,7 @@ from .tool_formats import ToolFormat
 
 
 class Told(NamedTuple):
-    """What is new in a stream."""
+    """The new reasoning and text of a stream."""
 
     reasoning: str
     text: str
@@ -26,7 +26,7 @@ class Told(NamedTuple):
 
 
 class Streamed:
-    """What has been told of one choice.
+    """The state of a stream of one choice.
 
     Args:
         stop: texts that end the answer and are cut from it.
@@ -51,7 +51,7 @@ class Streamed:
         self._detokenizer = Detokenizer(tokenizer, turn=turn)
         marks = marks_of(tokenizer)
         self._splitter = splitter(turn and (marks.harmony or form is HARMONY), thinks=thinks)
-        self._form, self._head = form, None if form is None else head_of(form)
+        self._form, self._head = form, None if form is None else regex.compile(form.head)
         self._next = 0  # length at which an object of JSON that is no call may be complete
         self._held = max((len(text) for text in stop), default=0)  # may be the beginning of a stop text
         self._newest: list[int] = []  # the token that may complete one
@@ -133,8 +133,3 @@ class Streamed:
             return False
         self._next = len(self._said) + len(self._said) // 16  # each look reads all of it
         return next(LLAMA.find(self._said[begin:], {}), None) is None
-
-
-def head_of(form: ToolFormat) -> Any:
-    """Return the compiled pattern of the beginning of a call, for searches that find an unfinished one too."""
-    return regex.compile(form.head)

@@ -62,7 +62,7 @@ class Reader:
         tools: tools whose calls are searched for in that text.
         most_calls: largest number of such calls; None: any number.
         new_id: gives calls their ids.
-        turn: the answer is a turn of a chat, whose reasoning is told apart.
+        turn: the answer is a turn of a chat, whose reasoning is not a part of its text.
     """
 
     def __init__(

@@ -126,7 +126,7 @@ class DataConfig(Section):
     n_key: str | None = None
     """Column of `path` or `source` with the number of responses to a problem. Default: `rollout.n` for all problems."""
     on_bad_row: Literal["raise", "skip"] = "raise"
-    """What becomes of a row that cannot be used (not readable, without a column, too long) and that is met during the
+    """The treatment of a row that cannot be used (not readable, without a column, too long) and that is met during the
     run: `raise` ends the run with a sentence about it; `skip` draws the next row in its place, and tells and counts it
     (`data/skipped_rows`). At the start only a sample of the rows is tried, all with `--check-data`."""
     disjoint: bool = False

@@ -119,7 +119,7 @@ class Spool:
 
 
 class Unpacked(Stored):
-    """What was appended to a spool from ``begin`` on."""
+    """Return what was appended to a spool from ``begin`` on."""
 
     def __init__(self, spool: Spool, begin: int) -> None:
         self._spool, self._begin, self.size = spool, begin, spool.size - begin

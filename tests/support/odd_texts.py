@@ -46,7 +46,7 @@ FRAMES = [
     "{}", "\\boxed{{{}}}", "Answer: {}", "The answer is {}.", "<answer>{}</answer>", "#### {}", "```python\n{}\n```",
     "<think>{}</think>\\boxed{{7}}", "Let us see: {}\n\nAnswer: 7", "```python\nprint({})\n```", "$${}$$",
 ]  # fmt: skip
-"""Where a text stands in a response."""
+"""The places of a text in a response."""
 
 
 def odd_texts(number: int, seed: int = 0) -> list[str]:
@@ -80,7 +80,7 @@ NUMBERS = [
     "{}", "-{}", "0.{}", "{}.5", "{}/3", "\\frac{{1}}{{{}}}", "{}!", "1e{}", "2^{{{}}}", "x + {}", "{}%", "[0, {})",
     "\\sqrt{{{}}}", "{}_2", "0.\\overline{{{}}}", "{} cm", "1,{}", "int('{}')", "{} % 7",
 ]  # fmt: skip
-"""Where digits stand."""
+"""The places of digits."""
 BRACKETS = [
     ("(", ")"), ("[", "]"), ("{", "}"), ("\\frac{1}{", "}"), ("\\sqrt{", "}"), ("\\text{", "}"), ("x^{", "}"),
     ("\\boxed{", "}"), ("<answer>", "</answer>"), ("<think>", "</think>"), ("f(", ")"), ("\\left(", "\\right)"),

@@ -1,4 +1,4 @@
-"""What is tried of the rows of `data.path` before a run, and of each when it is drawn."""
+"""Tries rows of `data.path` before a run, and each one when it is drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users change, before and after `accelerate`: options, schedules by callbacks, methods of subclasses.
+"""Users change these, before and after `accelerate`: options, schedules by callbacks, methods of subclasses.
 
 Each change has TRL's result, or a warning that says what is not.
 """

@@ -1,4 +1,4 @@
-"""What is longer than the context is refused in the words and by the code that clients look for, in every protocol."""
+"""Requests longer than the context are refused in the words and by the code that clients look for, in each protocol."""
 
 from __future__ import annotations
 

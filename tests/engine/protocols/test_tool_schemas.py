@@ -20,7 +20,7 @@ GRAMMARS = Grammars(WORDS, 257)
 
 
 def allows(schema: str, text: str) -> bool:
-    """Whether a grammar allows a text to its end, token for token."""
+    """Return True if a grammar allows a text to its end, token for token."""
     grammar, ids = GRAMMARS.of_schema(schema, 1), [*WORDS(text)["input_ids"], WORDS.eos_token_id]
     return all(ids[i] in grammar(np.array(ids[:i], np.int32)) for i in range(len(ids)))
 
@@ -133,7 +133,7 @@ def test_white_space_between_tokens_is_bounded() -> None:
 
 
 def test_texts_of_any_object_end() -> None:
-    """Where there is no schema, runs of white space in texts are bounded; those of a schema hold anything."""
+    """Without a schema, runs of white space in texts are bounded; those of a schema hold anything."""
     body = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}
     schema = answer_schema(read_call("/v1/chat/completions", json.dumps(body).encode()).chat)
     assert schema is not None
