@@ -47,7 +47,9 @@ def _allowed(schema: Any, resolver: Any, seen: frozenset[str]) -> frozenset[str]
     elif any(key in schema for key in OF_ARRAYS):
         found = frozenset({"array", "string"})
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference not in seen:
+    if isinstance(reference, str):
+        if reference in seen:
+            return frozenset()  # a schema among its own alternatives adds none
         try:
             target = resolver.lookup(reference)
         except (Unresolvable, ValueError):
