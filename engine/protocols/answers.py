@@ -119,8 +119,7 @@ class Reader:
         if not self._turn or self.tool is not None:
             text = self._text(ids)[:until]
             turn = Turn("", text, [], [])
-            # a call that a stop text or the longest answer has cut is none
-            if self.tool is None or completion.status is not LeafStatus.STOP or completion.stop is not None:
+            if self.tool is None or completion.status is not LeafStatus.STOP:
                 return turn, []
             called = _forced(text, self.tool)
             return (turn, []) if called is None else (turn._replace(content=""), [(None, *called)])

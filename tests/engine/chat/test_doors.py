@@ -178,6 +178,18 @@ def test_what_a_template_leaves_out_is_refused_by_its_field() -> None:
         complete(tokenizer, [{"role": "sytem", "content": "x"}])
 
 
+@needs_trl
+def test_a_developer_is_the_system_where_the_template_writes_none() -> None:
+    talk = [{"role": "developer", "content": "BANANA"}, {"role": "user", "content": "hi"}]
+    assert "<|im_start|>system\nBANANA<|im_end|>" in complete(templates.tokenizer("qwen3"), talk).text
+    assert (
+        "<|start_header_id|>developer<|end_header_id|>\n\nBANANA" in complete(templates.tokenizer("llama3"), talk).text
+    )
+    both = plain([{"role": "system", "content": "APPLE"}, *talk])
+    assert "<|im_start|>system\nAPPLE\n\nBANANA<|im_end|>" in complete(templates.tokenizer("qwen3_5_think"), both).text
+
+
+@needs_trl
 def test_reasoning_that_a_template_drops_by_design_is_let() -> None:
     """Qwen 3 writes the reasoning of the turns after the last question alone."""
     tokenizer = templates.tokenizer("qwen3")
