@@ -138,12 +138,11 @@ class Session:
         """
         talk = conversation(self.tokenizer, tools, self.ends, options)
         template = json.dumps(talk.tools), json.dumps(talk.options)
-        keys, shown = [_key(message) for message in messages], [self._as_shown(message) for message in messages]
-        bases = self._bases(template, keys)
-        shown = self._written(talk, shown, len(bases[0].messages) if bases else 0)
-        for base in bases:
+        keys, given = [_key(message) for message in messages], [self._as_shown(message) for message in messages]
+        for base in self._bases(template, keys):
             length = len(base.messages)
             try:
+                shown = self._written(talk, given, length)
                 ids, written = talk.grow(shown[:length], base.written, shown[length:], base.end, base.turns)
             except ValueError:  # the template writes what was before in another way: an earlier answer may do
                 continue
@@ -153,7 +152,9 @@ class Session:
             if base.next is None:
                 base.next = turn
             return turn
-        ids = self._first(talk, shown)
+        shown = complete(self.tokenizer, given, talk.tools, talk.options).messages
+        ids = talk.ids(shown)
+        ids = self._prompt if ids != self._prompt and self._is_prompt(talk, shown) else ids
         return Turn(None, ids, self._new_chain(), template, shown, keys, talk.begin(shown), [])
 
     def answered(self, turn: Turn, sampled: Sequence[int], answer: Answer) -> None:
@@ -200,14 +201,7 @@ class Session:
         except IncompleteError:
             raise
         except ValueError:
-            if since == 0:
-                raise
             return messages  # what was sampled need not be written: `Conversation.grow` checks the rest
-
-    def _first(self, talk: Conversation, messages: list[Message]) -> list[int]:
-        """Return the ids of messages that begin with no answer of this episode."""
-        ids = talk.ids(messages)
-        return self._prompt if ids != self._prompt and self._is_prompt(talk, messages) else ids
 
     def _is_prompt(self, talk: Conversation, messages: Sequence[Message]) -> bool:
         """Return whether the messages are the group's prompt, in which a text may spell control tokens."""
