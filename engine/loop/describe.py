@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..data.episodes import Episodes, answers
-from ..data.segment import LeafStatus
+from ..data.segment import LeafStatus, Origin
 from ..data.tree import TokenTree
 from ..prompts.group import Group
 from ..record.failures import Failures
@@ -70,8 +70,17 @@ def describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> Non
     sums.add("tree/token_ratio", float(logical), float(unique))
 
 
-def describe_verdicts(batch: Sequence[Group], failures: Mapping[str, Failures], sums: Sums, console: Progress) -> None:
-    """Record the rewards of a batch, and the failures of sampling and judging."""
+def describe_verdicts(
+    batch: Sequence[Group], failures: Mapping[str, Failures], sums: Sums, console: Progress, *, more: bool = True
+) -> None:
+    """Record the rewards of a batch, and the failures of sampling and judging.
+
+    Args:
+        more: further steps follow.
+
+    Raises:
+        RunError: nothing succeeds; see `Failures.record`. So it is where agents have sampled nothing in a first step.
+    """
     for group in batch:
         for verdict in group.verdicts:
             if verdict.value is not None:
@@ -82,8 +91,9 @@ def describe_verdicts(batch: Sequence[Group], failures: Mapping[str, Failures], 
                     sums.count(f"reward/{what}_{why}")
             sums.add("reward/unparsed_ratio", verdict.unparsed is not None)
     reasons = [reason for group in batch for reason in group.unsampled]
-    agents = all("agent" in part.tree.meta for group in batch for part in group.parts)
-    failures["rollout"].record(reasons, sum(group.responses for group in batch), sums, console, from_start=agents)
+    trees = [part.tree for group in batch for part in group.parts]
+    silent = more and all("agent" in tree.meta and not (tree.origin == Origin.SAMPLED).any() for tree in trees)
+    failures["rollout"].record(reasons, sum(group.responses for group in batch), sums, console, from_start=silent)
     verdicts = [verdict for group in batch for verdict in group.verdicts]
     reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]
     skipped = sum(verdict.skipped is not None for verdict in verdicts)

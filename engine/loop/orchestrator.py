@@ -295,7 +295,7 @@ class Orchestrator:
 
     def _describe(self, batch: Sequence[Group], max_new_tokens: int, sums: Sums) -> None:
         """Record what was sampled and judged for the step."""
-        describe_verdicts(batch, self.failures, sums, self.console)
+        describe_verdicts(batch, self.failures, sums, self.console, more=self.step + 1 < self.options.steps)
         if self.buffer.budget.staleness:
             describe_lag(batch, self.step, sums)
         elif self.rule is not None:

@@ -54,6 +54,11 @@ async def solve(task, client):
 """
 
 
+FAILS = """
+async def solve(task, client):
+    await client.chat.completions.create(model="m", messages=task["messages"])
+    raise RuntimeError("a fault")
+"""
 SWALLOWS = """
 import openai
 
@@ -149,6 +154,13 @@ def test_a_first_step_without_an_episode_ends_the_run(tmp_path: Path, capsys: An
     said = " ".join(capsys.readouterr().err.split())
     assert "All responses could not be sampled in the first step" in said
     assert "the first was refused: `beam`: Extra inputs are not permitted" in said
+
+
+def test_episodes_that_sample_and_then_fail_do_not_end_a_run(tmp_path: Path, capsys: Any) -> None:
+    toml, flags = write(tmp_path)
+    (tmp_path / "agent.py").write_text(FAILS)
+    assert main(["train", str(toml), *flags, "--trainer.max_bad_steps=9", "--trainer.steps=2"]) == 0
+    assert "RuntimeError: a fault" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_episode_is_printed(tmp_path: Path, capsys: Any) -> None:
