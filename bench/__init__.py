@@ -7,6 +7,7 @@ with one ``BENCH``: of the kernels ``linear_logprob``, ``linear_policy_loss``, `
 programs ``tree_step``, ``picture_step``, ``rl_step``, ``trl_step``, ``rollout``, ``treepo``, ``speculation`` (and
 ``recorded``), ``loop`` (and ``long_tail``), ``agents`` and ``agent_calls``.
 
+``shapes`` makes cases of the user's own sizes, ``against`` (with ``served``, its processes) times two checkouts,
 ``suite`` runs the same cases with pytest-benchmark, ``job`` whole jobs by several trainers, ``gpu`` the tests and
 figures of a machine with a GPU, ``sweep`` tile sizes. ``readme`` and ``plot`` make tables and pictures of recorded
 rows. ``simulate`` times a run's driver and simulates runs on many GPUs.

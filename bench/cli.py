@@ -1,4 +1,4 @@
-"""The command line ``rolltree bench [op ...] [--quick] [--cases REGEX] [--out DIR]``.
+"""The command line ``rolltree bench [op ...] [--quick] [--cases REGEX] [--shape SIZES] [--against DIR] [--out DIR]``.
 
 ``rolltree bench job``, ``curves``, ``plot``, ``simulate``, ``tinker`` and ``rows`` have command lines of their own.
 """
@@ -10,17 +10,21 @@ import importlib
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rolltree.engine import UserError
 
+from .against import against, checked
 from .journal import Journal, Outcome
-from .runner import Bench, Choice, DeviceLostError, run
+from .runner import Bench, Calls, Choice, DeviceLostError, run
+from .shapes import described, with_shapes
 from .table import table
 
 ROOMS = {
@@ -109,14 +113,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"rolltree bench: {error}", file=sys.stderr)
         return 2
-    if args.list:
-        for bench in benches:
-            print(f"{bench.op}: {', '.join(bench.providers)}")
-            for case in bench.cases(device, args.quick):
-                print(f"  {case.name}")
-        return 0
     try:
-        problems = _run_all(benches, device, choice, args.out)
+        if args.list:
+            _list(benches, device, args.quick)
+            return 0
+        with ExitStack() as stack:
+            if args.against is not None:
+                beside = partial(
+                    against,
+                    directory=args.against,
+                    device=device,
+                    quick=args.quick,
+                    shapes=args.shape,
+                    peers=bool(args.providers),
+                )
+                benches = [stack.enter_context(beside(bench)) for bench in benches]
+            problems = _run_all(benches, device, choice, args.out)
+    except UserError as error:
+        print(f"rolltree bench: {error}", file=sys.stderr)
+        return 2
     except DeviceLostError as error:
         print(f"rolltree bench: {error}", file=sys.stderr)
         return 3
@@ -143,6 +158,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--cases", default="", metavar="REGEX", help="only cases whose names contain it")
     parser.add_argument("--providers", default="", metavar="REGEX", help="only providers whose names contain it")
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="SIZES",
+        help='a size in place of the cases, as "N=4096 V=32000"',
+    )
+    parser.add_argument(
+        "--add", action="append", default=[], metavar="FILE.py:NAME", help="a function of yours as a further provider"
+    )
+    parser.add_argument(
+        "--against", type=Path, metavar="DIR", help="time this checkout and the one in DIR by turns, in processes"
+    )
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="seconds of timing a case; default 8, 1 with --quick"
     )
@@ -175,6 +203,9 @@ def _chosen(args: argparse.Namespace, glance: bool) -> tuple[torch.device, Choic
     """
     if unknown := [op for op in args.ops if op not in OPS and args.ops != ["all"]]:
         raise UserError(f"there is no op '{unknown[0]}'; use one of {', '.join(OPS)}.")
+    for name, value in (("--shape", args.shape), ("--add", args.add)):
+        if value and (len(args.ops) != 1 or args.ops == ["all"]):
+            raise UserError(f"{name} belongs to one op; name it, and no other.")
     if args.recorded is not None and args.ops != ["speculation"]:
         raise UserError("--recorded works with speculation alone; name no other op.")
     for name, seconds, least in (("--seconds", args.seconds, "at least"), ("--limit", args.limit, "above")):
@@ -192,11 +223,42 @@ def _chosen(args: argparse.Namespace, glance: bool) -> tuple[torch.device, Choic
         raise UserError(f"{error.pattern!r} is not a regular expression: {error}") from None
     ops = FIRST if glance else args.ops if args.ops not in ([], ["all"]) else OPS
     benches = [load(op, args.recorded, args.model) for op in ops]
+    if args.shape:
+        benches = [with_shapes(benches[0], args.shape)]
+    if args.add:
+        benches = [replace(benches[0], providers={**benches[0].providers, **dict(map(_added, args.add))})]
+    if args.against is not None:
+        if args.model is not None or args.recorded is not None:
+            raise UserError("--against times cases of ops; leave --model and --recorded out.")
+        checked(args.against)
     if args.providers and not any(choice.providers.search(name) for bench in benches for name in bench.providers):
         raise UserError(f"no provider's name contains --providers '{args.providers}'; see `rolltree bench --list`.")
     if args.cases and not any(choice.cases.search(c.name) for b in benches for c in b.cases(device, args.quick)):
         raise UserError(f"no case's name contains --cases '{args.cases}'; see `rolltree bench --list`.")
     return device, choice, benches
+
+
+def _list(benches: Sequence[Bench], device: torch.device, quick: bool) -> None:
+    for bench in benches:
+        print(f"{bench.op}: {'; '.join(bench.providers)}")
+        if bench.shaped is not None:
+            print(f'  --shape "{described(bench.shaped)}"')
+        for case in bench.cases(device, quick):
+            print(f"  {case.name}")
+
+
+def _added(name: str) -> tuple[str, Callable[[Any], Calls]]:
+    """Return a user's provider and its name, from ``file.py:function``.
+
+    Raises:
+        UserError: there is no such file or function, or the file cannot be run.
+    """
+    from rolltree.engine.rewards.loading import user_verifier  # the kernels' build has no packages of the engine
+
+    try:
+        return name.rpartition(":")[2], user_verifier(name)
+    except Exception as error:  # whatever the file itself raises
+        raise UserError(f"--add '{name}': {type(error).__name__}: {error}") from None
 
 
 def _run_all(benches: Sequence[Bench], device: torch.device, choice: Choice, out: Path | None) -> list[Outcome]:

@@ -14,7 +14,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 
 from .journal import Journal
 from .schema import Context, Row
-from .timing import WARMUP_CALLS, GraphError, Samples, interleaved, peak_memory_mib, quantiles, replay
+from .timing import WARMUP_CALLS, GraphError, Samples, TimedCall, interleaved, peak_memory_mib, quantiles, replay
 
 Calls = dict[str, Callable[[], object]]  # by direction
 CEILING = "ceiling"
@@ -61,6 +62,10 @@ class Bench:
     op: str
     cases: Callable[[torch.device, bool], Iterator[Case]]  # (device, quick)
     providers: Mapping[str, Callable[[Any], Calls]]
+    shaped: Callable[..., Iterator[Case]] | None = None
+    """Yields the cases of one size, by keywords after the device (:mod:`.shapes`); None: the op takes none."""
+    elsewhere: Mapping[str, Callable[[str], Calls]] = field(default_factory=dict)
+    """Further providers, which make a case of this name in a process of their own (:mod:`.against`)."""
     model_cases: Callable[[Path, torch.device, bool], Iterator[Case]] | None = None
     """The cases of a pretrained model in a directory; None: the op has none."""
     directions: Sequence[str] = ("forward",)
@@ -171,6 +176,7 @@ def _measure(
 ) -> list[Row]:
     providers = {name: p for name, p in bench.providers.items() if choice.providers.search(name)}
     providers |= {CEILING: bench.ceiling} if bench.ceiling else {}
+    providers |= {name: partial(_by_name, make, case) for name, make in bench.elsewhere.items()}
     calls: dict[str, Calls] = {}  # by direction and provider
     samples: dict[str, dict[str, Samples]] = {}
     peaks: dict[str, dict[str, float | None]] = {}
@@ -192,7 +198,7 @@ def _measure(
         with guard(name):
             for direction, call in provider(inputs).items():
                 call()  # raises here, before anything is timed, if the provider cannot run
-                if bench.replayed and device.type == "cuda":
+                if bench.replayed and device.type == "cuda" and not isinstance(call, TimedCall):
                     try:
                         call = replay(call)
                     except GraphError as error:
@@ -215,6 +221,11 @@ def _measure(
     for name, share in (bench.shares(inputs) if bench.shares else {}).items():
         rows.append(Row(bench.op, case, name, "-", "share", share, share, share, None, **asdict(context)))
     return rows
+
+
+def _by_name(make: Callable[[str], Calls], case: str, inputs: Any) -> Calls:
+    """Return the calls of another process, which makes inputs of its own: those of the case with the same name."""
+    return make(case)
 
 
 def _rows(

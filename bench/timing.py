@@ -22,6 +22,22 @@ MIN_ROUNDS = 3
 PAUSE_CYCLES = 2_000_000  # about a millisecond
 
 
+class TimedCall:
+    """A call that another process makes, and times with its own clock.
+
+    :meth:`milliseconds` makes it once, :meth:`peak_mib` returns its memory as :func:`peak_memory_mib` does.
+    """
+
+    def __call__(self) -> object:
+        return self.milliseconds()
+
+    def milliseconds(self) -> float:
+        raise NotImplementedError
+
+    def peak_mib(self) -> float | None:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Samples:
     """Milliseconds of one provider, one number for each round."""
@@ -55,12 +71,13 @@ def interleaved(
     Every call runs inside ``guard(name)``. If that suppresses an error, the name is left out from there on and has no
     samples.
     """
-    clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
+    clock = clock_of(device)
     found: dict[str, list[float]] = {name: [] for name in calls}
 
     def measure(name: str, *, keep: bool) -> None:
         with guard(name):
-            taken = clock.time(calls[name])
+            call = calls[name]
+            taken = call.milliseconds() if isinstance(call, TimedCall) else clock.time(call)
             if keep:
                 found[name].append(taken)
             return
@@ -118,6 +135,8 @@ def peak_memory_mib(call: Callable[[], object], device: torch.device) -> float |
     how much of those the system maps at a time differs from machine to machine. Files that ``call`` maps after its peak
     are subtracted too, so it should have run before.
     """
+    if isinstance(call, TimedCall):
+        return call.peak_mib()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -166,14 +185,19 @@ def _unmapped_mib(field: str) -> float:
     return (kib[field] - kib["RssFile"]) / 1024
 
 
-class _CpuClock:
+def clock_of(device: torch.device) -> CpuClock | CudaClock:
+    """Return the clock of the device's calls."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+class CpuClock:
     def time(self, call: Callable[[], object]) -> float:
         start = time.perf_counter()
         call()
         return (time.perf_counter() - start) * 1e3
 
 
-class _CudaClock:
+class CudaClock:
     def __init__(self, device: torch.device) -> None:
         l2 = torch.cuda.get_device_properties(device).L2_cache_size
         self.sweep: Tensor = torch.empty(4 * l2, dtype=torch.int8, device=device)

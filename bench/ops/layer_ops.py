@@ -32,11 +32,21 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         rows, width, wide, heads, kv_heads, dim, dtype = 1024 if quick else 8192, 576, 1536, 9, 3, 64, torch.float32
     else:
         rows, width, wide, heads, kv_heads, dim, dtype = 8192, 4096, 14336, 32, 8, 128, torch.bfloat16
-    shapes: dict[str, tuple[int, ...]] = {
-        "rms_norm": (rows, width),
-        "rotate": (rows, heads, kv_heads, dim),
-        "silu_mul": (rows, wide),
-    }
+    yield from shaped(device, N=rows, H=width, I=wide, Hq=heads, Hkv=kv_heads, D=dim, dtype=dtype)
+
+
+def shaped(
+    device: torch.device,
+    *,
+    N: int,
+    H: int,
+    I: int,
+    Hq: int,
+    Hkv: int,
+    D: int,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[Case]:
+    shapes: dict[str, tuple[int, ...]] = {"rms_norm": (N, H), "rotate": (N, Hq, Hkv, D), "silu_mul": (N, I)}
     for op, shape in shapes.items():
         name = f"{op} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
         yield Case(name, partial(_inputs, op, shape, dtype, device))
@@ -135,6 +145,7 @@ BENCH = Bench(
     op="layer_ops",
     directions=("forward", "forward+backward"),
     cases=cases,
+    shaped=shaped,
     providers={
         "rolltree": rolltree,
         "transformers": transformers,

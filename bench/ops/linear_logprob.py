@@ -35,8 +35,11 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     else:
         shapes = [(8192, 1024, 151936, narrow), (8192, 4096, 131072, narrow)]
     for n, h, v, dtype in shapes:
-        name = f"N={n} H={h} V={v} {str(dtype).removeprefix('torch.')}"
-        yield Case(name, partial(_inputs, n, h, v, dtype, device))
+        yield from shaped(device, N=n, H=h, V=v, dtype=dtype)
+
+
+def shaped(device: torch.device, *, N: int, H: int, V: int, dtype: torch.dtype = torch.float32) -> Iterator[Case]:
+    yield Case(f"N={N} H={H} V={V} {str(dtype).removeprefix('torch.')}", partial(_inputs, N, H, V, dtype, device))
 
 
 def _inputs(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -159,6 +162,7 @@ BENCH = Bench(
     op="linear_logprob",
     directions=("forward", "forward+backward"),
     cases=cases,
+    shaped=shaped,
     providers={
         "rolltree": rolltree,
         "torch": torch_eager,

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rolltree.engine import UserError
 from rolltree.kernels import Objective, PolicyFields, linear_policy_loss, plan_policy_loss
 
 from ..runner import Bench, Calls, Case, UnsupportedError
@@ -51,12 +52,23 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         shapes = [(8192, h, v) for h, v in heads] + [(n, 4096, 131072) for n in (1024, 32768, 131072)]
         dtype = torch.bfloat16
     for n, h, v in shapes:
-        for frozen in (False, True):
-            for name, share in LIVE.items():
-                if not frozen or share == 1:
-                    kind = f"{name}, head frozen" if frozen else name
-                    yield Case(f"N={n} H={h} V={v} {kind}", partial(_inputs, n, h, v, dtype, device, share, frozen))
-        yield Case(f"N={n} H={h} V={v} GSPO, 8 groups of 8", partial(_groups, n, h, v, dtype, device))
+        yield from shaped(device, N=n, H=h, V=v, dtype=dtype)
+
+
+def shaped(device: torch.device, *, N: int, H: int, V: int, dtype: torch.dtype = torch.float32) -> Iterator[Case]:
+    """Yield the cases of a head of one size.
+
+    Raises:
+        UserError: N is not a multiple of 64, as the tokens are 8 groups of 8 responses.
+    """
+    if N % 64:
+        raise UserError(f"linear_policy_loss takes N in multiples of 64 (8 groups of 8 responses), got {N}.")
+    for frozen in (False, True):
+        for name, share in LIVE.items():
+            if not frozen or share == 1:
+                kind = f"{name}, head frozen" if frozen else name
+                yield Case(f"N={N} H={H} V={V} {kind}", partial(_inputs, N, H, V, dtype, device, share, frozen))
+    yield Case(f"N={N} H={H} V={V} GSPO, 8 groups of 8", partial(_groups, N, H, V, dtype, device))
 
 
 def _groups(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -80,7 +92,7 @@ def _inputs(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device, sh
 
     hidden, weight = normal(n, h).to(dtype), (normal(v, h) * h**-0.5).to(dtype)
     target = torch.randint(v, (n,), generator=generator, device=device)
-    length = min(1024, n // 8)
+    length = n // 8 if n <= 8192 or n % 1024 else 1024  # sequences are equally long
     advantage = normal(n // length).repeat_interleave(length)
     with torch.no_grad():
         now = torch.cat([full_logits(x, weight, t) for x, t in zip(hidden.split(256), target.split(256), strict=True)])
@@ -217,6 +229,7 @@ BENCH = Bench(
     op="linear_policy_loss",
     directions=("forward+backward",),
     cases=cases,
+    shaped=shaped,
     providers={
         "rolltree": rolltree,
         "torch": torch_eager,

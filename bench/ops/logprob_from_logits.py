@@ -29,7 +29,11 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     else:
         shapes, dtype = [(2048, 32000)] if quick else [(8192, 151936), (8192, 50257)], torch.bfloat16
     for n, v in shapes:
-        yield Case(f"N={n} V={v} {str(dtype).removeprefix('torch.')}", partial(_inputs, n, v, dtype, device))
+        yield from shaped(device, N=n, V=v, dtype=dtype)
+
+
+def shaped(device: torch.device, *, N: int, V: int, dtype: torch.dtype = torch.float32) -> Iterator[Case]:
+    yield Case(f"N={N} V={V} {str(dtype).removeprefix('torch.')}", partial(_inputs, N, V, dtype, device))
 
 
 def _inputs(n: int, v: int, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -131,6 +135,7 @@ BENCH = Bench(
     op="logprob_from_logits",
     directions=("forward", "forward+backward"),
     cases=cases,
+    shaped=shaped,
     providers={
         "rolltree": rolltree,
         "in place, after a copy (rolltree)": in_place,

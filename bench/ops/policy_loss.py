@@ -26,7 +26,11 @@ class Inputs:
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     for tokens in (16384,) if quick else (16384, 1 << 20):
-        yield Case(f"M={tokens}", partial(_inputs, tokens, device))
+        yield from shaped(device, M=tokens)
+
+
+def shaped(device: torch.device, *, M: int) -> Iterator[Case]:
+    yield Case(f"M={M}", partial(_inputs, M, device))
 
 
 def _inputs(tokens: int, device: torch.device) -> Inputs:
@@ -94,6 +98,7 @@ BENCH = Bench(
     op="policy_loss",
     directions=("forward+backward",),
     cases=cases,
+    shaped=shaped,
     providers={
         "rolltree": rolltree,
         "triton (rolltree)": on("triton"),

@@ -28,10 +28,14 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         shapes += [(32, 151936)] if device.type == "cpu" else [(32, 151936), (512, 151936)]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     for rows, vocab in shapes:
-        make = partial(_inputs, rows, vocab, dtype, device)
-        yield Case(f"N={rows} V={vocab} T=1", partial(make, 1.0, None, None))
-        yield Case(f"N={rows} V={vocab} T=0.7 top_p=0.9", partial(make, 0.7, None, 0.9))
-        yield Case(f"N={rows} V={vocab} T=1 top_k=50 top_p=0.95", partial(make, 1.0, 50, 0.95))
+        yield from shaped(device, N=rows, V=vocab, dtype=dtype)
+
+
+def shaped(device: torch.device, *, N: int, V: int, dtype: torch.dtype = torch.float32) -> Iterator[Case]:
+    make = partial(_inputs, N, V, dtype, device)
+    yield Case(f"N={N} V={V} T=1", partial(make, 1.0, None, None))
+    yield Case(f"N={N} V={V} T=0.7 top_p=0.9", partial(make, 0.7, None, 0.9))
+    yield Case(f"N={N} V={V} T=1 top_k=50 top_p=0.95", partial(make, 1.0, 50, 0.95))
 
 
 def _inputs(
@@ -114,6 +118,7 @@ def one_read(x: Inputs) -> Calls:
 BENCH = Bench(
     op="sample_tokens",
     cases=cases,
+    shaped=shaped,
     providers={"rolltree": rolltree, "torch": torch_sort, "transformers": transformers, "flashinfer": flashinfer},
     ceiling=one_read,
     replayed=True,

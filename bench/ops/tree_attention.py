@@ -66,10 +66,28 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             (32, 8, 128),
             torch.bfloat16,
         )
-    query_heads, kv_heads, dim = heads
     for name, tree in trees.items():
-        shape = f"heads {query_heads}/{kv_heads} D={dim} {str(dtype).removeprefix('torch.')}"
-        yield Case(f"{name} {shape}", partial(_inputs, tree, heads, dtype, device))
+        yield _case(name, tree, heads, dtype, device)
+
+
+def shaped(
+    device: torch.device,
+    *,
+    P: int,
+    G: int,
+    R: int,
+    Hq: int,
+    Hkv: int,
+    D: int,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[Case]:
+    """Yield the case of ``G`` responses of ``R`` tokens to a prompt of ``P``."""
+    yield _case(f"{P}+{G}x{R}", workloads.group(P, R, G), (Hq, Hkv, D), dtype, device)
+
+
+def _case(name: str, tree: TokenTree, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Case:
+    shape = f"heads {heads[0]}/{heads[1]} D={heads[2]} {str(dtype).removeprefix('torch.')}"
+    return Case(f"{name} {shape}", partial(_inputs, tree, heads, dtype, device))
 
 
 def _inputs(tree: TokenTree, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -201,6 +219,7 @@ BENCH = Bench(
     op="tree_attention",
     directions=("forward", "forward+backward"),
     cases=cases,
+    shaped=shaped,
     providers={
         "rolltree": rolltree,
         "rolltree, flash": flash,

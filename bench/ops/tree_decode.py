@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rolltree.engine import UserError
 from rolltree.kernels import use_backend
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
@@ -92,8 +93,31 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         shapes = [(p, r, g, n) for p, r, g, n in grid if n * (p + g * r) <= 1 << 20]
         shapes += [(128, 2048, 2, 16), (1024, 1024, 1, 64)]
     for prefix, unique, group, groups in shapes[:1] if quick else shapes:
-        name = f"P={prefix} R={unique} G={group} x {groups} heads {heads}/{kv_heads} D={dim} {str(dtype)[6:]}"
-        yield Case(name, partial(_inputs, prefix, unique, group, groups, (heads, kv_heads, dim), dtype, device))
+        size = {"P": prefix, "R": unique, "G": group, "groups": groups, "Hq": heads, "Hkv": kv_heads, "D": dim}
+        yield from shaped(device, **size, dtype=dtype)
+
+
+def shaped(
+    device: torch.device,
+    *,
+    P: int,
+    R: int,
+    G: int,
+    groups: int,
+    Hq: int,
+    Hkv: int,
+    D: int,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[Case]:
+    """Yield the case of ``groups`` prompts of ``P`` tokens, each with ``G`` responses that have ``R`` tokens by now.
+
+    Raises:
+        UserError: a prompt or response does not fill whole pages.
+    """
+    if P % PAGE or R % PAGE:
+        raise UserError(f"tree_decode takes P and R in whole pages of {PAGE} tokens, got P={P} R={R}.")
+    name = f"P={P} R={R} G={G} x {groups} heads {Hq}/{Hkv} D={D} {str(dtype).removeprefix('torch.')}"
+    yield Case(name, partial(_inputs, P, R, G, groups, (Hq, Hkv, D), dtype, device))
 
 
 def _inputs(
@@ -190,6 +214,7 @@ def work(x: Inputs) -> dict[str, tuple[float, float]]:
 BENCH = Bench(
     op="tree_decode",
     cases=cases,
+    shaped=shaped,
     providers={"rolltree": rolltree, "cuda (rolltree)": cuda, "torch SDPA": sdpa, "flashinfer": flashinfer, FLAT: flat},
     ceiling=copy,
     replayed=True,

@@ -45,9 +45,14 @@ class Inputs:
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     heads, width = (2, 32) if quick else (8, 64) if device.type == "cpu" else (32, 128)
-    trees = {"64+4x32": workloads.group(64, 32, 4)} if quick else {"512+8x128": workloads.group(512, 128, 8)}
-    for name, tree in trees.items():
-        yield Case(f"{name} heads {heads} D={width} float32", partial(_inputs, tree, heads, width, device))
+    prompt, group, response = (64, 4, 32) if quick else (512, 8, 128)
+    yield from shaped(device, P=prompt, G=group, R=response, H=heads, D=width)
+
+
+def shaped(device: torch.device, *, P: int, G: int, R: int, H: int, D: int) -> Iterator[Case]:
+    """Yield the case of ``G`` responses of ``R`` tokens to a prompt of ``P``."""
+    tree = workloads.group(P, R, G)
+    yield Case(f"{P}+{G}x{R} heads {H} D={D} float32", partial(_inputs, tree, H, D, device))
 
 
 def _inputs(tree: TokenTree, heads: int, width: int, device: torch.device) -> Inputs:
@@ -118,6 +123,7 @@ BENCH = Bench(
     op="tree_recurrence",
     directions=("forward", "forward+backward"),
     cases=cases,
+    shaped=shaped,
     providers={"rolltree": rolltree, "tree-recurrence": axolotl, FLAT: transformers_flat},
     speedup_over=FLAT,
     speedup_ceiling=token_ratio,
