@@ -34,6 +34,17 @@ def path_credit(tree: TokenTree) -> Array:  # [P] float64
     return credit.astype(np.float64)
 
 
+def last_marked(tree: TokenTree, marked: Array) -> Array:  # [P] bool -> [L] int64
+    """Return the place of each response's last marked token, counted from 1; 0 if none is marked."""
+    length = tree.response_length.astype(np.int64)
+    first = np.cumsum(length) - length
+    place = np.where(marked, np.arange(len(marked)) - np.repeat(first, length) + 1, 0)
+    last = np.zeros(tree.num_leaves, np.int64)
+    some = length > 0
+    last[some] = np.maximum.reduceat(place, first[some]) if some.any() else 0
+    return last
+
+
 def response_pairs(trees: Sequence[TokenTree], all_of: TokenTree | None = None) -> dict[str, Array]:
     """Return target and leaf of every response token of every leaf, leaves in depth-first order, tree after tree.
 

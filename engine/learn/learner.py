@@ -23,6 +23,7 @@ from ..record.metrics import Stopwatch, Sums
 from ..rollout import SamplingParams
 from ..rollout.sampler import WeightSource
 from ..train.phases import MODEL, Phases, Span
+from ..train.terms import needed
 from ..train.trainer import Metrics, Weighted
 from .learned import Learned
 from .learning import Ahead, LearningParts
@@ -147,22 +148,28 @@ class Learner(Learned):
             weighed = [(t, w) for t, schedule in self.terms if (w := at_step(schedule, step, self.metrics))]
             rollouts = members
             if self.parts.drop_zero_variance and self.critic is None:  # which learns from every group
-                rollouts = [tree for tree in members if any(term.sees(tree) for term, _ in weighed)]
-            if not again:
-                sums.count("filter/unseen_groups", len(members) - len(rollouts))
-                sums.count("filter/unseen_tokens", _sampled(members) - _sampled(rollouts))
+                rollouts = [tree for tree in members if any(term.extent(tree).any() for term, _ in weighed)]
             terms = [
                 Weighted(term, normalizer, weight)
                 for term, weight in weighed
                 if (normalizer := term.normalizer(rollouts, given))
             ]
             known = [term for term, _ in self.terms]
-            live = self.batches.shared(rollouts + given, known)
+            seen, seen_given = rollouts, given
+            balances = getattr(self.model.config, "output_router_logits", False)
+            if self.critic is None and not balances:  # these learn from all responses
+                seen, seen_given = (needed(some, [each.term for each in terms]) for some in (rollouts, given))
+            if not (seen or seen_given):  # an update without a gradient still moves what an optimizer remembers
+                seen, seen_given = rollouts, given
+            if not again:
+                sums.count("filter/unseen_groups", len(members) - len(rollouts))
+                sums.count("filter/unseen_tokens", _sampled(members) - _sampled(seen))
+            live = self.batches.shared(seen + seen_given, known)
             batches = self.batches.packed(live, known)
         if not batches or not terms:
             sums.count("actor/empty_updates")
             if self.critic is None and not again:
-                sums.count("filter/unseen_tokens", _sampled(rollouts))
+                sums.count("filter/unseen_tokens", _sampled(seen))
             if batches and self.critic is not None:  # it learns while the policy waits
                 self._teach_critic(batches, live, sums)
             return False

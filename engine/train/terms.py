@@ -18,8 +18,9 @@ from rolltree.kernels import LogprobTerm, Objective, Term, pair_loss
 
 from ..batches.batch import SEQUENCE_WEIGHT, TreeBatch
 from ..data.columns import COLUMNS, Array, Column, declare
+from ..data.cut import cut
 from ..data.episodes import Episodes, count, shares
-from ..data.paths import path_credit
+from ..data.paths import last_marked, path_credit
 from ..data.segment import Origin
 from ..data.tree import TokenTree
 from ..errors import UserError
@@ -60,8 +61,24 @@ class LossTerm(Protocol):
             UserError: the user's selection or pairs do not fit a tree.
         """
 
-    def sees(self, tree: TokenTree) -> bool:
-        """Return True if the tree, which is prepared and has credit, can have a gradient from this term."""
+    @property
+    def whole_batch(self) -> bool:
+        """True if its loss reads more of a batch than the tokens of :meth:`extent`, which must then not be cut."""
+
+    def extent(self, tree: TokenTree) -> Array:  # [L]
+        """Return the tokens of each response up to the last one that the gradient of this term needs; 0: none.
+
+        The tree is prepared and has credit.
+        """
+
+    def keep_means(self, tree: TokenTree, part: TokenTree, kept: Array) -> None:
+        """Keep the weights of responses in means over their tokens.
+
+        Args:
+            tree: a prepared tree.
+            part: the tree without ends of responses.
+            kept: the leaves of ``tree`` that ``part`` has, in its order.
+        """
 
     def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
         """Return the divisor of the term's sum over rollouts and ``given`` responses; 0: the term counts none."""
@@ -135,19 +152,28 @@ class TokenTerm:
                 "demonstrations.logprob_key, or choose the objective 'sft'."
             )
 
-    def sees(self, tree: TokenTree) -> bool:
-        counted = self.lengths(tree) > 0
-        if not counted.any():
-            return False
-        objective = self.objective
-        if objective.kl_coef or objective.entropy_coef or objective.formula.of_all:
-            return True
+    @property
+    def whole_batch(self) -> bool:
+        return self.objective.aggregation == "batch_token_mean" or self.objective.scope == "batch"
+
+    def extent(self, tree: TokenTree) -> Array:  # [L]
+        objective, counted = self.objective, self.lengths(tree) > 0
         chosen = tree.columns.get(f"select_token/{self.name}") if self.select is not None else None
         live = (tree.loss_mask if chosen is None else chosen != 0)[tree.path_tokens]
-        credit = path_credit(tree)[live & np.repeat(counted, tree.response_length)]
-        return bool(
-            (objective.pos_weight != 0 and (credit > 0).any()) or (objective.neg_weight != 0 and (credit < 0).any())
-        )
+        live &= np.repeat(counted, tree.response_length)
+        if not (objective.kl_coef or objective.entropy_coef or objective.formula.of_all):
+            credit = path_credit(tree)
+            live &= ((credit > 0) & (objective.pos_weight != 0)) | ((credit < 0) & (objective.neg_weight != 0))
+        last = last_marked(tree, live)
+        return last if objective.scope == "token" else np.where(last > 0, tree.response_length, 0)
+
+    def keep_means(self, tree: TokenTree, part: TokenTree, kept: Array) -> None:
+        if self.objective.aggregation != "seq_mean_token_mean":
+            return
+        before, after = self.lengths(tree)[kept], self.lengths(part)
+        if not np.array_equal(before, after):  # a batch divides by the tokens that it has
+            column = _weight_column(self.name, self.select).name
+            part.set(column, getattr(part, column) * (after / np.maximum(before, 1)))
 
     def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
         seen = trees if self.select is None else [*trees, *given]
@@ -222,8 +248,14 @@ class PairTerm:
                 given = (tree.origin == Origin.INJECTED) & (tree.response_leaves > 0)
                 tree.set(_selection_column(self.name, "token").name, given)
 
-    def sees(self, tree: TokenTree) -> bool:
-        return bool(len(tree.meta[f"pairs/{self.name}"]))
+    whole_batch = True  # its pairs are numbers of leaves
+
+    def extent(self, tree: TokenTree) -> Array:  # [L]
+        pairs = tree.meta[f"pairs/{self.name}"]
+        return np.where(np.isin(np.arange(tree.num_leaves), pairs), tree.response_length, 0)
+
+    def keep_means(self, tree: TokenTree, part: TokenTree, kept: Array) -> None:
+        """Do nothing: a pair has one weight."""
 
     def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
         return float(sum(len(tree.meta[f"pairs/{self.name}"]) for tree in [*trees, *given]))
@@ -252,6 +284,26 @@ class PairTerm:
             **self.options,
         )
         return LogprobTerm(loss, mask, weight, self.name)
+
+
+def needed(trees: Sequence[TokenTree], terms: Sequence[LossTerm]) -> list[TokenTree]:
+    """Return what the gradients of ``terms`` need of ``trees``, which are prepared and have credit.
+
+    Responses that no term reads, and the ends of responses behind the last token that one reads, are left out. Loss
+    and gradient stay the same: the normalisers are those of the whole trees, and so are means over a response.
+    """
+    if not terms or any(term.whole_batch for term in terms):
+        return list(trees)
+    parts = []
+    for tree in trees:
+        extent = np.max([term.extent(tree) for term in terms], axis=0)
+        part = cut(tree, extent)
+        if part is not None:
+            parts.append(part)
+        if part is not None and part is not tree:
+            for term in terms:
+                term.keep_means(tree, part, extent > 0)
+    return parts
 
 
 def _selection_column(term: str, per: str) -> Column:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from rolltree.kernels import LogprobTerm, Objective, PolicyFields, PolicyLossOut
 from rolltree.kernels.linear_logprob import STATISTICS
 
 from ..batches.batch import TreeBatch
-from ..data.columns import find_column
+from ..data.columns import Array, find_column
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..parts.calling import call
@@ -104,8 +105,13 @@ class UserTerm:
                 if name not in tree.columns:
                     tree.set(name, column.fill)
 
-    def sees(self, tree: TokenTree) -> bool:
-        return bool((self.tokens.lengths(tree) > 0).any())
+    whole_batch = True  # nobody knows what a user's loss reads
+
+    def extent(self, tree: TokenTree) -> Array:  # [L]
+        return np.where(self.tokens.lengths(tree) > 0, tree.response_length, 0)
+
+    def keep_means(self, tree: TokenTree, part: TokenTree, kept: Array) -> None:
+        """Do nothing: its trees are whole."""
 
     def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
         if not hasattr(self.own, "normalizer"):

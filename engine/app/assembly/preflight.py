@@ -131,7 +131,7 @@ def check_terms(
     for term in [term.now() for term in terms]:
         with suppress(NotReadyError):
             term.prepare(trees + others)
-            term.sees(trees[0])
+            term.extent(trees[0])
             ready.append(term)
     batches = pack(trees + others, max_tokens=1 << 20, in_pieces=True)
     for term, batch in itertools.product(ready, batches):

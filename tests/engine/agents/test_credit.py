@@ -363,7 +363,7 @@ def test_pairs_of_episodes_are_refused(toml: Path, name: str) -> None:
     if name == "chosen_and_rejected":
         check_agents(as_agent(config))
         term.prepare(chains)
-        assert not any(term.sees(tree) for tree in chains)
+        assert not any(term.extent(tree).any() for tree in chains)
         return
     with pytest.raises(UserError, match=f"'dpo' with pairs = '{name}' compares .* use pairs of demonstrations"):
         check_agents(as_agent(config))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch.nn.functional import logsigmoid
 from rolltree.engine import TokenTree, UserError, backward, pack
 from rolltree.engine.data.segment import LeafStatus, Origin, Segment
 from rolltree.engine.methods.selections import PAIRINGS, SELECTIONS
-from rolltree.engine.train.terms import PairTerm, TokenTerm
+from rolltree.engine.train.terms import PairTerm, Selection, TokenTerm, needed
 from rolltree.kernels import Objective
 
 from ..model.test_tree_equals_flat import close, make_models
@@ -189,3 +191,53 @@ def test_mistakes_are_named():
         TokenTerm(NLL, "few", lambda tree: [1.0, 2.0]).prepare([group()])
     with pytest.raises(UserError, match=r"leaves outside 0\.\.3"):
         PairTerm(lambda tree: [(0, 4)]).prepare([group()])
+
+
+def without(responses: Sequence[int]) -> Selection:
+    return lambda tree: ~np.isin(np.arange(tree.num_leaves), responses)
+
+
+def first_two(tree: TokenTree) -> np.ndarray:
+    return (tree.position < 5) & (tree.position > 2)
+
+
+@pytest.mark.parametrize("max_tokens", [1000, 6])
+@pytest.mark.parametrize("aggregation", ["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum"])
+@pytest.mark.parametrize(
+    ("options", "select", "tokens"),
+    [
+        ({}, None, (11, 8)),  # of the second response nothing has a gradient, of the third the last two tokens
+        ({"kl_coef": 0.1}, None, (11, 11)),
+        ({"entropy_coef": 0.01}, without([1]), (11, 10)),
+        ({}, first_two, (11, 6)),
+        ({"ratio_level": "sequence"}, None, (11, 10)),  # a mean over the whole response
+        ({"neg_weight": 0.0}, None, (11, 7)),
+    ],
+)
+def test_what_no_term_reads_leaves_the_trees(options, select, tokens, aggregation, max_tokens):
+    tree = group()
+    tree.set("path_advantage", [1, 1, 0, 1, 0, 0, 0, 0.5, -1, 0.25, 0, 0, -1])
+    tree.set("behaviour_logprob", np.full(tree.num_tokens, -2.0))
+    tree.set("ref_logprob", np.full(tree.num_tokens, -2.5))
+    term = TokenTerm(Objective(aggregation=aggregation, **options), "actor", select, length_limit=7)
+    whole = run([term], [tree], max_tokens=max_tokens, in_pieces=True)
+    parts = needed([tree], [term])
+    assert (tree.num_tokens, sum(part.num_tokens for part in parts)) == tokens
+    ours, _ = make_models("qwen3")
+    loss = 0.0
+    for batch in pack(parts, max_tokens=max_tokens, in_pieces=True):
+        loss += float(backward(ours, batch, [term.on(batch, term.normalizer([tree]), True, 1.0)]).loss)
+    assert loss == pytest.approx(whole[0], rel=1e-5, abs=1e-6)
+    for a, b in zip(gradients(ours), whole[2], strict=True):
+        close(a, b, 2e-5)
+
+
+@pytest.mark.parametrize(
+    "objective", [Objective(aggregation="batch_token_mean"), Objective(entropy_share=0.2)], ids=["batch", "choice"]
+)
+def test_a_loss_that_reads_the_batch_keeps_it(objective):
+    tree = group()
+    tree.set("advantage", [0, 0, 0, 1])
+    assert needed([tree], [TokenTerm(objective)]) == [tree]
+    assert needed([tree], [PairTerm(PAIRINGS["best_and_worst"])]) == [tree]
+    assert needed([tree], [TokenTerm(Objective())])[0].num_leaves == 1
