@@ -5,11 +5,28 @@ Each message is one sentence that names the thing (file, key, directory) and the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class UserError(Exception):
     """The request cannot be carried out: configuration, files or arguments. Exit code 2; nothing was overwritten."""
 
     exit_code = 2
+
+
+class RefusedError(UserError, ValueError):
+    """Keys, parts or models do not go together; the message is the first refusal and the number of the others.
+
+    Args:
+        refusals: a sentence for each two things, without its full stop.
+        where: beginning of the message, such as the file.
+    """
+
+    def __init__(self, refusals: Sequence[str], where: str = "") -> None:
+        more = len(refusals) - 1
+        rest = f" ({more} more {'mistake' if more == 1 else 'mistakes'} after this one)" if more else ""
+        super().__init__(f"{where}{refusals[0]}{rest}.")
+        self.refusals = tuple(refusals)
 
 
 class BadRowError(UserError):

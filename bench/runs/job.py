@@ -238,7 +238,7 @@ def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
     problems = held_out(config.data, config.evaluation.problems, tokenizer)
     sampler = LocalSampler(engine, program)
     evaluation = Evaluation(problems, greedy_params(config), 0, sampler, tokenizer, quiet)
-    with make_run_rewards(config, engine, tokenizer, Asked(tokenizer)) as rewards:
+    with make_run_rewards(config, program, engine, tokenizer, Asked(tokenizer)) as rewards:
         for number, file in enumerate(files):
             if file is not None:
                 weights = load_file(file, device=str(model.device))

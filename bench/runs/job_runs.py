@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from rolltree.engine.app.assembly.run import build
-from rolltree.engine.app.assembly.sampling import make_run_rewards
+from rolltree.engine.app.assembly.sampling import make_run_rewards, rollout_program
 from rolltree.engine.loop.evaluation import Evaluation
 from rolltree.engine.model.loading import choose_device
 from rolltree.engine.parts.context import Context
@@ -224,7 +224,7 @@ def trl(config: TrainConfig, recorder: Recorder, *, accelerated: bool = False, v
 
     unused: Any = None  # the engine, which only the verifier `policy` uses
     with (
-        make_run_rewards(config, unused, tokenizer, Context(tokenizer)) as rewards,
+        make_run_rewards(config, rollout_program(config.rollout), unused, tokenizer, Context(tokenizer)) as rewards,
         tempfile.TemporaryDirectory() as directory,
     ):
         longest = max(len(prompt.token_ids) for prompt in prompts) + config.rollout.max_new_tokens

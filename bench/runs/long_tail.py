@@ -11,6 +11,7 @@ import numpy as np
 
 from rolltree.engine import EngineConfig, NativeEngine, SamplingParams
 from rolltree.engine.app.assembly.learning import learning_parts
+from rolltree.engine.app.assembly.methods import Methods
 from rolltree.engine.app.assembly.sampling import budget, sampled_model
 from rolltree.engine.fleet.publication import Publication
 from rolltree.engine.learn.learner import Learner
@@ -131,7 +132,7 @@ class Loop:
         )
         sends = Publication(parts.sampler, quiet.note, keep_keys=config.loop.keep_keys)
         self.controller = Controller(parts, buffer, sends, watch, quiet)
-        self.learner = Learner(learning_parts(config, model), watch, quiet.note)
+        self.learner = Learner(learning_parts(Methods.make(config), model), watch, quiet.note)
         self.model = model
         self._running = contextlib.ExitStack()
         self._running.enter_context(self.controller.running(_Verdicts()))

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import RunError, UserError
+from ..errors import RefusedError, RunError, UserError
 from ..parts.calling import failure
 from .printable import printable
 
@@ -217,26 +217,21 @@ def _integer(least: int, most: int) -> Callable[[str], int]:
 
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
-    from .config import resolved_toml
     from .stages import load_stages
 
-    configs = load_stages(args.config, overrides)
-    several = len(configs) > 1
-    if several and args.replay is not None:
-        raise UserError("--replay is for a run without stages; give the config.toml of one of its runs.")
-    if args.dry_run:
-        from .dry_run import plan_lines
-
-        for number, config in enumerate(configs):
-            print(resolved_toml(config))
-            known = config if number == 0 else config.model_copy(update={"model": configs[0].model})
-            if number:
-                print(
-                    f"# it begins with {config.model.path}, made by the stage before; planned with {known.model.path}"
-                )
-            print("\n".join(plan_lines(known, check_data=args.check_data)))
-        return 0
+    try:
+        configs = load_stages(args.config, overrides)
+        if len(configs) > 1 and args.replay is not None:
+            raise UserError("--replay is for a run without stages; give the config.toml of one of its runs.")
+        if args.dry_run:
+            return _dry_run(configs, check_data=args.check_data)
+    except RefusedError as error:
+        for refusal in error.refusals if args.dry_run else ():
+            print(f"refused            {refusal}.")
+        raise
     from .assembly.run import check_stages, is_finished
+
+    several = len(configs) > 1
 
     check_stages(configs, resume=args.resume)
     for number, config in enumerate(configs, start=1):
@@ -246,6 +241,19 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
                 print("It has finished already.")
                 continue
         _run(args, config, several)
+    return 0
+
+
+def _dry_run(configs: Sequence[TrainConfig], *, check_data: bool) -> int:
+    from .config import resolved_toml
+    from .dry_run import plan_lines
+
+    for number, config in enumerate(configs):
+        print(resolved_toml(config))
+        planned = config if number == 0 else config.model_copy(update={"model": configs[0].model})
+        if number:
+            print(f"# it begins with {config.model.path}, made by the stage before; planned with {planned.model.path}")
+        print("\n".join(plan_lines(planned, check_data=check_data)))
     return 0
 
 

@@ -25,7 +25,7 @@ from ..errors import UserError
 from ..rollout.native.draws import FILTERS
 from ..rollout.native.engine import EngineConfig
 from ..train.terms import LossTerm, TokenTerm
-from .assembly.learning import loss_terms
+from .assembly.methods import loss_terms
 from .assembly.sampling import sampling_params
 from .config import load_config
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from ..errors import UserError
+from ..errors import RefusedError, UserError
 from ..methods.papers import OWN_ADVANTAGE, OWN_SELECTION
 from ..settings import Section, TrainConfig
 from .recipes import combined, needs, read_recipe, with_updates
@@ -102,6 +102,9 @@ def checked(data: dict[str, Any], path: Path, given: dict[str, str]) -> TrainCon
     try:
         return _validate(with_updates(data))
     except ValidationError as error:
+        refused = error.errors()[0].get("ctx", {}).get("error")
+        if isinstance(refused, RefusedError):
+            raise RefusedError(refused.refusals, f"'{path}'{_flags(given)}: ") from None
         raise UserError(_sentence(error, path, given) + needs(data, error)) from None
 
 

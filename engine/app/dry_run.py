@@ -17,9 +17,7 @@ from rolltree.kernels.libraries import load_library
 from ..chat.ends import end_token_ids, unlisted_end
 from ..errors import BadRowError
 from ..methods.groups import GroupCallback
-from ..methods.schedules import scheduled
 from ..model.loading import check_model_dir, choose_device, load_tokenizer
-from ..parts.context import Context
 from ..parts.resolve import import_object
 from ..plan.sizes import read_sizes
 from ..programs import RolloutProgram
@@ -31,18 +29,12 @@ from ..rewards.interface import FromProgram
 from ..settings import RewardPartConfig, TrainConfig
 from ..tasks import GymProblems, Problems
 from ..tasks.problems import spread
+from ..train.terms import TokenTerm
 from .assembly import preflight
-from .assembly.agents import check_agents
-from .assembly.checks import (
-    check_early_scores,
-    check_learning,
-    check_lengths,
-    check_old_logprobs,
-    check_ranks,
-    kept_entries,
-)
-from .assembly.learning import corrects, inert, objective, spared
-from .assembly.policies import check_policies, check_same_tokens, of_policy, resting, roles_of
+from .assembly.checks import check_lengths, check_training, kept_entries, tried_methods
+from .assembly.learning import inert, spared
+from .assembly.methods import Methods
+from .assembly.policies import check_same_tokens, of_policy, policies_methods, resting, roles_of
 from .assembly.rows import Entry, check_answers, check_rows, known_entries
 from .assembly.sampling import (
     budget,
@@ -51,12 +43,11 @@ from .assembly.sampling import (
     group_callback,
     prompts_of,
     rightness,
-    rollout_program,
 )
 from .assembly.workers import check_workers
 from .recipes import Updates, flat, read_recipe
 
-Known = tuple[Iterable[Entry], Iterable[Mapping[str, Any]]]
+Judged = tuple[Iterable[Entry], Iterable[Mapping[str, Any]]]
 """Problems that the verifiers read for the plan, and the rows of the other ones."""
 
 
@@ -72,66 +63,62 @@ def plan_lines(config: TrainConfig, *, check_data: bool = False) -> Iterator[str
     tried = _Tried.of(config)
     yield "# plan"
     yield from _place_lines(config)
-    known, compared = yield from _data_lines(config, tried, check_data)
+    problems, compared = yield from _data_lines(config, tried, check_data)
     if config.demonstrations:
         each = ", ".join(f"{table.per_step} of {table.place}" for table in config.demonstrations)
         yield f"demonstrations     {each} a step{compared}"
-    yield from _judge_lines(config, tried, known)
+    yield from _judge_lines(config, tried, problems)
     yield from _sampling_lines(config)
     yield from _update_lines(config, tried.objective)
-    yield from _loop_lines(config)
+    yield from _loop_lines(config, tried.program)
 
 
 @dataclass(frozen=True)
 class _Tried:
     """Parts of a run that are made for the plan."""
 
-    objective: Objective
+    methods: Methods
     program: RolloutProgram
-    players: Mapping[str, tuple[str, ...]]
     rewards: Rewards
     callback: GroupCallback | None
 
     @classmethod
     def of(cls, config: TrainConfig) -> _Tried:
-        check_agents(config)
-        check_learning(config)
-        check_policies(config)
-        algorithm = config.algorithm
-        context = Context()
-        options = scheduled(context, "actor", "algorithm.objective_options", algorithm.objective_options)
-        main = objective(config, "algorithm.objective", algorithm.objective, options, algorithm.select)
-        program = rollout_program(config.rollout)
-        players = roles_of(config, program)
+        methods = tried_methods(config)
+        policies_methods(config)
+        program = check_training(config)
         rewards: Rewards = FromProgram()
         if config.judges:
-            one = config.reward.model_copy(update={"workers": 1})
-            rewards = make_rewards(one, config.data.tasks, roles=program.roles)
-        program = program.with_verifier(ProgramVerifier(rewards))
-        check_old_logprobs(config)
-        check_ranks(config)
-        check_early_scores(config)
+            alone = config.reward.model_copy(update={"workers": 1})
+            rewards = make_rewards(alone, config.data.tasks, roles=program.roles)
         check_backend(config.rollout)
         check_workers(config)
-        callback = group_callback(config, context)
+        callback = group_callback(config.loop, methods.context)
         if config.data.curriculum is not None:
             Curriculum(config.data)
         directory.check_writable(config.run_dir)
-        return cls(main, program, players, rewards, callback)
+        return cls(methods, program.with_verifier(ProgramVerifier(rewards)), rewards, callback)
+
+    @property
+    def objective(self) -> Objective:
+        """The objective of the first loss term."""
+        term = self.methods.terms[0][0]
+        assert isinstance(term, TokenTerm)
+        return term.objective
 
 
 def _place_lines(config: TrainConfig) -> Iterator[str]:
     device = choose_device(config.model.device)
     if config.recipe is not None:
         yield f"recipe             {recipe_line(config)}"
-    found = directory.holds_a_run(config.run_dir)
-    taken = "holds a run: it would need --resume or another name" if found else "would be made"
+    holds = directory.holds_a_run(config.run_dir)
+    taken = "holds a run: it would need --resume or another name" if holds else "would be made"
     yield f"run directory      {config.run_dir} ({taken})"
     compiled = [name for name in ("cpu", "cuda") if load_library(name)]
     yield f"device             {device}; compiled backends: {', '.join(compiled) or 'none, see `rolltree doctor`'}"
 
 
-def _data_lines(config: TrainConfig, tried: _Tried, check_data: bool) -> Generator[str, None, tuple[Known, str]]:
+def _data_lines(config: TrainConfig, tried: _Tried, check_data: bool) -> Generator[str, None, tuple[Judged, str]]:
     """Yield the lines of models; return the problems in files, and how demonstrations overlap with them."""
     path = Path(config.model.path)
     if config.model.create is not None and not path.exists():
@@ -143,18 +130,18 @@ def _data_lines(config: TrainConfig, tried: _Tried, check_data: bool) -> Generat
         return (yield from _problems_without_model(config, check_data)), ""
     yield from _model_lines(config, path)
     tokenizer = load_tokenizer(path)
-    if said := unlisted_end(tokenizer, *_configurations(path)):
-        yield f"turns              {said}"
-    for name, roles in tried.players.items():
-        own = of_policy(config, name)
-        yield f"policy             {name} plays {', '.join(roles)}, with a learning rate of {own.trainer.lr:g}"
-        yield from _model_lines(own, Path(own.model.path))
-        check_same_tokens(name, own.model.path, tokenizer)
+    if sentence := unlisted_end(tokenizer, *_configurations(path)):
+        yield f"turns              {sentence}"
+    for name, roles in roles_of(config).items():
+        alone = of_policy(config, name)
+        yield f"policy             {name} plays {', '.join(roles)}, with a learning rate of {alone.trainer.lr:g}"
+        yield from _model_lines(alone, Path(alone.model.path))
+        check_same_tokens(config, name, tokenizer)
     problems = held_out(config.data, config.evaluation.problems, tokenizer)
     source, demonstrations = prompts_of(config, tokenizer, problems, kept_entries(config))
     check_answers(config, source)
     if source.rows is not None:
-        held = f"{len(problems)} held out{_own(config)}"
+        held = f"{len(problems)} held out{_of_place(config)}"
         yield f"prompts            {source.said}; {len(source.rows)} to train on, {held}"
     overlap = "" if config.data.is_empty else f"; {demonstrations.overlap(config.data, source, problems)}"
     check_hints(tried.callback, source)
@@ -167,12 +154,12 @@ def _data_lines(config: TrainConfig, tried: _Tried, check_data: bool) -> Generat
     return known_entries(source, problems, every=check_data), overlap
 
 
-def _own(config: TrainConfig) -> str:
+def _of_place(config: TrainConfig) -> str:
     """Return where held-out problems come from, if that is not where the others do."""
     return f" of {place}" if (place := config.data.eval_place) is not None and config.evaluation.problems else ""
 
 
-def _problems_without_model(config: TrainConfig, check_data: bool) -> Generator[str, None, Known]:
+def _problems_without_model(config: TrainConfig, check_data: bool) -> Generator[str, None, Judged]:
     entries, further = list[Iterator[Entry]](), list[Iterator[Entry]]()
     places = {"prompts": config.data.place, "held-out problems": config.data.eval_place}
     for what, place in places.items():
@@ -194,7 +181,7 @@ def _entries(problems: Problems, numbers: Sequence[int] | None) -> Iterator[Entr
             yield problem.id, problem.entry
 
 
-def _judge_lines(config: TrainConfig, tried: _Tried, known: Known) -> Iterator[str]:
+def _judge_lines(config: TrainConfig, tried: _Tried, judged: Judged) -> Iterator[str]:
     with tried.rewards as pool:
         where = f", in {config.reward.workers} processes" if isinstance(pool, RewardPool) else ""
         where += f", at each of {config.reward.hosts} reward hosts" if config.reward.hosts else ""
@@ -203,7 +190,7 @@ def _judge_lines(config: TrainConfig, tried: _Tried, known: Known) -> Iterator[s
         yield f"verifier           {f'{judges}{where}' if config.judges else 'none, as nothing is judged'}"
         for note in filter(None, (pool.note, tried.program.note)):
             yield f"containment        {note}"
-        entries, further = known
+        entries, further = judged
         all_known = config.data.path is not None
         note = check_references(pool, config.reward, entries, config.data.tasks, all_known=all_known, further=further)
         if note:
@@ -245,29 +232,30 @@ def _update_lines(config: TrainConfig, main: Objective) -> Iterator[str]:
         yield f"old log-probs      {sentence}"
 
 
-def _loop_lines(config: TrainConfig) -> Iterator[str]:
+def _loop_lines(config: TrainConfig, program: RolloutProgram) -> Iterator[str]:
     loop = config.loop
     held = budget(config).capacity
     on_cpu = choose_device(config.model.device).type == "cpu"
     copies = config.rollout.backend == "native" and loop.overlaps(on_cpu=on_cpu)
-    copied = ", with a copy of the weights" if copies else ""
-    corrected = f"; correction of the lag: {loop.correction}" if corrects(config) else ""
+    with_copy = ", with a copy of the weights" if copies else ""
+    corrected = f"; correction of the lag: {loop.correction}" if config.corrects_lag else ""
     first = "" if isinstance(loop.over_sampling, float) else " in the first step"
-    yield f"loop               staleness {loop.staleness}, at most {held} open groups{first}{copied}{corrected}"
+    yield f"loop               staleness {loop.staleness}, at most {held} open groups{first}{with_copy}{corrected}"
     best = config.checkpoint.best
-    kept = (
+    keeps_best = (
         "" if best is None else f", kept where {best.removeprefix('-')} is {'lowest' if best[0] == '-' else 'highest'}"
     )
-    yield f"steps              {config.trainer.steps}, a checkpoint every {config.checkpoint.every}{kept}"
+    yield f"steps              {config.trainer.steps}, a checkpoint every {config.checkpoint.every}{keeps_best}"
     every = f"before, every {config.evaluation.every} steps" if config.evaluation.every else "before"
-    yield f"evaluation         {config.evaluation.problems} held-out problems, {every} and after{_right_by(config)}"
+    right_by = _right_by(config, program)
+    yield f"evaluation         {config.evaluation.problems} held-out problems, {every} and after{right_by}"
 
 
-def _right_by(config: TrainConfig) -> str:
+def _right_by(config: TrainConfig, program: RolloutProgram) -> str:
     """Return which parts of the reward tell whether an answer is right, if the reward has parts."""
     of_files = [{}, *({"task": task} for part in config.reward.parts for task in part.tasks)]
     entries = [{"task_index": i} for i in range(len(config.data.tasks))] or of_files
-    names = dict.fromkeys(filter(None, map(rightness(config), entries)))
+    names = dict.fromkeys(filter(None, map(rightness(config, program), entries)))
     return "; eval/accuracy is by " + " and ".join(f"'{name}'" for name in names) if names else ""
 
 
@@ -284,23 +272,24 @@ def recipe_line(config: TrainConfig) -> str:
     assert config.recipe is not None
     keys: dict[bool, list[str]] = {True: [], False: []}
     for key, value in flat(read_recipe(config.recipe).keys):
-        given: Any = config.model_dump(mode="json")
+        configured: Any = config.model_dump(mode="json")
         for part in key.split("."):
-            given = (given or {}).get(part)
-        held = _holds(given, value)
-        instead = f" ({given} instead of {value})" if isinstance(value, Updates) and not held else ""
+            configured = (configured or {}).get(part)
+        held = _holds(configured, value)
+        instead = f" ({configured} instead of {value})" if isinstance(value, Updates) and not held else ""
         keys[held].append(key + instead)
     changed = f"; changed: {', '.join(sorted(keys[False]))}" if keys[False] else ""
     return f"{config.recipe}: {', '.join(sorted(keys[True]))}{changed}"
 
 
-def _holds(given: Any, wanted: Any) -> bool:
-    """Return whether ``given`` has all values of ``wanted``; it may have more keys and more tables."""
-    if isinstance(wanted, dict):
-        return isinstance(given, dict) and all(_holds(given.get(key), value) for key, value in wanted.items())
-    if isinstance(wanted, list) and all(isinstance(item, dict) for item in wanted):
-        return isinstance(given, list) and all(any(_holds(mine, item) for mine in given) for item in wanted)
-    return bool(given == wanted)
+def _holds(configured: Any, of_recipe: Any) -> bool:
+    """Return whether ``configured`` has all values of ``of_recipe``; it may have more keys and more tables."""
+    if isinstance(of_recipe, dict):
+        return isinstance(configured, dict) and all(_holds(configured.get(k), value) for k, value in of_recipe.items())
+    if isinstance(of_recipe, list) and all(isinstance(table, dict) for table in of_recipe):
+        tables = configured if isinstance(configured, list) else None
+        return tables is not None and all(any(_holds(t, table) for t in tables) for table in of_recipe)
+    return bool(configured == of_recipe)
 
 
 def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
@@ -321,8 +310,8 @@ def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
 def _configurations(path: Path) -> list[dict[str, Any]]:
     """Return the configurations of a model's directory that list end-of-sequence tokens, as the sampler reads them."""
     files = [path / name for name in ("generation_config.json", "config.json") if (path / name).is_file()]
-    given = [json.loads(file.read_text()) for file in files]
-    return [*given, *(some.get("text_config", {}) for some in given)]
+    tables = [json.loads(file.read_text()) for file in files]
+    return [*tables, *(table.get("text_config", {}) for table in tables)]
 
 
 def _size(count: float) -> str:

@@ -23,7 +23,7 @@ from ..prompts.group import Group
 from ..prompts.prompts import held_out
 from ..record.metrics import Stopwatch
 from ..settings import TrainConfig
-from .assembly.checks import kept_entries
+from .assembly.checks import check_program, kept_entries
 from .assembly.policies import further_policies
 from .assembly.sampling import (
     budget,
@@ -87,13 +87,15 @@ def _first_groups(
     config = config.model_copy(
         update={name: getattr(config, name).model_copy(update=keys) for name, keys in first.items()}
     )
+    program = rollout_program(config.rollout)
+    check_program(config, program)
     engine = make_engine(config, model, tokenizer)
-    further_policies(config, rollout_program(config.rollout), engine, tokenizer)
+    further_policies(config, engine, tokenizer)
     problems = held_out(config.data, config.evaluation.problems, tokenizer)
     source, _ = prompts_of(config, tokenizer, problems, kept_entries(config, recorded=recorded))
     context = Context(tokenizer)
-    rewards = make_run_rewards(config, engine, tokenizer, context)
-    parts = sampling_parts(config, engine, tokenizer, source, rewards)
+    rewards = make_run_rewards(config, program, engine, tokenizer, context)
+    parts = sampling_parts(config, program, engine, tokenizer, source, rewards)
     sends = Publication(parts.sampler, console.note)
     controller = Controller(parts, Buffer(budget(config)), sends, Stopwatch(), console)
     with closing(parts.sampler), rewards, controller.running(rewards):

@@ -1,7 +1,8 @@
 """The configuration of a run: every key with its type, default and meaning.
 
 `engine/app/config.py` reads the keys from TOML files and command lines; docs/configuration.md is generated from the
-docstrings of the fields. Begin with `TrainConfig` in `run.py`.
+docstrings of the fields. Begin with `RunKeys` in `keys.py`; `TrainConfig` in `run.py` has the same keys, checked
+against each other by the table in `capabilities/`.
 """
 
 from .algorithm import (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
 from .place import Place
 from .section import NonNegativeInt, PositiveInt, Schedule, Section
@@ -43,14 +43,6 @@ class TermConfig(Section):
             raise ValueError("it must be a word of letters, digits and _, other than actor, critic and training")
         return name
 
-    @model_validator(mode="after")
-    def _one_loss(self) -> Self:
-        if sum(given is not None for given in (self.objective, self.pairs, self.loss)) != 1:
-            raise ValueError(f"the loss term '{self.name}' needs one of `objective`, `pairs` and `loss`")
-        if self.pairs is not None and self.select is not None:
-            raise ValueError(f"the loss term '{self.name}' has `pairs`, which select responses; leave `select` out")
-        return self
-
 
 class ReferenceConfig(Section):
     path: str | None = None
@@ -59,12 +51,6 @@ class ReferenceConfig(Section):
     """The reference becomes a copy of the current policy every this many updates; 0: never."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the reference's weights kept at every update, the rest being the policy's. Default: no averaging."""
-
-    @model_validator(mode="after")
-    def _one_way(self) -> Self:
-        if self.reset_every and self.ema is not None:
-            raise ValueError("give `roles.reference.reset_every` or `roles.reference.ema`, not both")
-        return self
 
 
 class TeacherConfig(Section):
@@ -123,15 +109,6 @@ class DemonstrationsConfig(Section):
     def place(self) -> Place:
         """Place of the rows."""
         return Place(self.path, "demonstrations.path", self.subset, self.split, "demonstrations.")
-
-    @model_validator(mode="after")
-    def _columns_agree(self) -> Self:
-        if self.rejected_key is not None and (self.weight_key or self.logprob_key or self.messages_key):
-            raise ValueError(
-                f"`rejected_key` of the demonstrations '{self.name}' makes pairs, which have neither weights nor "
-                "log-probs and begin with a prompt; leave `weight_key`, `logprob_key` and `messages_key` out"
-            )
-        return self
 
 
 class ReplayConfig(Section):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat
 
 from .algorithm import TermConfig
 from .section import NonNegativeInt, Schedule, Section
@@ -41,13 +41,3 @@ class PolicyConfig(Section):
     """Fields of its own objective to change."""
     terms: tuple[TermConfig, ...] | None = None
     """Default: `algorithm.terms`; an empty list: none."""
-
-    @model_validator(mode="after")
-    def _learns_from_its_own(self) -> Self:
-        if self.objective_options is not None and self.objective is None:
-            raise ValueError("`objective_options` of a policy are for its own `objective`; name it, or leave them out")
-        if given := [term.name for term in self.terms or () if term.select == "injected"]:
-            raise ValueError(
-                f"the loss term '{given[0]}' selects demonstrations, which are for [model] alone; leave it out"
-            )
-        return self

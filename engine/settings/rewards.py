@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, field_validator, model_validator
+from pydantic import Field, PositiveFloat, field_validator
 
 from .section import NonNegativeInt, PositiveInt, Schedule, Section
 
@@ -77,17 +77,6 @@ class RewardPartConfig(Section):
     def _known_verifier(cls, verifier: str) -> str:
         return known_verifier(verifier, OF_PARTS)
 
-    @model_validator(mode="after")
-    def _one_condition(self) -> Self:
-        if self.when_wrong is not None and self.when_right is not None:
-            raise ValueError(f"the part '{self.name}' has `when_wrong` and `when_right`; leave one out")
-        if self.waits_for is not None and (self.group or self.verifier in GROUP_JUDGES):
-            raise ValueError(
-                f"the part '{self.name}' compares all responses of a group, of which `when_wrong` and `when_right` "
-                "would leave some out; leave the condition out"
-            )
-        return self
-
     @property
     def waits_for(self) -> str | None:
         """The part that decides which responses this one judges."""
@@ -144,45 +133,6 @@ class RewardConfig(Section):
     @classmethod
     def _known_verifier(cls, verifier: str) -> str:
         return known_verifier(verifier)
-
-    @model_validator(mode="after")
-    def _parts_agree(self) -> Self:
-        names = [part.name for part in self.parts]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"two of `reward.parts` are called '{twice[0]}'; give each a name of its own")
-        if self.parts and (both := {"verifier", "options"} & self.model_fields_set):
-            raise ValueError(
-                f"`reward.{max(both)}` does not go with `reward.parts`, which have their own; leave it out, or make it "
-                "a part"
-            )
-        if self.group and self.parts:
-            raise ValueError("`reward.group` does not go with `reward.parts`; give it to the part that judges groups")
-        for given in self.parts or (self,):
-            if given.group and ":" not in given.verifier:
-                raise ValueError(
-                    f"`group` is for a `verifier` of your own, file.py:function, and '{given.verifier}' is a name; "
-                    "leave it out"
-                )
-        if self.hosts and self.by_group:
-            raise ValueError(
-                "`reward.hosts` get single responses, and a judge of groups compares several; set `hosts` to 0"
-            )
-        if self.hosts and "policy" in self.verifiers:
-            raise ValueError(
-                "`reward.hosts` have no rollout engine, which the verifier `policy` asks; set `hosts` to 0, or leave "
-                "`policy` out"
-            )
-        if self.hosts and (own := [part.name for part in self.parts if part.role is not None]):
-            raise ValueError(
-                f"`reward.hosts` do not know the roles of which the part '{own[0]}' judges one; set `hosts` to 0, or "
-                "leave its `role` out"
-            )
-        if self.hosts and self.scheduled:
-            raise ValueError(
-                f"`reward.hosts` do not know the step, which the weight of the part '{self.scheduled[0]}' follows; set "
-                "`hosts` to 0, or give the part a number"
-            )
-        return self
 
     @property
     def scheduled(self) -> list[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, field_validator, model_validator
+from pydantic import Field, PositiveFloat, field_validator
 
 from .place import Place
 from .section import NonNegativeInt, PositiveInt, Section
@@ -68,12 +68,6 @@ class ModelConfig(Section):
     """For mixtures of experts: record the experts that every token was given to when it was sampled, and train with the
     same ones; see docs/trees.md."""
 
-    @model_validator(mode="after")
-    def _tower_is_frozen(self) -> ModelConfig:
-        if self.lora is not None and self.train_tower:
-            raise ValueError("train_tower trains weights that [model.lora] leaves as they are; leave one of them out")
-        return self
-
 
 class TaskConfig(Section):
     name: str
@@ -82,10 +76,6 @@ class TaskConfig(Section):
     """Share of the prompts that come from this task, relative to the other tasks' weights."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `reasoning_gym.create_dataset`."""
-
-
-OF_ROWS = ("difficulty", "gvm", "predicted", "hard_replay", "hardest", "limr", "ladder")
-"""Curricula that need problems which may come again, or columns."""
 
 
 class DataConfig(Section):
@@ -168,50 +158,6 @@ class DataConfig(Section):
         """True if there are no problems to sample responses to."""
         return not self.tasks and self.path is None and self.source is None
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        given = [bool(self.tasks), self.path is not None, self.source is not None]
-        if sum(given) > 1:
-            found = "both are" if sum(given) == 2 else "all are"
-            raise ValueError(f"give one of `data.tasks`, `data.path` and `data.source`, and {found} given")
-        if self.eval_path is not None and self.tasks:
-            raise ValueError(
-                "`data.eval_path` does not go with `data.tasks`, which generate their own held-out problems"
-            )
-        parts = {
-            "subset": self.path,
-            "split": self.path,
-            "eval_split": self.eval_path or self.path,
-            "eval_subset": self.eval_path or (self.path and self.eval_split),
-        }
-        for key, of in parts.items():
-            if getattr(self, key) is not None and of is None:
-                whole = {"eval_subset": "`data.eval_path` or `data.eval_split`", "eval_split": "`data.eval_path`"}
-                needed = whole.get(key, "`data.path`")
-                raise ValueError(f"`data.{key}` chooses a part of a set on the hub; give {needed} too, or leave it out")
-        if self.tools and not self.chat:
-            raise ValueError("`data.tools` are offered by the chat template; set `data.chat` to true")
-        if self.image_key is not None and self.tasks:
-            raise ValueError(
-                "`data.image_key` is a column of `data.path` or `data.source`, and `data.tasks` have no pictures"
-            )
-        if self.n_key is not None and self.tasks:
-            raise ValueError("`data.n_key` is a column of `data.path` or `data.source`, and `data.tasks` have none")
-        if self.source_options and self.source is None:
-            raise ValueError("`data.source_options` apply to `data.source`; name one, or leave them out")
-        if self.curriculum_options and self.curriculum is None:
-            raise ValueError("`data.curriculum_options` apply to `data.curriculum`; name one, or leave them out")
-        if self.curriculum is not None and self.source is not None:
-            raise ValueError(
-                "`data.curriculum` chooses from `data.path` or `data.tasks`; a `data.source` chooses itself"
-            )
-        if self.curriculum in OF_ROWS and self.tasks:
-            raise ValueError(
-                f"`data.curriculum` = '{self.curriculum}' needs `data.path`: the problems of `data.tasks` come once, "
-                "before anything is known of them; give a file instead of them"
-            )
-        return self
-
 
 class DraftsConfig(Section):
     rows: NonNegativeInt = 0
@@ -222,13 +168,6 @@ class DraftsConfig(Section):
     """Largest number of drafted tokens of a sequence in one decoding step."""
     remembered: Annotated[int, Field(ge=256, lt=2**31)] = 1 << 20
     """Tokens of earlier texts kept to draft from, 28 bytes each; the oldest texts are dropped first."""
-
-    @model_validator(mode="after")
-    def _rows_are_set(self) -> Self:
-        for name in ("tokens", "remembered"):
-            if self.rows == 0 and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"`{name}` has no effect while `rows` is 0; set `rollout.drafts.rows` too, such as 8")
-        return self
 
 
 class RolloutConfig(Section):

@@ -115,32 +115,11 @@ class LoopConfig(Section):
     """The run stops if the callback drops more than this many batches' worth of groups for one step."""
 
     @model_validator(mode="after")
-    def _surplus_is_dropped_at_once(self) -> Self:
+    def _over_sampling_is_in_range(self) -> Self:
         given = self.over_sampling
-        if self.staleness and given != 1:
-            raise ValueError("`loop.over_sampling` is for `loop.staleness` = 0; leave it out, or set staleness to 0")
-        values = [given] if isinstance(given, float) else [] if isinstance(given, str) else [v for _, v in given]
-        if wrong := [value for value in values if not 1 <= value <= MOST_OVER_SAMPLING]:
+        factors = [given] if isinstance(given, float) else [] if isinstance(given, str) else [f for _, f in given]
+        if wrong := [factor for factor in factors if not 1 <= factor <= MOST_OVER_SAMPLING]:
             raise ValueError(f"`loop.over_sampling` must be from 1 to {MOST_OVER_SAMPLING}, not {wrong[0]:g}")
-        if given == "valid_share" and self.callback is None:
-            raise ValueError(
-                '`loop.over_sampling` = "valid_share" follows the share of groups that a `loop.callback` keeps; name '
-                "one, such as dynamic_sampling"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _contexts_agree(self) -> Self:
-        if self.train_context == "plain" and self.callback is None:
-            raise ValueError(
-                "`loop.train_context` is about prompts that a `loop.callback` chooses; name one, such as hint_ladder, "
-                "or leave it out"
-            )
-        if self.callback == "hint_ladder" and self.train_context != "plain":
-            raise ValueError(
-                '`loop.callback` = "hint_ladder" puts responses to several prompts into one group; set '
-                '`loop.train_context` to "plain"'
-            )
         return self
 
     def overlaps(self, *, on_cpu: bool) -> bool:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rolltree.kernels import LogprobTerm, policy_loss
 
+from ...batches.batch import TreeBatch
 from ...batches.pack import pack
 from ...data.columns import Array
 from ...data.segment import LeafStatus, Origin, Segment
@@ -27,8 +28,10 @@ from ...parts.calling import ask, call
 from ...parts.context import NotReadyError
 from ...programs import GroupState, RolloutProgram
 from ...prompts.prompts import Prompt
-from ...settings import DemonstrationsConfig
+from ...settings import DemonstrationsConfig, TrainConfig
+from ...settings.capabilities import MODELS, OF_ROLES, PARTS, Model, Part, refuse
 from ...train.terms import LossTerm
+from .methods import Methods
 
 TRIED = 8
 """Number of prompts for which the program begins a group as a test."""
@@ -55,17 +58,22 @@ def check_program(
     """
     what = f"rollout.program = '{name}'"
     for prompt in prompts:
-        mine = call(what, copy.deepcopy, program)
-        mine.tokenizer, mine.end_token_ids, mine.context = tokenizer, ends, prompt.context
-        begun = ask(what, mine.start, GroupState(prompt.n or n, 0, 0, 0, 0))
+        tried = call(what, copy.deepcopy, program)
+        tried.tokenizer, tried.end_token_ids, tried.context = tokenizer, ends, prompt.context
+        begun = ask(what, tried.start, GroupState(prompt.n or n, 0, 0, 0, 0))
         if not isinstance(begun, int) or begun < 1:
             raise UserError(f"{what} begins with {begun!r} branches; `start` must answer an integer of at least 1.")
 
 
-def check_shown(prompts: Sequence[Prompt], model: PreTrainedModel, backend: str) -> None:
-    """Check prompts as `check_placeholders` and `check_pictures` do."""
+def check_shown(prompts: Sequence[Prompt], model: PreTrainedModel, config: TrainConfig) -> None:
+    """Check that no prompt holds a token that stands for a picture, and that the backend takes its pictures.
+
+    Raises:
+        UserError: one does, or vLLM is to sample, for a model whose pictures it does not get.
+    """
     check_placeholders(prompts, placeholders(model))
-    check_pictures(prompts, model, backend)
+    if config.rollout.backend == "vllm" and any(p.images for p in prompts) and not family_of(model).grid:
+        refuse(MODELS, Model(config, pictures_of=type(model).__name__))
 
 
 def check_placeholders(prompts: Sequence[Prompt], placeholders: Collection[int]) -> None:
@@ -75,96 +83,87 @@ def check_placeholders(prompts: Sequence[Prompt], placeholders: Collection[int])
         UserError: one does.
     """
     for prompt in prompts if placeholders else ():
-        if found := set(placeholders) & set(prompt.token_ids):
+        if shown := set(placeholders) & set(prompt.token_ids):
             raise UserError(
-                f"The prompt '{prompt.id}' holds token {min(found)}, which stands for a picture, and no picture; give "
+                f"The prompt '{prompt.id}' holds token {min(shown)}, which stands for a picture, and no picture; give "
                 "it one (data.image_key), or leave the token out."
             )
 
 
-def check_pictures(prompts: Sequence[Prompt], model: PreTrainedModel, backend: str) -> None:
-    """Check that ``backend`` takes the pictures of the prompts.
-
-    Raises:
-        UserError: vLLM is to sample, for a model whose pictures it does not get.
-    """
-    if backend == "vllm" and any(prompt.images for prompt in prompts) and not family_of(model).grid:
-        raise UserError(
-            f"rollout.backend = 'vllm' takes pictures of Qwen's models only, not of {type(model).__name__}; set it to "
-            "'native'."
-        )
-
-
-def check_terms(
-    terms: Sequence[LossTerm],
-    credit: CreditFunction,
-    name: str,
-    n: int,
-    columns: Sequence[str],
-    given: Sequence[TokenTree],
-) -> None:
+def try_methods(methods: Methods) -> None:
     """Compute credit, every loss term and its gradient on two made-up groups, and on made-up demonstrations.
 
-    Args:
-        terms: the terms to test.
-        credit: the estimator to test.
-        name: its configured name.
-        n: number of responses of a group; at most 64 are made up.
-        columns: token columns that roles and the policy score.
-        given: a demonstration of each table.
+    Nothing that ``methods`` hold changes. A group has the size that will be sampled, at most 64 responses.
 
     Raises:
         UserError: the estimator fails or does not return finite numbers of the right shape, a selection fails, or an
             objective does not fit the run's credit or selections.
     """
-    trees = [_made_up(min(n, 64), columns, shift) for shift in (0, 1)]
-    try:
-        give_credit(credit, name, trees)
-    except NotReadyError:  # it reads what only a real group has
-        give_credit(lambda some: Credit("leaf", [tree.rewards["reward"] - 0.5 for tree in some]), name, trees)
-    if "value" in columns and (without := [tree for tree in trees if "value_target" not in tree.columns]):
-        raise UserError(
-            f"algorithm.advantage = '{name}' sets no column value_target on {len(without)} of 2 trees, so that "
-            '[roles.critic] has nothing to learn; use "gae", set the column, or leave the critic out.'
-        )
-    others, ready = list(given), []
-    for term in [term.now() for term in terms]:
+    config, tried = methods.config, methods.copied()
+    columns = [column for column, role in OF_ROLES.items() if getattr(config.roles, role) is not None]
+    trees = [_made_up(min(config.rollout.n, 64), [*columns, *methods.columns], shift) for shift in (0, 1)]
+    _give_credit(config, tried.credit, trees, has_critic="value" in columns)
+    scored = methods.given_columns + (["ref_logprob"] if config.roles.reference is not None else [])
+    demonstrations = [_made_up_demonstration(table, scored) for table in config.demonstrations]
+    ready = []
+    for term in [term.now() for term, _ in tried.terms]:
         with suppress(NotReadyError):
-            term.prepare(trees + others)
+            term.prepare(trees + demonstrations)
             term.extent(trees[0])
             ready.append(term)
-    batches = pack(trees + others, max_tokens=1 << 20, in_pieces=True)
+    batches = pack(trees + demonstrations, max_tokens=1 << 20, in_pieces=True)
     for term, batch in itertools.product(ready, batches):
-        logprob = torch.full(batch.target.shape, -1.0).requires_grad_()
-        entropy = torch.full(batch.target.shape, 0.5).requires_grad_()
-        for on_policy in (True, False):
-            try:
-                made = term.on(batch, term.normalizer(trees, others) or 1.0, on_policy, 1.0)
-                if isinstance(made, LogprobTerm):
-                    loss = made.loss(logprob, **_made_up_statistics(made, logprob)).loss
-                    if not loss.requires_grad or not torch.isfinite(loss):
-                        why = "is not finite" if loss.requires_grad else "does not depend on the policy"
-                        raise ValueError(f"its loss on a made-up group {why}")
-                else:
-                    loss = policy_loss(
-                        logprob, made.fields, made.objective, normalizer=made.normalizer, entropy=entropy
-                    ).loss
-                if loss.requires_grad:
-                    loss.backward()
-            except ValueError as error:
-                raise UserError(
-                    f"The loss term '{term.name}' does not fit the run's credit or selection: {str(error).rstrip('.')}."
-                ) from error
+        normalizer = term.normalizer(trees, demonstrations) or 1.0
+        try:
+            for on_policy in (True, False):
+                _differentiate(term, batch, normalizer, on_policy)
+        except ValueError as error:
+            raise UserError(
+                f"The loss term '{term.name}' does not fit the run's credit or selection: {str(error).rstrip('.')}."
+            ) from error
+
+
+def _give_credit(
+    config: TrainConfig, estimator: CreditFunction, trees: Sequence[TokenTree], *, has_critic: bool
+) -> None:
+    """Give made-up groups their credit, and check that a critic has targets."""
+    name = config.algorithm.advantage
+    try:
+        give_credit(estimator, name, trees)
+    except NotReadyError:  # it reads what only a real group has
+        give_credit(lambda some: Credit("leaf", [tree.rewards["reward"] - 0.5 for tree in some]), name, trees)
+    missing = sum("value_target" not in tree.columns for tree in trees) if has_critic else 0
+    refuse(PARTS, Part(config, "algorithm.advantage", name, targets_missing=missing))
+
+
+def _differentiate(term: LossTerm, batch: TreeBatch, normalizer: float, on_policy: bool) -> None:
+    """Compute the loss of a term and its gradient for made-up log-probs.
+
+    Raises:
+        ValueError: the loss of the user's term is not finite, or does not depend on the policy; or a field is missing.
+    """
+    logprob = torch.full(batch.target.shape, -1.0).requires_grad_()
+    entropy = torch.full(batch.target.shape, 0.5).requires_grad_()
+    made = term.on(batch, normalizer, on_policy, 1.0)
+    if isinstance(made, LogprobTerm):
+        loss = made.loss(logprob, **_made_up_statistics(made, logprob)).loss
+        if not loss.requires_grad or not torch.isfinite(loss):
+            why = "is not finite" if loss.requires_grad else "does not depend on the policy"
+            raise ValueError(f"its loss on a made-up group {why}")
+    else:
+        loss = policy_loss(logprob, made.fields, made.objective, normalizer=made.normalizer, entropy=entropy).loss
+    if loss.requires_grad:
+        loss.backward()
 
 
 def _made_up_statistics(term: LogprobTerm, logprob: torch.Tensor) -> dict[str, torch.Tensor]:
     """Make the statistics ``[M]`` or ``[M, K]`` that a term reads, for a distribution over few tokens."""
     values = {"entropy": 0.5, "sum_p2": 0.5, "mean_logprob": -2.0, "extra_logprob": -1.0}
-    found = {}
+    statistics = {}
     for name in term.want:
         shape = logprob.shape if name != "extra_logprob" or term.extra_ids is None else term.extra_ids.shape
-        found[name] = torch.full(shape, values[name]).requires_grad_()
-    return found
+        statistics[name] = torch.full(shape, values[name]).requires_grad_()
+    return statistics
 
 
 class _EveryReward(dict[str, Array]):
@@ -177,12 +176,12 @@ class _EveryReward(dict[str, Array]):
         return self["reward"]
 
 
-def made_up_demonstration(table: DemonstrationsConfig, columns: Sequence[str]) -> TokenTree:
+def _made_up_demonstration(table: DemonstrationsConfig, columns: Sequence[str]) -> TokenTree:
     """Make a demonstration of two tokens, or a pair, with scores in ``columns``, and with log-probs if the table has
     them."""
-    known = {"behaviour_logprob": -1.0} if table.logprob_key is not None else {}
+    scores = {"behaviour_logprob": -1.0} if table.logprob_key is not None else {}
     texts = [[1, 2]] if table.rejected_key is None else [[1, 2], [3]]
-    responses = [Segment.make(ids, origin=Origin.INJECTED, **known) for ids in texts]
+    responses = [Segment.make(ids, origin=Origin.INJECTED, **scores) for ids in texts]
     leaves = list(range(1, 1 + len(texts)))
     tree = TokenTree.from_nodes(
         [-1, *(0 for _ in leaves)], [Segment.prompt([0]), *responses], leaves, [LeafStatus.STOP] * len(leaves)

@@ -19,6 +19,7 @@ from ...fleet.ranks import Ranks
 from ...fleet.workers import Workers
 from ...learn.learner import Learner
 from ...learn.learning import Learning
+from ...loop.callback import CallbackRule
 from ...loop.checkpoints import Keeping
 from ...loop.evaluation import Evaluation
 from ...loop.orchestrator import Orchestrator, RunOptions
@@ -30,6 +31,7 @@ from ...methods.schedules import scheduled
 from ...model.loading import load_tokenizer
 from ...parts.context import OF_TREES, Context
 from ...parts.resolve import resolve
+from ...programs import RolloutProgram
 from ...prompts.demonstrations import Demonstrations
 from ...prompts.prompts import Prompt, held_out
 from ...prompts.sources import PromptSource
@@ -44,11 +46,11 @@ from ...train import checkpoint
 from ..config import resolved_toml, training_config
 from ..stages import EXPORT
 from . import preflight
-from .agents import check_agents
-from .checks import check_early_scores, check_learning, check_lengths, check_old_logprobs, check_ranks, kept_entries
-from .learning import learning_parts, rescores, stateful
+from .checks import check_lengths, check_training, kept_entries, tried_methods
+from .learning import learning_parts, stateful
+from .methods import Methods
 from .policies import Policy as FurtherPolicy
-from .policies import check_policies, further_policies, make_policies, resting, roles_of
+from .policies import further_policies, make_policies, policies_methods, resting
 from .rows import Entry, check_answers, check_rows, known_entries
 from .sampling import (
     budget,
@@ -64,7 +66,6 @@ from .sampling import (
     prompts_of,
     publication,
     rightness,
-    rollout_program,
     sampled_model,
     sampling_parts,
 )
@@ -94,7 +95,7 @@ def build(
         UserError: the directory holds another run, there is nothing to resume, or a part of the configuration names
             something that does not exist or cannot be used.
     """
-    _check(config, replay)
+    parts = _Parts.of(config, replay)
     kept = training_config(config)
     saved = checkpoint.load_latest(config.run_dir / "checkpoints", kept) if resume else None
     if not resume:
@@ -109,35 +110,27 @@ def build(
         policy = _Policy.load(config, workers, console)
         context = Context(policy.tokenizer)
         problems, source, demonstrations = _prompts(config, policy.tokenizer, context, console)
-        rewards = _rewards(config, policy, context)
-        trained, learner = _learner(config, policy)
+        rewards = _rewards(config, parts.program, policy, context)
+        trained, learner = _learner(parts, policy)
         engines = {name: further.engine for name, further in policy.others.items()}
-        sampling = sampling_parts(config, policy.sampler, policy.tokenizer, source, rewards, engines)
+        sampling = sampling_parts(config, parts.program, policy.sampler, policy.tokenizer, source, rewards, engines)
         sends = publication(config, sampling, trained, console.note, own_weights=not policy.sampled_itself)
-        rule = callback_rule(config, context)
+        rule = callback_rule(config.loop, context)
         context.policy = _handle(config, sampling, context)
         check_hints(None if rule is None else rule.function, source)
         store = replay_store(config, policy.tokenizer, context)
         _check_made(config, policy, sampling, problems, demonstrations)
-        for said in check_rows(source, console.note, every=check_data):
-            console.note(f"{said.rstrip('.')}.")
+        for sentence in check_rows(source, console.note, every=check_data):
+            console.note(f"{sentence.rstrip('.')}.")
         if policy.ranks is not None:
             policy.ranks.ready()
-        made = Orchestrator(
+        orchestrator = Orchestrator(
             run_options(config, kept),
             sampling=sampling,
             publication=sends,
             budget=budget(config),
             learner=learner,
-            evaluation=Evaluation(
-                problems,
-                greedy_params(config),
-                config.evaluation.every,
-                sampling.sampler,
-                policy.tokenizer,
-                console,
-                rightness(config),
-            ),
+            evaluation=_evaluation(config, sampling, problems, console),
             rewards=rewards,
             check_rewards=_reference_check(config, rewards, *known_entries(source, problems, every=check_data)),
             demonstrations=demonstrations,
@@ -149,33 +142,52 @@ def build(
             store=store,
             context=context,
             workers=workers,
-            stateful=stateful(
-                {
-                    "replay": store,
-                    "rollout.program": sampling.program.shared,
-                    "data.curriculum": source.curriculum,
-                    "loop.callback": None if rule is None else rule.function,
-                }
-            ),
+            stateful=_stateful(store, sampling, rule),
         )
         started.pop_all()
-    return made
+    return orchestrator
 
 
-def _check(config: TrainConfig, replay: Path | None) -> None:
-    """Check what needs no model."""
-    check_agents(config)
-    check_learning(config)
-    check_policies(config)
-    check_old_logprobs(config)
-    check_ranks(config)
-    check_early_scores(config)
-    roles_of(config, rollout_program(config.rollout))
-    if config.models and replay is not None:
-        raise UserError(
-            f"Recorded groups are of one policy, and the run trains `models.{next(iter(config.models))}` too; leave "
-            "--replay or [models] out."
-        )
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of a run that need no model, made and checked.
+
+    Attributes:
+        methods: functions and loss terms of the first policy.
+        others: those of further policies, by name.
+    """
+
+    methods: Methods
+    others: Mapping[str, Methods]
+    program: RolloutProgram
+
+    @classmethod
+    def of(cls, config: TrainConfig, replay: Path | None) -> _Parts:
+        parts = cls(tried_methods(config), policies_methods(config), check_training(config))
+        if config.models and replay is not None:
+            raise UserError(
+                f"Recorded groups are of one policy, and the run trains `models.{next(iter(config.models))}` too; "
+                "leave --replay or [models] out."
+            )
+        return parts
+
+
+def _evaluation(config: TrainConfig, sampling: SamplingParts, problems: list[Prompt], console: Progress) -> Evaluation:
+    is_right = rightness(config, sampling.program)
+    every, params = config.evaluation.every, greedy_params(config)
+    return Evaluation(problems, params, every, sampling.sampler, sampling.tokenizer, console, is_right)
+
+
+def _stateful(store: ReplayStore | None, sampling: SamplingParts, rule: CallbackRule | None) -> dict[str, Any]:
+    """Return the parts beside the learner whose state checkpoints hold, by their keys."""
+    return stateful(
+        {
+            "replay": store,
+            "rollout.program": sampling.program.shared,
+            "data.curriculum": sampling.source.curriculum,
+            "loop.callback": None if rule is None else rule.function,
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -205,7 +217,7 @@ class _Policy:
             console.note(f"'{config.model.path}' does not exist yet: {config.model.create} makes it first.")
         make_model_directory(config)
         several = config.trainer.ranks > 1
-        model = None if several else load_policy(config)
+        model = None if several else load_policy(config.model)
         tokenizer = load_tokenizer(config.model.path)
         ranks: Ranks | None = None
         hosted = make_reward_hosts(config, workers) if workers is not None and config.reward.hosts else None
@@ -217,7 +229,7 @@ class _Policy:
             sampler = make_engine(config, sampled_model(config, model), tokenizer)
         others = {}
         if isinstance(sampler, RolloutEngine):
-            others = further_policies(config, rollout_program(config.rollout), sampler, tokenizer)
+            others = further_policies(config, sampler, tokenizer)
         return cls(model, tokenizer, sampler, ranks, hosted, others)
 
     @property
@@ -238,23 +250,24 @@ def _prompts(
     return problems, source, demonstrations
 
 
-def _rewards(config: TrainConfig, policy: _Policy, context: Context) -> Rewards:
+def _rewards(config: TrainConfig, program: RolloutProgram, policy: _Policy, context: Context) -> Rewards:
     if not config.judges:
         return FromProgram()  # of nothing, so that no verifier is started
     if policy.hosted is not None:
         return policy.hosted
-    return make_run_rewards(config, policy.sampler, policy.tokenizer, context)
+    return make_run_rewards(config, program, policy.sampler, policy.tokenizer, context)
 
 
-def _learner(config: TrainConfig, policy: _Policy) -> tuple[Trained, MakeLearner]:
+def _learner(parts: _Parts, policy: _Policy) -> tuple[Trained, MakeLearner]:
     """Return the trained policy, for comparison with the sampler, and what makes the object that trains it."""
     if (ranks := policy.ranks) is not None:
         return ranks, lambda watch, note: ranks
     assert policy.model is not None
-    context = Context(policy.tokenizer)
-    parts = learning_parts(config, policy.model, context=context, own_weights=not policy.sampled_itself)
-    others = {name: further.learning(policy.tokenizer) for name, further in policy.others.items()}
-    make = partial(make_policies, parts, others) if others else partial(Learner, parts)
+    for methods in (parts.methods, *parts.others.values()):
+        methods.context.tokenizer = policy.tokenizer
+    first = learning_parts(parts.methods, policy.model, own_weights=not policy.sampled_itself)
+    others = {name: learning_parts(parts.others[name], further.model) for name, further in policy.others.items()}
+    make = partial(make_policies, first, others) if others else partial(Learner, first)
     return TrainedModel(policy.model), make
 
 
@@ -272,14 +285,18 @@ def _handle(config: TrainConfig, sampling: SamplingParts, context: Context) -> P
 
 
 def _check_made(
-    config: TrainConfig, policy: _Policy, sampling: SamplingParts, problems: list[Prompt], given: Demonstrations
+    config: TrainConfig,
+    policy: _Policy,
+    sampling: SamplingParts,
+    problems: list[Prompt],
+    demonstrations: Demonstrations,
 ) -> None:
     """Check prompts and program against the model and its tokenizer."""
-    check_lengths(config, policy.sampler.longest, given.longest)
+    check_lengths(config, policy.sampler.longest, demonstrations.longest)
     if (model := policy.model) is not None:
-        preflight.check_shown(problems, model, config.rollout.backend)
+        preflight.check_shown(problems, model, config)
         if (rows := sampling.source.rows) is not None:
-            rows.check_each(lambda prompt: preflight.check_shown([prompt], model, config.rollout.backend))
+            rows.check_each(lambda prompt: preflight.check_shown([prompt], model, config))
     preflight.check_program(
         sampling.program,
         sampling.program_name,
@@ -291,10 +308,10 @@ def _check_made(
 
 
 def _reference_check(
-    config: TrainConfig, rewards: Rewards, known: Iterable[Entry], further: Iterable[Mapping[str, Any]]
+    config: TrainConfig, rewards: Rewards, entries: Iterable[Entry], further: Iterable[Mapping[str, Any]]
 ) -> Callable[[], str]:
     tasks, all_known = config.data.tasks, config.data.path is not None
-    return partial(check_references, rewards, config.reward, known, tasks, all_known=all_known, further=further)
+    return partial(check_references, rewards, config.reward, entries, tasks, all_known=all_known, further=further)
 
 
 def run_options(config: TrainConfig, trained: dict[str, Any]) -> RunOptions:
@@ -332,7 +349,7 @@ def replay_store(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, contex
     keep = resolve("replay.keep", replay.keep, options, known=KEEPS, inputs=("tree",), context=context, offers=OF_TREES)
     return ReplayStore(
         replay, config.run_dir / "replay", config.seed, keep, tokenizer, count=config.replayed,
-        rescored=rescores(config),
+        rescored=config.rescores,
     )  # fmt: skip
 
 
@@ -343,8 +360,8 @@ def check_stages(configs: Sequence[TrainConfig], *, resume: bool) -> None:
         UserError: a part of one does not exist or fails, or its directory holds another run.
     """
     for config in configs[1:]:
-        check_learning(config)
-        check_policies(config)
+        tried_methods(config)
+        policies_methods(config)
         if not resume:
             directory.check_directory(config.run_dir)
 

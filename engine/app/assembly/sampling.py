@@ -39,13 +39,14 @@ from ...rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, S
 from ...rollout.equal_bits import check_sampler
 from ...rollout.local import LocalSampler
 from ...rollout.sampler import Sampler
-from ...settings import LoopConfig, RolloutConfig, TrainConfig
+from ...settings import LoopConfig, LoraConfig, ModelConfig, RolloutConfig, TrainConfig
 from ...tasks import Problem
 from . import preflight
 
 
 def sampling_parts(
     config: TrainConfig,
+    program: RolloutProgram,
     sampler: RolloutEngine | Fleet,
     tokenizer: PreTrainedTokenizerBase,
     source: PromptSource,
@@ -59,11 +60,11 @@ def sampling_parts(
         others: the engines of further policies, by name.
 
     Raises:
-        UserError: the program is unknown or refuses its options.
+        UserError: a run of agents lacks a package or has no such agent.
     """
     here = isinstance(sampler, RolloutEngine)
     on_cpu = here and config.rollout.backend == "native" and choose_device(config.model.device).type == "cpu"
-    program = rollout_program(config.rollout).with_verifier(ProgramVerifier(rewards))
+    program = program.with_verifier(ProgramVerifier(rewards))
     samples: Sampler = LocalSampler(sampler, program) if isinstance(sampler, RolloutEngine) else sampler
     if isinstance(program, AgentCalls):
         samples = _agents(samples, program, tokenizer)
@@ -120,7 +121,7 @@ def publication(
 def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model and its tokenizer; `model.create` first makes the directory if it does not exist."""
     make_model_directory(config)
-    return load_policy(config), load_tokenizer(config.model.path)
+    return load_policy(config.model), load_tokenizer(config.model.path)
 
 
 def make_model_directory(config: TrainConfig) -> None:
@@ -141,36 +142,31 @@ def make_model_directory(config: TrainConfig) -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def load_policy(config: TrainConfig) -> PreTrainedModel:
+def load_policy(config: ModelConfig) -> PreTrainedModel:
     """Load the model that is trained."""
     model: PreTrainedModel = load_model(
-        config.model.path,
-        dtype=getattr(torch, config.model.dtype),
-        device=choose_device(config.model.device),
-        train_tower=config.model.train_tower,
+        config.path,
+        dtype=getattr(torch, config.dtype),
+        device=choose_device(config.device),
+        train_tower=config.train_tower,
     )
-    if (lora := config.model.lora) is not None:
-        add_lora(model, **lora.model_dump(exclude={"extrapolate"}))
-    if config.model.replay_routes:
+    if config.lora is not None:
+        add_lora(model, **config.lora.model_dump(exclude={"extrapolate"}))
+    if config.replay_routes:
         routes.install(model)
-    if config.model.gradient_checkpointing:
+    if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return make_invariant(model) if config.model.batch_invariant else model
+    return make_invariant(model) if config.batch_invariant else model
 
 
 def check_backend(config: RolloutConfig) -> None:
     """Check that `rollout.backend` can be used.
 
     Raises:
-        UserError: the configuration asks for vLLM, which is not installed, or for it and the native backend's drafts.
+        UserError: the configuration asks for vLLM, which is not installed.
     """
-    if config.backend == "vllm" and config.drafts.rows:
-        raise UserError(
-            "rollout.drafts applies to the native backend only; set rollout.drafts.rows to 0, and give vLLM its own "
-            "speculative_config in rollout.vllm_options."
-        )
-    own = not config.python or Path(config.python).absolute() == Path(sys.executable)
-    if config.backend == "vllm" and own and importlib.util.find_spec("vllm") is None:
+    is_ours = not config.python or Path(config.python).absolute() == Path(sys.executable)
+    if config.backend == "vllm" and is_ours and importlib.util.find_spec("vllm") is None:
         raise UserError(
             "rollout.backend is 'vllm', which is not installed; install rolltree[vllm], or set it to 'native'."
         )
@@ -187,7 +183,7 @@ def make_engine(
     rollout = config.rollout
     if rollout.backend == "native":
         assert model is not None
-        own = EngineConfig(
+        engine = EngineConfig(
             kv_tokens=rollout.kv_tokens,
             max_batch_rows=rollout.max_batch_rows,
             kept_states=rollout.kept_states,
@@ -197,14 +193,15 @@ def make_engine(
         )
         if config.model.batch_invariant:
             check_sampler(model)
-        return NativeEngine(model, tokenizer, own)
+        return NativeEngine(model, tokenizer, engine)
     check_backend(rollout)
     from ...rollout.vllm.engine import VllmEngine
 
-    longest = config.data.max_prompt_tokens + max(rollout.max_new_tokens, config.evaluation.max_new_tokens or 0)
+    longest = config.longest_sequence
     options = {"dtype": config.model.dtype, "max_model_len": longest, "max_num_seqs": rollout.max_batch_rows}
     options |= {"enable_sleep_mode": True} if config.placement.layout == "colocated" else {}
-    options |= {"adapter": vllm_adapter(config)} if adapter_alone(config) else {}
+    if config.model.lora is not None and adapter_alone(config):
+        options |= {"adapter": vllm_adapter(config.model.lora)}
     return VllmEngine(config.model.path, tokenizer, **(options | rollout.vllm_options))
 
 
@@ -217,12 +214,10 @@ def adapter_alone(config: TrainConfig) -> bool:
     return "lm_head" not in lora.targets and bool(rollout.vllm_options.get("enable_lora", True))
 
 
-def vllm_adapter(config: TrainConfig) -> Any:
+def vllm_adapter(lora: LoraConfig) -> Any:
     """Return the adapter as vLLM takes it."""
     from ...rollout.vllm.adapter import Adapter
 
-    lora = config.model.lora
-    assert lora is not None
     return Adapter(lora.rank, lora.alpha / (lora.rank**0.5 if lora.rslora else lora.rank))
 
 
@@ -233,29 +228,28 @@ def sampled_model(config: TrainConfig, model: PreTrainedModel) -> PreTrainedMode
     return copy.deepcopy(model).requires_grad_(False)
 
 
-def callback_rule(config: TrainConfig, context: Context) -> CallbackRule | None:
+def callback_rule(loop: LoopConfig, context: Context) -> CallbackRule | None:
     """Return the group callback with what its answers may do; None without one. Raises as `group_callback`."""
-    function, loop = group_callback(config, context), config.loop
+    function = group_callback(loop, context)
     if function is None or loop.callback is None:
         return None
     return CallbackRule(function, loop.callback, loop.train_context == "plain", loop.max_dropped_batches)
 
 
-def group_callback(config: TrainConfig, context: Context) -> GroupCallback | None:
+def group_callback(loop: LoopConfig, context: Context) -> GroupCallback | None:
     """Return the function that decides about judged groups; None if the run has none.
 
     Raises:
         UserError: there is no such callback, file or function, or it has no such option.
     """
-    loop = config.loop
     if loop.callback is None:
         return None
     options = scheduled(context, "callback", "loop.callback_options", loop.callback_options)
-    found: GroupCallback = resolve(
+    callback: GroupCallback = resolve(
         "loop.callback", loop.callback, options, known=GROUP_CALLBACKS, inputs=("tree",), context=context,
         offers=(*OF_TREES, *SAMPLING),
     )  # fmt: skip
-    return found
+    return callback
 
 
 def check_hints(callback: GroupCallback | None, source: PromptSource) -> None:
@@ -268,15 +262,15 @@ def check_hints(callback: GroupCallback | None, source: PromptSource) -> None:
     if not isinstance(callback, HintLadder):
         return
 
-    def check(own: Prompt) -> None:
-        for text in callback.hinted(own.problem, own.entry):
-            source.prompt(Problem(own.id, own.task, text, own.entry))
+    def check(prompt: Prompt) -> None:
+        for text in callback.hinted(prompt.problem, prompt.entry):
+            source.prompt(Problem(prompt.id, prompt.task, text, prompt.entry))
 
     if source.rows is not None:
         source.rows.check_each(check)
         return
-    for own in source.peek(preflight.TRIED):
-        check(own)
+    for prompt in source.peek(preflight.TRIED):
+        check(prompt)
 
 
 def prompts_of(
@@ -295,8 +289,9 @@ def prompts_of(
     Raises:
         UserError: as for `PromptSource` and `Demonstrations`.
     """
-    given = Demonstrations(config.demonstrations, config.data, tokenizer, config.seed)
-    return PromptSource(config.data, tokenizer, config.seed, problems, entries, context, given.prompts), given
+    demonstrations = Demonstrations(config.demonstrations, config.data, tokenizer, config.seed)
+    source = PromptSource(config.data, tokenizer, config.seed, problems, entries, context, demonstrations.prompts)
+    return source, demonstrations
 
 
 def budget(config: TrainConfig) -> Budget:
@@ -331,14 +326,18 @@ def rollout_program(config: RolloutConfig) -> RolloutProgram:
     return make_program(config.program, **config.program_options)
 
 
-def rightness(config: TrainConfig) -> Callable[[Mapping[str, Any]], str | None]:
+def rightness(config: TrainConfig, program: RolloutProgram) -> Callable[[Mapping[str, Any]], str | None]:
     """Return a function of a problem's entry that returns the part of the reward which tells whether an answer is
     right; None: the reward does."""
-    return rightness_of(config.reward.parts, task_names(config.data.tasks), rollout_program(config.rollout).roles)
+    return rightness_of(config.reward.parts, task_names(config.data.tasks), program.roles)
 
 
 def make_run_rewards(
-    config: TrainConfig, sampler: RolloutEngine | Fleet, tokenizer: PreTrainedTokenizerBase, context: Context
+    config: TrainConfig,
+    program: RolloutProgram,
+    sampler: RolloutEngine | Fleet,
+    tokenizer: PreTrainedTokenizerBase,
+    context: Context,
 ) -> Rewards:
     """Make the verifier of responses, `reward.verifier` or `reward.parts`; its processes start when it is entered as a
     context.
@@ -349,8 +348,8 @@ def make_run_rewards(
 
     def score(prompts: list[str], continuations: list[str]) -> list[Any]:
         ids = [tokenizer(text, add_special_tokens=not config.data.chat)["input_ids"] for text in prompts]
-        wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in continuations]
-        found = sampler.score(ids, [[some] if some else [] for some in wanted])
-        return [some[0] if some else [] for some in found]
+        answers = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in continuations]
+        logprobs = sampler.score(ids, [[answer] if answer else [] for answer in answers])
+        return [of_prompt[0] if of_prompt else [] for of_prompt in logprobs]
 
-    return make_rewards(config.reward, config.data.tasks, score, context, rollout_program(config.rollout).roles)
+    return make_rewards(config.reward, config.data.tasks, score, context, program.roles)

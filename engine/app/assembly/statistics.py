@@ -8,7 +8,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...data.statistics import DIVERGENCE, OF_IDS, STATISTIC, columns_read
-from ...errors import UserError
 from ...methods.advantages import ADVANTAGES
 from ...methods.budgets import CURRICULA
 from ...methods.losses import LOSSES
@@ -18,6 +17,7 @@ from ...model.divergence import Divergence
 from ...model.roles import Role
 from ...model.statistics import PolicyStatistics
 from ...settings import TrainConfig
+from ...settings.capabilities import PARTS, Part, refuse
 from ...train.terms import LossTerm, TokenTerm
 
 Named = tuple[str, str | None, Mapping[str, Callable[..., Any]]]
@@ -48,18 +48,18 @@ def given_columns(config: TrainConfig) -> list[str]:
 
 
 def given_roles(
-    config: TrainConfig,
+    columns: Sequence[str],
     model: PreTrainedModel,
     parts: Sequence[Any],
     reference: Role | None,
     terms: Sequence[LossTerm],
 ) -> list[Role]:
-    """Return the passes over demonstrations: of the policy's statistics that terms read, and of the reference if a term
-    may compare given tokens with it. Arguments and errors as for `statistics`."""
-    found = statistics(given_columns(config), model, parts, reference)
-    if config.demonstrations and reference is not None and any(map(_may_compare_given, terms)):
-        found.append(reference)
-    return found
+    """Return the passes over demonstrations: of the policy's statistics in ``columns``, and of the reference if one of
+    ``terms`` may compare given tokens with it. Arguments and errors as for `statistics`."""
+    passes = statistics(columns, model, parts, reference)
+    if reference is not None and any(map(_may_compare_given, terms)):
+        passes.append(reference)
+    return passes
 
 
 def _may_compare_given(term: LossTerm) -> bool:
@@ -78,13 +78,12 @@ def _of_terms(config: TrainConfig) -> list[Named]:
 
 
 def _columns(config: TrainConfig, named: Iterable[Named]) -> list[str]:
-    found: dict[str, None] = {}
-    for key, name, known in named:
-        columns = columns_read(key, name, known)
-        if DIVERGENCE in columns and config.roles.reference is None:
-            raise UserError(f"{key} = '{name}' reads the column {DIVERGENCE}; give the run a [roles.reference].")
-        found |= dict.fromkeys(columns)
-    return list(found)
+    read: dict[str, None] = {}
+    for key, name, shipped in named:
+        columns = columns_read(key, name, shipped)
+        refuse(PARTS, Part(config, key, str(name), divergence=DIVERGENCE if DIVERGENCE in columns else ""))
+        read |= dict.fromkeys(columns)
+    return list(read)
 
 
 def statistics(
@@ -100,10 +99,10 @@ def statistics(
         UserError: a part reads what the policy does not compute.
     """
     ids = {column: column.removeprefix(OF_IDS) for column in columns if column.startswith(OF_IDS)}
-    own = {column: STATISTIC[column] for column in columns if column in STATISTIC}
+    statistic_of = {column: STATISTIC[column] for column in columns if column in STATISTIC}
     prepare = [part.prepare for part in parts if ids and hasattr(part, "prepare")]
-    found: list[Role] = [PolicyStatistics(model, own, ids, prepare)] if own or ids else []
+    passes: list[Role] = [PolicyStatistics(model, statistic_of, ids, prepare)] if statistic_of or ids else []
     if DIVERGENCE in columns:
         assert reference is not None
-        found.append(Divergence(model, reference))
-    return found
+        passes.append(Divergence(model, reference))
+    return passes

@@ -26,8 +26,10 @@ from ...openmp import release_threads
 from ...parts.context import Context
 from ...rewards import ProgramVerifier, make_rewards
 from ...settings import TrainConfig
+from ...settings.capabilities import PARTS, Part, refuse
 from ...train.group import Group
-from .learning import TERMS, learning_parts
+from .learning import learning_parts
+from .methods import TERMS, Methods
 from .sampling import check_backend, load_policy, make_engine, rollout_program
 
 INTERPRETER_S = 120.0
@@ -40,8 +42,8 @@ def check_workers(config: TrainConfig) -> None:
     Raises:
         UserError: Ray is not installed, or `rollout.python` cannot run engines.
     """
-    asked = {"rollout.engines": config.rollout.engines, "reward.hosts": config.reward.hosts}
-    for key, count in asked.items():
+    processes = {"rollout.engines": config.rollout.engines, "reward.hosts": config.reward.hosts}
+    for key, count in processes.items():
         if count and importlib.util.find_spec("ray") is None:
             raise UserError(
                 f"{key} = {count} needs Ray, which is not installed; install rolltree[ray], or set it to 0."
@@ -65,11 +67,11 @@ def check_interpreter(python: str, backend: str) -> None:
     Raises:
         UserError: it cannot.
     """
-    wanted, extras = ["rolltree.engine"], "rolltree[ray]"
+    modules, extras = ["rolltree.engine"], "rolltree[ray]"
     if backend == "vllm":
-        wanted, extras = [*wanted, "vllm"], "rolltree[ray,vllm]"
+        modules, extras = [*modules, "vllm"], "rolltree[ray,vllm]"
     try:
-        said = subprocess.run([python, "-c", HELD, *wanted], capture_output=True, text=True, timeout=INTERPRETER_S)
+        said = subprocess.run([python, "-c", HELD, *modules], capture_output=True, text=True, timeout=INTERPRETER_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"rollout.python = '{python}' cannot be started ({error}); name an interpreter.") from None
     lines = said.stdout.splitlines()
@@ -78,11 +80,11 @@ def check_interpreter(python: str, backend: str) -> None:
         raise UserError(
             f"rollout.python = '{python}' cannot run engines ({reason}); install {extras} in its environment."
         )
-    own = f"{'.'.join(map(str, sys.version_info[:2]))} {importlib.metadata.version('ray')}"
-    if lines[0] != own:
+    versions = f"{'.'.join(map(str, sys.version_info[:2]))} {importlib.metadata.version('ray')}"
+    if lines[0] != versions:
         raise UserError(
-            f"rollout.python = '{python}' has Python and Ray {lines[0]} and the run has {own}; Ray needs the same on "
-            "both sides."
+            f"rollout.python = '{python}' has Python and Ray {lines[0]} and the run has {versions}; Ray needs the same "
+            "on both sides."
         )
     if lines[1]:
         raise UserError(f"rollout.python = '{python}' has no {lines[1]}; install {extras} in its environment.")
@@ -188,14 +190,10 @@ def training_rank(config: TrainConfig, index: int, count: int, max_tokens: int) 
 
 def _rank_parts(config: TrainConfig, group: Group) -> LearningParts:
     set_seed(config.seed)
-    context = Context(load_tokenizer(config.model.path))
-    parts = learning_parts(config, load_policy(config), group, context, own_weights=True)
-    if of_share := [key for key in parts.stateful if key.startswith(TERMS)]:
-        raise UserError(
-            f"'{of_share[0]}' has a state, and with trainer.ranks = {config.trainer.ranks} each rank computes the loss "
-            "of a share of the responses, so that there would be a state for each; set trainer.ranks to 1, or leave "
-            "its state_dict out."
-        )
+    methods = Methods.make(config, Context(load_tokenizer(config.model.path)))
+    parts = learning_parts(methods, load_policy(config.model), group, own_weights=True)
+    for key in parts.stateful:
+        refuse(PARTS, Part(config, key, key, has_state=key.startswith(TERMS)))
     return parts
 
 
@@ -206,12 +204,12 @@ def engine_host(config: TrainConfig) -> Host:
     model = None
     if config.rollout.backend == "native":
         set_seed(config.seed)  # for the adapter, which is the trained one before the first update
-        model = load_policy(config).requires_grad_(False).eval()
+        model = load_policy(config.model).requires_grad_(False).eval()
     engine = make_engine(config, model, tokenizer)
     release_threads()  # the engine computes in the host's thread
     program = rollout_program(config.rollout)
     if config.reward.hosts:
-        asked = Questions()
-        return Host(engine, program.with_verifier(asked), partial(decode, tokenizer), asked=asked)
+        questions = Questions()
+        return Host(engine, program.with_verifier(questions), partial(decode, tokenizer), asked=questions)
     verifier = ProgramVerifier(make_rewards(config.reward, config.data.tasks, roles=program.roles), starts=True)
     return Host(engine, program.with_verifier(verifier), partial(decode, tokenizer))

@@ -16,11 +16,8 @@ import pytest
 from rolltree.engine import LeafStatus, TokenTree, UserError, load_config, pack
 from rolltree.engine.agents.records import EpisodeRecord
 from rolltree.engine.agents.tree import episode_tree
-from rolltree.engine.app.assembly.agents import FORKS, UNTRAINED, check_agents
-from rolltree.engine.app.assembly.learning import learning_parts, loss_terms
-from rolltree.engine.app.assembly.run import build
-from rolltree.engine.app.console import Console
-from rolltree.engine.app.dry_run import plan_lines
+from rolltree.engine.app.assembly.learning import learning_parts
+from rolltree.engine.app.assembly.methods import Methods, loss_terms
 from rolltree.engine.data.paths import path_credit
 from rolltree.engine.data.segment import Origin, Segment
 from rolltree.engine.data.statistics import of_ids
@@ -31,6 +28,8 @@ from rolltree.engine.methods.shaping import SHAPINGS
 from rolltree.engine.parts.context import Context
 from rolltree.engine.record.metrics import Stopwatch
 from rolltree.engine.settings import TrainConfig
+from rolltree.engine.settings.capabilities import refuse
+from rolltree.engine.settings.capabilities.agents import AGENTS, FORKS, UNTRAINED
 
 from ...support import serving
 from ...support.tiny import write_job
@@ -151,7 +150,7 @@ def same(chains: TokenTree, flat: TokenTree, values: Callable[[TokenTree], np.nd
 
 
 def learner(config: TrainConfig) -> Learner:
-    return Learner(learning_parts(config, MODEL, context=Context(WORDS)), Stopwatch(), print)
+    return Learner(learning_parts(Methods.make(config, Context(WORDS)), MODEL), Stopwatch(), print)
 
 
 def credited(config: TrainConfig, trees: list[TokenTree]) -> list[TokenTree]:
@@ -186,9 +185,9 @@ def test_every_advantage_is_that_of_single_responses_or_refused(toml: Path, name
     config = job(toml, *flags)
     if name in FORKS | UNTRAINED:
         with pytest.raises(UserError, match=f"`algorithm.advantage` = '{name}' .* does not have; use another"):
-            check_agents(as_agent(config))
+            refuse(AGENTS, as_agent(config))
         return
-    check_agents(as_agent(config))
+    refuse(AGENTS, as_agent(config))
     chains, flat, _ = groups(3, per_call=per_call)
     assert sum(tree.num_leaves for tree in chains) > 14
     for trees in (chains, flat):
@@ -208,14 +207,6 @@ def test_every_advantage_is_that_of_single_responses_or_refused(toml: Path, name
             same(one, other, lambda tree: tree.value_target)
     every = np.concatenate([path_credit(tree) for tree in mine])
     assert np.ptp(every) > 0
-
-
-def test_a_run_and_its_plan_are_refused_before_anything_is_made(toml: Path) -> None:
-    config = job(toml, "--rollout.program=agent", "--algorithm.advantage=treerl")
-    for start in (lambda: build(config, console=Console()), lambda: list(plan_lines(config))):
-        with pytest.raises(UserError, match="'treerl' follows from where a program lets responses fork"):
-            start()
-    assert not config.run_dir.exists()
 
 
 def as_agent(config: TrainConfig) -> TrainConfig:
@@ -295,7 +286,7 @@ SHAPED: dict[str, str] = {
 @pytest.mark.parametrize("name", sorted(SHAPINGS))
 def test_every_shaping_is_that_of_single_responses(toml: Path, name: str) -> None:
     config = job(toml, f'--reward.shaping=[{{name="{name}",options={SHAPED.get(name, "{}")}}}]')
-    check_agents(as_agent(config))
+    refuse(AGENTS, as_agent(config))
     chains, flat, _ = groups(4)
     for trees in (chains, flat):
         for tree in trees:
@@ -333,7 +324,7 @@ def test_every_selection_is_that_of_single_responses(toml: Path, name: str) -> N
     flags = [f"--algorithm.select={name}", f"--algorithm.select_options={CHOSEN.get(name, '{}')}"]
     further = {"calm": ["--roles.reference={}"], "demonstrated": [given(toml)]}
     config = job(toml, *flags, *further.get(name, []))
-    check_agents(as_agent(config))
+    refuse(AGENTS, as_agent(config))
     chains, flat, _ = groups(6)
     ((term, _),) = loss_terms(config, Context(WORDS))
     for trees in (chains, flat):
@@ -361,12 +352,12 @@ def test_pairs_of_episodes_are_refused(toml: Path, name: str) -> None:
     chains, _, _ = groups(2)
     term = loss_terms(config, Context(WORDS))[1][0]
     if name == "chosen_and_rejected":
-        check_agents(as_agent(config))
+        refuse(AGENTS, as_agent(config))
         term.prepare(chains)
         assert not any(term.extent(tree).any() for tree in chains)
         return
     with pytest.raises(UserError, match=f"'dpo' with pairs = '{name}' compares .* use pairs of demonstrations"):
-        check_agents(as_agent(config))
+        refuse(AGENTS, as_agent(config))
     with pytest.raises(UserError, match="compares two sequences, and an episode of an agent has several"):
         term.prepare(chains)
 

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from rolltree.engine import TokenTree, UserError, batch_logprob, load_config, pack
 from rolltree.engine.agents.tree import episode_tree
-from rolltree.engine.app.assembly.agents import COMPARED, OTHER_PROMPTS, check_agents
-from rolltree.engine.app.assembly.learning import objective as run_objective
+from rolltree.engine.app.assembly.methods import loss_terms
+from rolltree.engine.app.assembly.methods import objective as run_objective
 from rolltree.engine.methods.groups import GROUP_CALLBACKS
 from rolltree.engine.methods.losses import LOSSES
 from rolltree.engine.methods.selections import sampled
 from rolltree.engine.settings import TrainConfig
+from rolltree.engine.settings.capabilities import refuse
+from rolltree.engine.settings.capabilities.agents import AGENTS, COMPARED, OTHER_PROMPTS
 from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.engine.train.trainer import Trainer, Weighted
@@ -247,10 +249,10 @@ def test_every_objective_was_tried_or_is_refused(toml: Path) -> None:
     assert {*FORMULAS, *BY_CHANCE} == set(PRESETS)
     config = job(toml, "--algorithm.objective=segment_ratio")
     with pytest.raises(UserError, match=r"The loss term 'actor' has ratios of segments .* does not have; set ratio_l"):
-        check_agents(as_agent(config))
+        loss_terms(as_agent(config))
     with pytest.raises(UserError, match="needs clip_low"):
         run_objective(config, "algorithm.objective", "clip_tensor", {})
-    check_agents(config)  # of another program
+    loss_terms(config)  # of another program
 
 
 LOSS_OPTIONS = {"laser": "{token=3}"}
@@ -261,10 +263,10 @@ def test_losses_of_whole_responses_are_refused(toml: Path, name: str) -> None:
     options = LOSS_OPTIONS.get(name, "{}")
     config = job(toml, f'--algorithm.terms=[{{name="more",loss="{name}",loss_options={options}}}]')
     if name not in COMPARED:
-        check_agents(as_agent(config))
+        refuse(AGENTS, as_agent(config))
         return
     with pytest.raises(UserError, match=f"'more' with loss = '{name}' needs responses of one sequence each"):
-        check_agents(as_agent(config))
+        refuse(AGENTS, as_agent(config))
 
 
 CALLBACK_OPTIONS = {"hint_ladder": '{columns=["h"]}'}
@@ -276,8 +278,8 @@ def test_callbacks_that_choose_a_prompt_are_refused(toml: Path, name: str) -> No
     plain = ["--loop.train_context=plain"] if name in ("hint_ladder", "critique") else []
     config = job(toml, *flags, *plain)
     if name not in OTHER_PROMPTS:
-        check_agents(as_agent(config))
+        refuse(AGENTS, as_agent(config))
         return
     wanted = "`loop.train_context` = .plain. needs one prompt" if plain else f"`loop.callback` = '{name}' needs"
     with pytest.raises(UserError, match=wanted):
-        check_agents(as_agent(config))
+        refuse(AGENTS, as_agent(config))

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rolltree.engine.app.assembly import learning as build_learning
+from rolltree.engine.app.assembly.methods import Methods
 from rolltree.engine.app.assembly.sampling import rollout_program, sampling_params
 from rolltree.engine.app.config import load_config
 from rolltree.engine.prompts.prompts import held_out
@@ -42,10 +42,9 @@ def chatty_tokenizer() -> PreTrainedTokenizerFast:
 
 def test_the_configuration_is_one_the_engine_takes() -> None:
     config = load_config(EXAMPLE)
-    build_learning.loss_terms(config)
+    Methods.make(config)
     rollout_program(config.rollout)
     sampling_params(config.rollout)
-    build_learning.credit(config)
     depth, segment = (config.rollout.program_options[key] for key in ("max_depth", "segment_tokens"))
     assert depth * segment >= config.rollout.max_new_tokens
 

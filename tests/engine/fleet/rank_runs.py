@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from rolltree.engine import load_config
 from rolltree.engine.app.assembly.learning import learning_parts
+from rolltree.engine.app.assembly.methods import Methods
 from rolltree.engine.app.assembly.sampling import make_engine, prepare_model, rollout_program, sampling_params
 from rolltree.engine.batches import distribute as distributing
 from rolltree.engine.data.segment import LeafStatus, Origin, Segment
@@ -188,7 +189,7 @@ def make(toml: Path, case: Case, group: Group, *options: str) -> Learner:
     if case.lora:
         adapted = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
         model = peft.get_peft_model(model, adapted)
-    return Learner(learning_parts(config, model, group), Stopwatch(), lambda sentence: None)
+    return Learner(learning_parts(Methods.make(config), model, group), Stopwatch(), lambda sentence: None)
 
 
 def learn(learner: Learner, trees: Sequence[list[Any]], case: Case, first: int = 0) -> Result:

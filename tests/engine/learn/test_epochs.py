@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rolltree.engine import UserError, load_config
-from rolltree.engine.app.assembly.checks import check_old_logprobs
+from rolltree.engine.app.assembly.checks import check_training
 from rolltree.engine.app.assembly.learning import inert, roles
 from rolltree.engine.app.dry_run import plan_lines
 
@@ -148,9 +148,9 @@ def test_a_lag_is_corrected_against_the_policy_before_the_step(toml):
 
 
 def test_what_the_samplers_log_probs_do_not_allow_is_refused(toml):
-    check_old_logprobs(load_config(toml, ["--rollout.top_k=5"]))
+    check_training(load_config(toml, ["--rollout.top_k=5"]))
     with pytest.raises(UserError, match=r"`trainer.epochs` = 3 uses the sampler's log-probs.*top_k"):
-        check_old_logprobs(load_config(toml, ["--rollout.top_k=5", "--trainer.epochs=3"]))
+        check_training(load_config(toml, ["--rollout.top_k=5", "--trainer.epochs=3"]))
     with pytest.raises(UserError, match="epochs"):
         load_config(toml, ["--trainer.epochs=0"])
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rolltree.engine import Orchestrator, UserError, load_config
-from rolltree.engine.app.assembly import learning as build_learning
+from rolltree.engine.app.assembly.methods import Methods
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.assembly.sampling import rollout_program
 from rolltree.engine.app.console import Console
@@ -163,8 +163,7 @@ def test_parts_of_the_users_own_beside_the_configuration(toml, tmp_path):
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.stem)
 def test_examples_name_parts_that_exist(example):
     config = load_config(example)
-    assert build_learning.loss_terms(config)
-    assert build_learning.credit(config) is not None
+    assert Methods.make(config).terms
     assert rollout_program(config.rollout) is not None
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from rolltree.engine import UserError, load_config
-from rolltree.engine.app.assembly.checks import check_early_scores
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.data.tree import TokenTree
@@ -268,7 +267,7 @@ def test_a_replayed_group_is_scored_again() -> None:
 )
 def test_what_scores_nothing_early_is_refused(toml: Path, flags: list[str], why: str) -> None:
     with pytest.raises(UserError, match=why):
-        check_early_scores(load_config(toml, flags))
+        load_config(toml, flags)
 
 
 def test_a_role_is_fixed_unless_an_update_changes_it() -> None:

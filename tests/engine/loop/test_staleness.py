@@ -18,6 +18,7 @@ from rich.console import Console as RichConsole
 
 from rolltree.engine import UserError, load_config, pack
 from rolltree.engine.app.assembly import learning as build_learning
+from rolltree.engine.app.assembly import methods as build_methods
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.assembly.sampling import sampling_params
 from rolltree.engine.app.console import Console
@@ -288,17 +289,17 @@ def _sample(run: Run) -> list[Any]:
 def test_what_has_a_correction_keeps_it(toml: Path) -> None:
     config = load_config(toml, ["--loop.staleness=1"])
     for name, expected in (("dapo", "truncate"), ("decoupled_ppo", "truncate"), ("topr", "none"), ("sft", "none")):
-        found = build_learning.objective(config, "algorithm.objective", name, {}, select="best")
+        found = build_methods.objective(config, "algorithm.objective", name, {}, select="best")
         assert found.mismatch == expected, name
-    masked = build_learning.objective(config, "algorithm.objective", "dapo", {"mismatch": "mask", "mismatch_cap": 9.0})
+    masked = build_methods.objective(config, "algorithm.objective", "dapo", {"mismatch": "mask", "mismatch_cap": 9.0})
     assert (masked.mismatch, masked.mismatch_cap) == ("mask", 9.0)
     on_policy = load_config(toml, [])
-    assert build_learning.objective(on_policy, "algorithm.objective", "dapo", {}).mismatch == "none"
+    assert build_methods.objective(on_policy, "algorithm.objective", "dapo", {}).mismatch == "none"
     assert build_learning.roles(config, None, print) == []  # type: ignore[arg-type]
     several = load_config(toml, ["--loop.staleness=1", "--trainer.updates_per_step=2"])
     assert [role.column for role in build_learning.roles(several, None, print)] == ["proximal_logprob"]  # type: ignore[arg-type]
     bases = [
-        build_learning.objective(c, "algorithm.objective", "dapo", {}).ratio_base for c in (on_policy, config, several)
+        build_methods.objective(c, "algorithm.objective", "dapo", {}).ratio_base for c in (on_policy, config, several)
     ]
     assert bases == ["old", "current", "old"]
 

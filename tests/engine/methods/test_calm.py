@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rolltree.engine import UserError, load_config
-from rolltree.engine.app.assembly.checks import check_learning
+from rolltree.engine.app.assembly.checks import tried_methods
 from rolltree.engine.data.segment import LeafStatus, Origin, Segment
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.methods.selections import Calm
@@ -221,4 +221,4 @@ def test_what_is_missing_is_one_sentence(toml, options, said):
     options = [option.replace("{folder}", str(toml.parent)) for option in options]
     config = load_config(toml, [demonstrations(toml), *options])
     with pytest.raises(UserError, match=said):
-        check_learning(config)
+        tried_methods(config)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rolltree.engine import load_config
-from rolltree.engine.app.assembly.learning import shapings
+from rolltree.engine.app.assembly.methods import Methods
 from rolltree.engine.data.segment import LeafStatus, Origin, Segment
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
@@ -44,7 +44,7 @@ def test_lengths_default_to_the_runs(tmp_path):
         'name = "a"\n[model]\npath = "m"\n[data]\ntasks = [{ name = "chain_sum" }]\n[rollout]\nmax_new_tokens = 8\n'
         '[[reward.shaping]]\nname = "overlong"\n[[reward.shaping]]\nname = "concise"\noptions = { longest = 100 }\n'
     )
-    (_, first), (_, second) = shapings(load_config(tmp_path / "c.toml"))
+    (_, first), (_, second) = Methods.make(load_config(tmp_path / "c.toml")).shapings
     np.testing.assert_allclose(first(tree_of()), SHAPINGS["overlong"](tree_of(), longest=8, buffer=1))
     ones = tree_of(rewards=[1.0] * 5)
     np.testing.assert_allclose(second(ones), [2 - len(r) / 100 for r in RESPONSES])

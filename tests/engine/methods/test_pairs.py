@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rolltree.engine import UserError, load_config
 from rolltree.engine.app.assembly.learning import learning_parts
+from rolltree.engine.app.assembly.methods import Methods
 from rolltree.engine.app.assembly.sampling import load_policy
 from rolltree.engine.app.methods import SAME_IN_RUNS
 from rolltree.engine.data.columns import COLUMNS
@@ -177,9 +178,9 @@ def learn(toml: Path, recorded: Recorded, flags: Sequence[str], situation: str, 
         UserError: the run refuses the name.
     """
     config = load_config(toml, [*FIXED, *(flag.replace("{folder}", str(toml.parent)) for flag in flags)])
-    model = load_policy(config)
+    model = load_policy(config.model)
     context = Context(load_tokenizer(config.model.path))
-    learner = Learner(learning_parts(config, model, context=context), Stopwatch(), lambda said: None)
+    learner = Learner(learning_parts(Methods.make(config, context), model), Stopwatch(), lambda said: None)
     gradients: list[torch.Tensor] = []
     optim_step = learner.trainer.optim_step
 

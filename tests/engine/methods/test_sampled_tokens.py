@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rolltree.engine import UserError, load_config
-from rolltree.engine.app.assembly.checks import check_old_logprobs
+from rolltree.engine.app.assembly.checks import check_training
 from rolltree.engine.loop.controller import Controller
 
 from ...support.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
@@ -275,7 +275,7 @@ def untimed(steps: Steps) -> list[dict[str, float]]:
 def test_filters_do_not_go_with_tokens_of_older_policies(toml) -> None:
     config = load_config(toml, ["--rollout.program=mcts", "--rollout.program_options={}", "--rollout.top_p=0.9"])
     with pytest.raises(UserError, match="'mcts', which may return tokens of older policies, uses the sampler's log-p"):
-        check_old_logprobs(config)
+        check_training(config)
 
 
 def test_a_source_sees_trained_and_dropped_groups_with_their_credit(toml, tmp_path) -> None:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rolltree.engine import Orchestrator, UserError, load_config
-from rolltree.engine.app.assembly import learning as build_learning
+from rolltree.engine.app.assembly.methods import loss_terms
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.assembly.sampling import prepare_model
 from rolltree.engine.app.console import Console
@@ -248,6 +248,6 @@ def test_mistakes_are_named(toml: Path, tmp_path: Path, overrides: list[str], sa
 def test_a_schedule_that_answers_no_number(toml: Path) -> None:
     broken = toml.with_name("parts.py")
     config = load_config(toml, [f"--algorithm.weight={broken}:broken", "--algorithm.weight_options={}"])
-    (_, weight), *_ = build_learning.loss_terms(config)
+    (_, weight), *_ = loss_terms(config)
     with pytest.raises(UserError, match="must return a finite number; at step 3 it is nan"):
         at_step(weight, 3)

@@ -1,0 +1,561 @@
+"""For each row of the table of what does not go together: flags that it refuses, flags beside them that no row refuses,
+and a part of its sentence with the words of these flags."""
+
+from __future__ import annotations
+
+from rolltree.engine.settings.capabilities.agents import COMPARED, FORKS, OTHER_PROMPTS, UNTRAINED
+from rolltree.engine.settings.capabilities.data import OF_ROWS
+
+Case = tuple[str, str, str]
+"""Flags without ``--`` that are refused, flags that are not, and a part of the sentence; flags are separated by two
+blanks."""
+
+FILE = "data.tasks=[]  data.path=p.jsonl  reward.verifier=exact"
+NONE = "data.tasks=[]  trainer.prompts_per_step=0  evaluation.problems=0"
+GIVEN = "demonstrations={path='g'}"
+ALONE = f"{NONE}  {GIVEN}"
+AGENT = "rollout.program=agent"
+GROUP = "evaluation.problems=0  reward.verifier=mine.py:f  reward.group=true"
+ENGINES = "rollout.engines=1"
+VLLM = "rollout.backend=vllm"
+LORA = "model.lora={}"
+REFERENCE = "roles.reference={}"
+CALLBACK = "loop.callback=dynamic_sampling"
+PLAIN = f"{CALLBACK}  loop.train_context=plain"
+MODELS = "models={verifier={}}"
+TERM = "algorithm.terms=[{name='t',objective='sft'%s}]"
+DEMONSTRATED = TERM % ",select='demonstrated'"
+EARLY = f"loop.score_early=true  {REFERENCE}"
+NEXT = "model.lora={extrapolate={every=2,horizon=3}}"
+
+
+EXACT = "reward.parts=[{name='a',verifier='exact'%s}]"
+TWO_PARTS = "reward.parts=[{name='a',verifier='exact'},{name='%s',verifier='%s'%s}]"
+SCHEDULED = EXACT % ",weight=[[1,1.0],[5,2.0]]"
+TWO_TASKS = "data.tasks=[{name='chain_sum'},{name='gcd'}]"
+
+PROGRAM = '`rollout.program` = "agent"'
+
+OF_KEYS: dict[tuple[str, str], Case] = {
+    ("`data.tasks`, `data.path`, `data.source`", "each other"): ("data.path=p.jsonl", FILE, "and both are given"),
+    ("`data.eval_path`", "`data.tasks`"): ("data.eval_path=e", f"{FILE}  data.eval_path=e", "leave it out"),
+    ("`data.subset`, `split`, `eval_subset`, `eval_split`", "no set on the hub"): (
+        "data.eval_split=test",
+        f"{FILE}  data.eval_split=test",
+        "`data.eval_split` chooses a part of a set on the hub; give `data.eval_path` too",
+    ),
+    ("`data.tools`", "no `data.chat`"): (
+        "data.tools=['python']",
+        "data.tools=['python']  data.chat=true",
+        "set `data.chat` to true",
+    ),
+    ("`data.image_key`", "`data.tasks`"): ("data.image_key=i", f"{FILE}  data.image_key=i", "have no pictures"),
+    ("`data.n_key`", "`data.tasks`"): ("data.n_key=i", f"{FILE}  data.n_key=i", "have none"),
+    ("`data.source_options`", "no `data.source`"): (
+        "data.source_options={a=1}",
+        "data.tasks=[]  data.source=games  data.source_options={a=1}  evaluation.problems=0  reward.verifier=exact",
+        "name one, or leave them out",
+    ),
+    ("`data.curriculum_options`", "no `data.curriculum`"): (
+        "data.curriculum_options={a=1}",
+        "data.curriculum_options={a=1}  data.curriculum=ucb",
+        "name one, or leave them out",
+    ),
+    ("`data.curriculum`", "`data.source`"): (
+        "data.tasks=[]  data.source=games  data.curriculum=ucb  evaluation.problems=0  reward.verifier=exact",
+        "data.curriculum=ucb",
+        "a `data.source` chooses itself",
+    ),
+    (f"`data.curriculum` = {', '.join(OF_ROWS)}", "`data.tasks`"): (
+        "data.curriculum=limr",
+        f"{FILE}  data.curriculum=limr",
+        "`data.curriculum` = 'limr' needs `data.path`",
+    ),
+    ("`demonstrations.rejected_key`", "`weight_key`, `logprob_key`, `messages_key`"): (
+        "demonstrations={path='g',rejected_key='r',weight_key='w'}",
+        "demonstrations={path='g',rejected_key='r'}",
+        "of the demonstrations 'given' makes pairs",
+    ),
+    ("`demonstrations.name`", "another table of the name"): (
+        "demonstrations=[{path='g'},{path='h'}]",
+        "demonstrations=[{path='g'},{path='h',name='more'}]",
+        "called 'given'; give each a `name` of its own",
+    ),
+    ("`demonstrated`, `chosen_and_rejected`", "no `demonstrations`"): (
+        DEMONSTRATED,
+        f"{GIVEN}  {DEMONSTRATED}",
+        "`demonstrated` chooses demonstrations, and the run has none",
+    ),
+    ("`demonstrated`, `chosen_and_rejected` `of` a table", "no table of the name"): (
+        f"{GIVEN}  algorithm.terms=[{{name='t',pairs='chosen_and_rejected',pairs_options={{of='y'}}}}]",
+        f"{GIVEN}  algorithm.terms=[{{name='t',pairs='chosen_and_rejected',pairs_options={{of='given'}}}}]",
+        "`chosen_and_rejected` chooses demonstrations 'y', and the tables of `demonstrations` are called given",
+    ),
+    ("`trainer.prompts_per_step` above 0", "no prompts"): (
+        "data.tasks=[]  evaluation.problems=0  reward.verifier=exact",
+        ALONE,
+        "none of them is given",
+    ),
+    ("`trainer.prompts_per_step` = 0", "no `demonstrations`"): (NONE, ALONE, "there are no `demonstrations`"),
+    ("`evaluation.problems`", "no prompts"): (
+        f"{ALONE}  evaluation.problems=4  reward.verifier=exact",
+        f"{ALONE}  evaluation.problems=4  data.eval_path=e  reward.verifier=exact",
+        "no problems to hold out",
+    ),
+    ("`trainer.prompts_per_step` = 0", "loop.staleness above 0"): (
+        f"{ALONE}  loop.staleness=1",
+        f"{GIVEN}  loop.staleness=1",
+        "so loop.staleness above 0 has no effect; leave it out, or sample",
+    ),
+    ("`trainer.prompts_per_step` = 0", "loop.callback"): (f"{ALONE}  {CALLBACK}", CALLBACK, "so loop.callback has"),
+    ("`trainer.prompts_per_step` = 0", "replay"): (
+        f"{ALONE}  replay={{share=0.5}}",
+        "replay={share=0.5}",
+        "so replay has",
+    ),
+    ("`trainer.prompts_per_step` = 0", "data.curriculum"): (
+        f"{ALONE}  data.curriculum=ucb",
+        f"{GIVEN}  data.curriculum=ucb",
+        "so data.curriculum has",
+    ),
+    ("`trainer.prompts_per_step` = 0", "models"): (f"{ALONE}  {MODELS}", f"{GIVEN}  {MODELS}", "so models has"),
+    ('`reward.verifier` = "task"', "no `data.tasks`"): (
+        "data.tasks=[]  data.path=p.jsonl",
+        FILE,
+        '`reward.verifier` is "task", which needs `data.tasks`; for other prompts set it to one of math, exact',
+    ),
+    ("`evaluation.problems`", "`data.source` without `data.eval_path`"): (
+        "data.tasks=[]  data.source=games  reward.verifier=exact",
+        "data.tasks=[]  data.source=games  reward.verifier=exact  data.eval_path=e",
+        "`data.source` has no held-out problems",
+    ),
+    ("`data.disjoint`", "no `demonstrations`"): (
+        "data.disjoint=true",
+        f"data.disjoint=true  {GIVEN}",
+        "if they are an earlier stage's",
+    ),
+    ("`evaluation.problems`", "a judge of groups"): (
+        f"{GROUP}  evaluation.problems=4",
+        GROUP,
+        "set `evaluation.problems` to 0",
+    ),
+    ("`evaluation.every`", "`evaluation.problems` = 0"): (
+        "evaluation.every=5  evaluation.problems=0",
+        "evaluation.every=5",
+        "give both or neither",
+    ),
+    ("`reward.parts.when_wrong`", "`when_right`"): (
+        TWO_PARTS % ("b", "exact", ",when_wrong='a',when_right='a'"),
+        TWO_PARTS % ("b", "exact", ",when_wrong='a'"),
+        "the part 'b' has",
+    ),
+    ("`reward.parts.when_wrong`, `when_right`", "a judge of groups"): (
+        "evaluation.problems=0  " + TWO_PARTS % ("b", "majority", ",when_wrong='a'"),
+        "evaluation.problems=0  " + TWO_PARTS % ("b", "majority", ""),
+        "the part 'b' compares all responses",
+    ),
+    ("`reward.parts.name`", "another part of the name"): (
+        TWO_PARTS % ("a", "exact", ""),
+        TWO_PARTS % ("b", "exact", ""),
+        "are called 'a'",
+    ),
+    ("`reward.verifier`, `reward.options`", "`reward.parts`"): (
+        EXACT % "" + "  reward.options={a=1}",
+        EXACT % "",
+        "`reward.options` does not go with `reward.parts`",
+    ),
+    ("`reward.group`", "`reward.parts`"): (
+        EXACT % "" + "  reward.group=true",
+        "evaluation.problems=0  reward.parts=[{name='a',verifier='mine.py:f',group=true}]",
+        "give it to the part that judges groups",
+    ),
+    ("`reward.group`", "a verifier's name"): (
+        "evaluation.problems=0  reward.verifier=exact  reward.group=true",
+        GROUP,
+        "and 'exact' is a name",
+    ),
+    ("`reward.hosts`", "a judge of groups"): (f"{GROUP}  reward.hosts=1", GROUP, "compares several"),
+    ("`reward.hosts`", 'a verifier "policy"'): (
+        "reward.hosts=1  reward.verifier=policy",
+        "reward.hosts=1  reward.verifier=exact",
+        "leave `policy` out",
+    ),
+    ("`reward.hosts`", "`reward.parts.role`"): (
+        "reward.hosts=1  " + EXACT % ",role='r'",
+        "reward.hosts=1  " + EXACT % "",
+        "the part 'a' judges one",
+    ),
+    ("`reward.hosts`", "a scheduled `reward.parts.weight`"): (
+        f"reward.hosts=1  {SCHEDULED}",
+        "reward.hosts=1  " + EXACT % ",weight=2.0",
+        "the weight of the part 'a' follows",
+    ),
+    ("`rollout.engines` with a program that judges", "a scheduled `reward.parts.weight`"): (
+        f"rollout.program=mcts  {ENGINES}  {SCHEDULED}",
+        f"rollout.program=mcts  {SCHEDULED}",
+        "the program 'mcts' judges in the processes",
+    ),
+    ("`reward.parts.when`", "no such `data.tasks`"): (
+        EXACT % ",when=['chain_sum','sum']",
+        EXACT % ",when=['chain_sum']",
+        "names 'sum', which is not in `data.tasks`; they are chain_sum",
+    ),
+    ("`data.tasks`", "no part that judges one"): (
+        f"{TWO_TASKS}  " + EXACT % ",when='gcd'",
+        f"{TWO_TASKS}  " + EXACT % ",when=['gcd','chain_sum']",
+        "judges the task 'chain_sum'",
+    ),
+    ("`objective`, `pairs`, `loss` of a loss term", "each other"): (
+        TERM % ",loss='laser'",
+        TERM % "",
+        "the loss term 't' needs one of",
+    ),
+    ("`algorithm.terms.pairs`", "`select`"): (
+        f"{REFERENCE}  algorithm.terms=[{{name='t',pairs='best_and_worst',select='best'}}]",
+        f"{REFERENCE}  algorithm.terms=[{{name='t',pairs='best_and_worst'}}]",
+        "the loss term 't' has `pairs`",
+    ),
+    ("`algorithm.terms.name`", "another term of the name"): (
+        "algorithm.terms=[{name='t',objective='sft'},{name='t',objective='opd'}]",
+        "algorithm.terms=[{name='t',objective='sft'},{name='u',objective='opd'}]",
+        "Two loss terms are called 't'",
+    ),
+    ("`roles.reference.reset_every`", "`roles.reference.ema`"): (
+        "roles.reference={reset_every=2,ema=0.5}",
+        "roles.reference={ema=0.5}",
+        "not both",
+    ),
+    ("`roles.reference.path` with `reset_every` or `ema`", "`model.lora`"): (
+        f"{LORA}  roles.reference={{path='x',ema=0.5}}",
+        f"{LORA}  roles.reference={{path='x'}}",
+        "cannot become the policy of [model.lora]",
+    ),
+    ('`algorithm.advantage` = "gae"', "no `roles.critic`"): (
+        "algorithm.advantage=gae",
+        "algorithm.advantage=gae  roles.critic={}",
+        "give the run a [roles.critic]",
+    ),
+    ("`loop.over_sampling`", "`loop.staleness` above 0"): (
+        "loop.over_sampling=2.0  loop.staleness=1",
+        "loop.over_sampling=2.0",
+        "set staleness to 0",
+    ),
+    ('`loop.over_sampling` = "valid_share"', "no `loop.callback`"): (
+        "loop.over_sampling=valid_share",
+        f"loop.over_sampling=valid_share  {CALLBACK}",
+        "such as dynamic_sampling",
+    ),
+    ('`loop.train_context` = "plain"', "no `loop.callback`"): (
+        "loop.train_context=plain",
+        PLAIN,
+        "such as hint_ladder",
+    ),
+    ('`loop.callback` = "hint_ladder"', '`loop.train_context` = "sampled"'): (
+        "loop.callback=hint_ladder",
+        "loop.callback=hint_ladder  loop.train_context=plain",
+        'set `loop.train_context` to "plain"',
+    ),
+    ("`rollout.kv_tokens`", "a longer sequence"): (
+        "rollout.kv_tokens=1279",
+        "rollout.kv_tokens=1280",
+        "= 1280 tokens) does not fit in `rollout.kv_tokens` = 1279; raise it",
+    ),
+    ("`trainer.max_tokens`", "a longer sequence"): (
+        "trainer.max_tokens=1300  evaluation.max_new_tokens=300",
+        "trainer.max_tokens=1324  evaluation.max_new_tokens=300",
+        "= 1324 tokens) does not fit in `trainer.max_tokens` = 1300; raise it",
+    ),
+    ("`model.lora.extrapolate`", "`trainer.ranks` above 1"): (
+        f"{NEXT}  trainer.ranks=2  {ENGINES}",
+        f"{NEXT}  {ENGINES}",
+        "does not go with `trainer.ranks` above 1 yet; set it to 1",
+    ),
+    ("`model.lora.extrapolate`", "fewer updates than it learns from"): (
+        f"{NEXT}  trainer.steps=7",
+        f"{NEXT}  trainer.steps=8",
+        "= 8 updates at least, and the run makes 7; raise `trainer.steps`",
+    ),
+    ("`trainer.updates_per_step`", "fewer prompts"): (
+        "trainer.updates_per_step=33",
+        "trainer.updates_per_step=32",
+        "`trainer.prompts_per_step` is 32; set the first to 32 or less, or the second to 33 or more",
+    ),
+    ("`replay.share`", "`trainer.prompts_per_step` of which it leaves none"): (
+        "replay={share=0.99}",
+        "replay={share=0.9}",
+        "= 32 is 32 groups, which leaves none to sample",
+    ),
+    ("`loop.score_early`", "a reference or a teacher of fixed weights in [roles]"): (
+        "loop.score_early=true  roles.reference={ema=0.5}",
+        "loop.score_early=true  roles.reference={ema=0.5}  roles.teacher={path='x'}",
+        "needs a reference or a teacher of fixed weights",
+    ),
+    ("`loop.score_early`", "trainer.ranks = 1, because several ranks score a batch together"): (
+        f"{EARLY}  trainer.ranks=2  {ENGINES}",
+        f"{EARLY}  {ENGINES}",
+        "needs trainer.ranks = 1",
+    ),
+    ("`loop.score_early`", "a run of one policy, without [models]"): (
+        f"{EARLY}  {MODELS}",
+        EARLY,
+        "needs a run of one policy",
+    ),
+    (
+        "`loop.score_early`",
+        'placement.layout = "split", because colocated engines keep the memory while they sample',
+    ): (f"{EARLY}  {ENGINES}  placement.layout=colocated", f"{EARLY}  {ENGINES}", 'needs placement.layout = "split"'),
+    (
+        "`loop.score_early`",
+        "a loop.temperature_scale that does not change, because the step that will train a group is not known",
+    ): (
+        f"{EARLY}  loop.staleness=1  loop.temperature_scale=[[1,1.0],[5,2.0]]",
+        f"{EARLY}  loop.temperature_scale=[[1,1.0],[5,2.0]]",
+        "needs a loop.temperature_scale that does not change",
+    ),
+    ("`model.train_tower`", "`model.lora`"): (
+        f"{LORA}  model.train_tower=true",
+        "model.train_tower=true",
+        "leave one of them out",
+    ),
+    ("`rollout.drafts.tokens`, `remembered`", "`rollout.drafts.rows` = 0"): (
+        "rollout.drafts.tokens=3",
+        "rollout.drafts.tokens=3  rollout.drafts.rows=8",
+        "`tokens` has no effect while `rows` is 0",
+    ),
+    ("`models.NAME.objective_options`", "no `objective` of the policy's own"): (
+        "models={verifier={objective_options={eps_high=0.3}}}",
+        "models={verifier={objective_options={eps_high=0.3},objective='dapo'}}",
+        "name it, or leave them out",
+    ),
+    ("`models.NAME.terms`", '`select` = "injected"'): (
+        "models={verifier={terms=[{name='t',objective='sft',select='injected'}]}}",
+        "models={verifier={terms=[{name='t',objective='sft',select='best'}]}}",
+        "the loss term 't' selects demonstrations",
+    ),
+    ("`models.NAME`", "a name that metrics begin with"): (
+        "models={reward={}}",
+        "models={rewards={}}",
+        "`models.reward` has a name",
+    ),
+    **{
+        ("`models`", other): (f"{MODELS}  {flags}", flags, f"`models.verifier` does not go with {other} yet; leave one")
+        for other, flags in {
+            "rollout.engines": ENGINES,
+            'rollout.backend = "vllm"': VLLM,
+            "rollout.stop, which would end a whole response,": "rollout.stop=['x']",
+            "trainer.ranks above 1": f"trainer.ranks=2  {ENGINES}",
+            "reward.hosts": "reward.hosts=1",
+            "loop.staleness above 0": "loop.staleness=1",
+            'loop.train_context = "plain"': PLAIN,
+            "data.image_key": f"{FILE}  data.image_key=i",
+            "model.lora": LORA,
+            "model.replay_routes": "model.replay_routes=true",
+            "replay": "replay={share=0.5}",
+            "roles.critic": "roles.critic={}",
+            "roles.teacher": "roles.teacher={path='x'}",
+            "roles.reference.path": "roles.reference={path='x'}",
+        }.items()
+    },
+    ('`loop.train_context` = "plain"', "`data.image_key`"): (
+        f"{PLAIN}  {FILE}  data.image_key=i",
+        f"{PLAIN}  {FILE}",
+        "exchanges no prompts with pictures",
+    ),
+    ("`model.replay_routes`", '`rollout.backend` = "vllm"'): (
+        f"model.replay_routes=true  {VLLM}",
+        "model.replay_routes=true",
+        "set it, or replay none",
+    ),
+    ("`model.replay_routes`", "`rollout.compile`"): (
+        "model.replay_routes=true  rollout.compile=true",
+        "rollout.compile=true",
+        "does not record routes",
+    ),
+    ("`model.batch_invariant`", '`rollout.backend` = "vllm", `rollout.compile`'): (
+        f"model.batch_invariant=true  {VLLM}",
+        "model.batch_invariant=true",
+        'does not hold for `rollout.backend` = "vllm", whose kernels',
+    ),
+    ("`rollout.vllm_options`", '`rollout.backend` = "native"'): (
+        "rollout.vllm_options={seed=1}",
+        f"rollout.vllm_options={{seed=1}}  {VLLM}",
+        "set it, or leave them out",
+    ),
+    ("`rollout.drafts`", '`rollout.backend` = "vllm"'): (
+        f"rollout.drafts.rows=8  {VLLM}",
+        "rollout.drafts.rows=8",
+        "set rollout.drafts.rows to 0",
+    ),
+    ("`rollout.python`", "no `rollout.engines`"): (
+        "rollout.python=/p",
+        f"rollout.python=/p  {ENGINES}",
+        "set this, or leave it out",
+    ),
+    ("`rollout.send_changes`", 'no `rollout.engines`, or `rollout.backend` = "vllm"'): (
+        f"rollout.send_changes=true  {ENGINES}  {VLLM}",
+        f"rollout.send_changes=true  {ENGINES}",
+        "vLLM loads whole ones; leave it out",
+    ),
+    ("`placement`", "no `rollout.engines` and no `reward.hosts`"): (
+        "placement.restarts=3",
+        "placement.restarts=3  reward.hosts=1",
+        "set `rollout.engines` or `reward.hosts`, or leave it out",
+    ),
+    ("`placement.per_rank`", "`trainer.ranks` = 1"): (
+        f"placement.per_rank={{CPU=2}}  {ENGINES}",
+        f"placement.per_rank={{CPU=2}}  {ENGINES}  trainer.ranks=2",
+        "set these, or leave it out",
+    ),
+    ("`trainer.ranks` above 1", "`data.image_key`, `model.replay_routes`"): (
+        f"trainer.ranks=2  {ENGINES}  model.replay_routes=true",
+        f"{ENGINES}  model.replay_routes=true",
+        "do not go with `trainer.ranks` above 1 yet; set it to 1",
+    ),
+    ("`trainer.ranks` above 1", '`placement.layout` = "colocated"'): (
+        f"trainer.ranks=2  {ENGINES}  placement.layout=colocated",
+        f"{ENGINES}  placement.layout=colocated",
+        "does not go with `trainer.ranks` above 1; set it to 1",
+    ),
+    ("`placement.per_engine`, `placement.layout`", "no `rollout.engines`"): (
+        "reward.hosts=1  placement.per_engine={CPU=2}",
+        f"{ENGINES}  placement.per_engine={{CPU=2}}",
+        "are for `rollout.engines`; set these, or leave them out",
+    ),
+    ('`placement.layout` = "colocated"', "`loop.overlap`"): (
+        f"{ENGINES}  placement.layout=colocated  loop.staleness=1",
+        f"{ENGINES}  placement.layout=colocated  loop.staleness=1  loop.overlap=false",
+        "set `loop.overlap` to false",
+    ),
+    ("`rollout.compile`", '`rollout.backend` = "vllm"'): (
+        f"rollout.compile=true  {VLLM}",
+        "rollout.compile=true",
+        "use `rollout.vllm_options`",
+    ),
+    (PROGRAM, "`models`"): (f"{AGENT}  {MODELS}", AGENT, "`models.verifier` plays a role of a program"),
+    (PROGRAM, f"`algorithm.advantage` = {', '.join(sorted(FORKS))}"): (
+        f"{AGENT}  algorithm.advantage=treerl",
+        "algorithm.advantage=treerl",
+        "'treerl' follows from where a program lets responses fork",
+    ),
+    (PROGRAM, f"`algorithm.advantage` = {', '.join(sorted(UNTRAINED))}"): (
+        f"{AGENT}  algorithm.advantage=remax",
+        "algorithm.advantage=remax",
+        "'remax' needs responses that a program samples for it alone",
+    ),
+    (PROGRAM, '`loop.train_context` = "plain"'): (f"{AGENT}  {PLAIN}", PLAIN, "needs one prompt for all responses"),
+    (PROGRAM, f"`loop.callback` = {', '.join(sorted(OTHER_PROMPTS))}"): (
+        f"{AGENT}  loop.callback=refine",
+        f"{AGENT}  {CALLBACK}",
+        "'refine' needs responses to a prompt that it chooses",
+    ),
+    (PROGRAM, "`algorithm.terms.pairs` of responses"): (
+        f"{AGENT}  algorithm.terms=[{{name='t',pairs='best_and_worst'}}]",
+        f"{AGENT}  {GIVEN}  algorithm.terms=[{{name='t',pairs='chosen_and_rejected'}}]",
+        "'t' with pairs = 'best_and_worst' compares responses",
+    ),
+    (PROGRAM, f"`algorithm.terms.loss` = {', '.join(sorted(COMPARED))}"): (
+        f"{AGENT}  algorithm.terms=[{{name='t',loss='ranking'}}]",
+        "algorithm.terms=[{name='t',loss='ranking'}]",
+        "'t' with loss = 'ranking' needs responses",
+    ),
+}
+
+FILTERS = "`rollout.top_p`, `top_k`, `min_p`"
+TRAINING: dict[tuple[str, str], Case] = {
+    (FILTERS, "`loop.staleness` = {staleness} with loop.correction = '{correction}'"): (
+        "loop.staleness=1  rollout.top_p=0.9",
+        "loop.staleness=1  rollout.top_p=0.9  loop.correction=none",
+        "`loop.staleness` = 1 with loop.correction = 'truncate' uses the sampler's log-probs",
+    ),
+    (FILTERS, "`replay`"): ("replay={share=0.5}  rollout.top_k=5", "rollout.top_k=5", "`replay` uses the sampler's"),
+    (FILTERS, "`loop.train_context` = 'plain'"): (
+        f"{PLAIN}  rollout.min_p=0.1",
+        f"{CALLBACK}  rollout.min_p=0.1",
+        "`loop.train_context` = 'plain' uses the sampler's log-probs",
+    ),
+    (FILTERS, "`trainer.{key}` = {count}"): (
+        "trainer.epochs=3  rollout.top_k=5",
+        "trainer.epochs=3",
+        "`trainer.epochs` = 3 uses the sampler's log-probs",
+    ),
+    ("`trainer.ranks` above 1", "no `rollout.engines`"): (
+        "trainer.ranks=2",
+        f"trainer.ranks=2  {ENGINES}",
+        "`trainer.ranks` = 2 needs engines in other processes",
+    ),
+}
+
+PLAYS = "rollout.program=generate_then_verify  rollout.program_options={generate_tokens=7}"
+PARTS: dict[tuple[str, str], Case] = {
+    ("an objective of chosen tokens", "no `select`"): (
+        "algorithm.objective=sft",
+        "algorithm.objective=sft  algorithm.select=best",
+        "algorithm.objective = 'sft' trains on chosen tokens; choose them with `select` (the objective needs",
+    ),
+    (
+        "an objective that compares with the policy before the update",
+        '`algorithm.old_logprob` = "behaviour"',
+    ): (
+        "algorithm.objective=decoupled_ppo",
+        "algorithm.objective=decoupled_ppo  algorithm.old_logprob=recompute",
+        'set algorithm.old_logprob to "recompute"',
+    ),
+    ("an objective that needs a reference, a teacher or a critic", "no such role"): (
+        "algorithm.objective_options={kl_coef=0.1}",
+        f"algorithm.objective_options={{kl_coef=0.1}}  {REFERENCE}",
+        "needs ref_logprob (kl_coef is not 0); give the run a [roles.reference]",
+    ),
+    ("an objective of values", "which no run has"): (
+        "algorithm.objective=clip_tensor",
+        "algorithm.objective=grpo",
+        "which a run does not have; choose another objective",
+    ),
+    ("a preference loss with a reference", "no `roles.reference`"): (
+        "algorithm.terms=[{name='t',pairs='best_and_worst'}]",
+        f"{REFERENCE}  algorithm.terms=[{{name='t',pairs='best_and_worst'}}]",
+        "algorithm.terms.t needs a reference policy; give the run a [roles.reference]",
+    ),
+    ("a part that reads the divergence from the reference", "no `roles.reference`"): (
+        f"{GIVEN}  algorithm.terms=[{{name='t',objective='sft',select='calm'}}]",
+        f"{GIVEN}  algorithm.terms=[{{name='t',objective='sft',select='calm'}}]  {REFERENCE}",
+        "= 'calm' reads the column policy_kl; give the run a [roles.reference]",
+    ),
+    ("a loss term with ratios of segments", '`rollout.program` = "agent"'): (
+        f"{AGENT}  rollout.program_options={{command=['x']}}  algorithm.objective=segment_ratio",
+        "algorithm.objective=segment_ratio",
+        "The loss term 'actor' has ratios of segments",
+    ),
+    ("`roles.critic`", "an advantage that sets no targets"): (
+        "roles.critic={}  algorithm.advantage=group_norm",
+        "roles.critic={}",
+        "'group_norm' sets no column value_target on 2 of 2 trees",
+    ),
+    ("a program that returns tokens of older policies", "`rollout.top_p`, `top_k`, `min_p`"): (
+        "rollout.program=mcts  rollout.top_p=0.9",
+        "rollout.program=mcts",
+        "`rollout.program` = 'mcts', which may return tokens of older policies, uses the sampler's log-probs",
+    ),
+    ("`models.NAME.roles`", "a program without the role"): (
+        f"{PLAYS}  models={{critic={{}}}}",
+        f"{PLAYS}  {MODELS}",
+        "`models.critic` plays the role 'critic', which rollout.program = 'generate_then_verify' does not have; its "
+        "roles are generator, verifier",
+    ),
+    ("`models.NAME.roles`", "the program's first role"): (
+        f"{PLAYS}  models={{generator={{}}}}",
+        f"{PLAYS}  {MODELS}",
+        "`models.generator` plays the role 'generator', in which rollout.program = 'generate_then_verify' begins and "
+        "which [model] plays; choose among verifier",
+    ),
+    ("`models.NAME.roles`", "another policy's role"): (
+        f"{PLAYS}  models={{verifier={{}},second={{roles=['verifier']}}}}",
+        f"{PLAYS}  models={{second={{roles=['verifier']}}}}",
+        "both play the role 'verifier'; leave one out",
+    ),
+    ("`algorithm.advantage_options.rewards` of roles", "a program without the role"): (
+        f"{PLAYS}  algorithm.advantage=by_role  algorithm.advantage_options={{rewards={{judge='a'}}}}",
+        f"{PLAYS}  algorithm.advantage=by_role  algorithm.advantage_options={{rewards={{verifier='a'}}}}",
+        "names the role 'judge', which rollout.program = 'generate_then_verify' does not have; its roles are "
+        "generator, verifier",
+    ),
+}
