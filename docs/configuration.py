@@ -1,8 +1,9 @@
-"""Writes configuration.md, every key of a run's TOML file, from the models in `engine/settings/`:
+"""Writes configuration.md, every key of a run's TOML file and what does not go together, from `engine/settings/`:
 ``python docs/configuration.py``."""
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from pathlib import Path
@@ -13,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rolltree.engine.settings import TrainConfig
+from rolltree.engine.settings.capabilities import STAGES, Row
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """# Configuration
@@ -21,7 +23,12 @@ A run is one TOML file; each key can also be given on the command line (`--train
 error that names the nearest one. `rolltree train CONFIG --dry-run` prints the resolved file, with defaults, and what
 it would do. Where a key names a part (`file.py:function`), the path is relative to the TOML file.
 
-This page is generated from `engine/settings/`.
+This page is generated from `engine/settings/`. Its [last part](#what-does-not-go-together) lists what is refused.
+"""
+TOGETHER = """## What does not go together
+
+Each row is a refusal with its reason and its remedy; capital letters stand for what the run has there. `--dry-run`
+tells all rows that refuse a run at the first stage where one does, and a run one of them and the number of the others.
 """
 
 
@@ -48,7 +55,18 @@ def reference() -> str:
         if rows:
             lines += [f"## {title}", "", "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
         sections = below + sections
+    lines.append(TOGETHER)
+    for stage, refusals in STAGES.items():
+        lines += [f"### Refused {stage}", "", "| feature | with | refused because |", "|---|---|---|"]
+        lines += [*map(together, refusals), ""]
     return "\n".join(lines)
+
+
+def together(row: Row[Any]) -> str:
+    """The row of the table about two things that do not go together."""
+    cells = row.feature, row.other, "; ".join(filter(None, (row.why, row.remedy)))
+    named = (re.sub(r"\{(\w+)\}", lambda word: word[1].upper(), cell).replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(named)} |"
 
 
 def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:

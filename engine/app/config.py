@@ -7,21 +7,21 @@ of one sentence that names the file (or the flag), the key, and what is allowed.
 from __future__ import annotations
 
 import datetime
-import difflib
 import json
 import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard, get_args, get_origin
+from typing import Any
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from ..errors import RefusedError, UserError
 from ..methods.papers import OWN_ADVANTAGE, OWN_SELECTION
 from ..settings import Section, TrainConfig
+from .keys import MAX_SHOWN, config_keys, nearest, required, toml_value
 from .recipes import combined, needs, read_recipe, with_updates
 
 OBJECT = re.compile(r"[^\n]+\.py:[A-Za-z_]\w*")
@@ -34,19 +34,6 @@ MAX_BYTES = 256 * 1024
 """Largest configuration file, in bytes; those of whole runs have a few thousand."""
 MAX_DOTS = 1000
 """Largest number of dots in a line, as parsing takes time quadratic in the parts of a key."""
-MAX_SHOWN = 200
-"""Largest number of characters of the user's text in an error message."""
-
-
-class ConfigKey(NamedTuple):
-    """One documented key of the configuration."""
-
-    key: str
-    """Dotted name, such as ``trainer.lr``; a key of the list `data.tasks` is ``data.tasks.name``."""
-    type: str
-    default: str
-    """Default value as TOML; empty if there is none."""
-    doc: str
 
 
 def load_config(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str, str]] = ()) -> TrainConfig:
@@ -66,13 +53,13 @@ def load_config(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str,
             other.
     """
     path = Path(path)
-    data, given, _ = read_tables(path, overrides)
+    data, flags, _ = read_tables(path, overrides)
     if data.get("stages"):
         raise UserError(
             f"'{path}' has stages, which only `rolltree train` runs, one after another; give the config.toml in the "
             "directory of one of its runs."
         )
-    return checked(data, path, given)
+    return checked(data, path, flags)
 
 
 def read_tables(
@@ -83,10 +70,10 @@ def read_tables(
     data = _read_toml(path)
     _check_plain(data, str(path))
     _resolve_callables(data, path.parent)
-    given = _parse_overrides(overrides)
+    flags = _parse_overrides(overrides)
     types = {k.key: k.type for k in config_keys()}
     values: dict[str, Any] = {}
-    for key, text in given.items():
+    for key, text in flags.items():
         values[key] = _parse_value(text, types.get(key, "any"))
         _check_plain({key: values[key]}, f"--{key}")
     _resolve_callables(values, Path())
@@ -94,34 +81,18 @@ def read_tables(
         put(data, key, value)
     if isinstance(recipe := data.get("recipe"), str):
         data = combined(read_recipe(recipe).keys, data)
-    return data, given, values
+    return data, flags, values
 
 
-def checked(data: dict[str, Any], path: Path, given: dict[str, str]) -> TrainConfig:
+def checked(data: dict[str, Any], path: Path, flags: dict[str, str]) -> TrainConfig:
     """Return the configuration of ``data``; raises as `load_config`."""
     try:
         return _validate(with_updates(data))
     except ValidationError as error:
         refused = error.errors()[0].get("ctx", {}).get("error")
         if isinstance(refused, RefusedError):
-            raise RefusedError(refused.refusals, f"'{path}'{_flags(given)}: ") from None
-        raise UserError(_sentence(error, path, given) + needs(data, error)) from None
-
-
-def config_keys(section: type[BaseModel] | None = None, prefix: str = "") -> Iterator[ConfigKey]:
-    """Yield every key of the configuration, in the order of the fields."""
-    for name, field in (section or TrainConfig).model_fields.items():
-        inner = _without_none(field.annotation)
-        if _is_section(inner):
-            if inner is not field.annotation:  # an optional table is a key of its own, as `{}` asks for its defaults
-                yield ConfigKey(f"{prefix}{name}", "table", "", " ".join((field.description or "").split()))
-            yield from config_keys(inner, f"{prefix}{name}.")
-            continue
-        default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
-        doc = " ".join((field.description or "").split())
-        yield ConfigKey(f"{prefix}{name}", _type_name(inner), "" if default is None else _toml_value(default), doc)
-        if get_origin(inner) is tuple and _is_section(item := get_args(inner)[0]):
-            yield from config_keys(item, f"{prefix}{name}.")
+            raise RefusedError(refused.refusals, f"'{path}'{_with(flags)}: ") from None
+        raise UserError(_sentence(error, path, flags) + needs(data, error)) from None
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -166,17 +137,17 @@ def _check_plain(value: Any, where: str, key: str = "", depth: int = 0) -> None:
         UserError: a text with a zero byte or half a character, a number beyond 64 bits or not finite, or tables nested
             deeper than any setting.
     """
-    found = None
+    fault = None
     if isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
-        found = "it holds a zero byte or half a character"
+        fault = "it holds a zero byte or half a character"
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        found = "it does not fit in 64 bits"
+        fault = "it does not fit in 64 bits"
     elif isinstance(value, float) and not math.isfinite(value):
-        found = f"it must be a finite number and is {value}"
+        fault = f"it must be a finite number and is {value}"
     elif depth > MAX_DEPTH:
-        found = "it is nested too deeply"
-    if found is not None:
-        raise UserError(f"{_quoted(where)}: `{_quoted(key)[1:-1]}` is not allowed: {found}.")
+        fault = "it is nested too deeply"
+    if fault is not None:
+        raise UserError(f"{_quoted(where)}: `{_quoted(key)[1:-1]}` is not allowed: {fault}.")
     if isinstance(value, dict):
         for name, inner in value.items():
             path = f"{key}.{name}" if key else name
@@ -204,28 +175,33 @@ def _quoted(text: object) -> str:
 
 def _parse_overrides(overrides: Sequence[str] | Sequence[tuple[str, str]]) -> dict[str, str]:
     """Return ``{dotted key: text}``; the last of several values of a key wins, as on any command line."""
-    given: dict[str, str] = {}
+    texts: dict[str, str] = {}
     waiting: str | None = None
     for item in overrides:
         if isinstance(item, tuple):
-            given[_known_override(item[0])] = item[1]
+            texts[_override_key(item[0])] = item[1]
         elif waiting is not None:
-            given[waiting], waiting = item, None
+            texts[waiting], waiting = item, None
         elif not item.startswith("--"):
             raise UserError(f"{_quoted(item)} stands alone on the command line; give overrides as --trainer.lr 1e-6.")
         else:
             name, equals, text = item.removeprefix("--").partition("=")
-            name = _known_override(name)
+            name = _override_key(name)
             if equals:
-                given[name] = text
+                texts[name] = text
             else:
                 waiting = name
     if waiting is not None:
         raise UserError(f"--{waiting} needs a value, as in --{waiting} VALUE.")
-    return given
+    return texts
 
 
-def _known_override(key: str) -> str:
+def _override_key(key: str) -> str:
+    """Return ``key``.
+
+    Raises:
+        UserError: no flag sets it.
+    """
     keys = {k.key: k.type for k in config_keys()}
     for parent in (name for name, kind in keys.items() if kind == "list of tables" and key.startswith(f"{name}.")):
         raise UserError(
@@ -235,34 +211,19 @@ def _known_override(key: str) -> str:
     free = (name for name, kind in keys.items() if kind == "table" and name not in sections)
     if key in keys or any(key.startswith(f"{table}.") for table in free):
         return key
-    raise UserError(f"--{_quoted(key)[1:-1]} is not a key of the configuration; {_nearest(key)}.")
-
-
-def _nearest(key: str) -> str:
-    """Return 'the nearest is `trainer.lr`': the same name in another table if there is one, else the best match."""
-    keys = [k.key for k in config_keys()]
-    key = key[:MAX_SHOWN]  # comparing takes time quadratic in its length
-    leaf = key.rpartition(".")[2]
-    same_leaf = sorted((k for k in keys if k.rpartition(".")[2] == leaf), key=lambda k: k.count("."))
-    tables = {k.partition(".")[0]: k for k in reversed(keys) if "." in k}  # with the first key of each
-    table = [] if "." in key else [tables[name] for name in difflib.get_close_matches(key, tables, n=1, cutoff=0.8)]
-    found = same_leaf or table or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
-    if not found:
-        by_leaf = {k.rpartition(".")[2]: k for k in reversed(keys)}
-        found = [by_leaf[name] for name in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.0)]
-    return f"the nearest is `{found[0]}`"
+    raise UserError(f"--{_quoted(key)[1:-1]} is not a key of the configuration; {nearest(key)}.")
 
 
 def _parse_value(text: str, kind: str) -> Any:
     """Parse ``text`` as a TOML value; it stays a string if it is not TOML, is a date, or the key takes a string."""
     try:
-        found = _parsed(f"v = {text}")
+        table = _parsed(f"v = {text}")
     except (ValueError, RecursionError):
         return text
-    value = found["v"]
-    one_value = len(found) == 1 and not isinstance(value, datetime.date | datetime.time)
-    wanted = isinstance(value, str) or not (kind == "string" or kind.startswith('"'))
-    return value if one_value and wanted else text
+    value = table["v"]
+    one_value = len(table) == 1 and not isinstance(value, datetime.date | datetime.time)
+    of_kind = isinstance(value, str) or not (kind == "string" or kind.startswith('"'))
+    return value if one_value and of_kind else text
 
 
 def put(data: dict[str, Any], key: str, value: Any) -> None:
@@ -300,91 +261,46 @@ def _with_parts_of_papers(data: dict[str, Any]) -> dict[str, Any]:
     advantage = OWN_ADVANTAGE.get(str(algorithm.get("objective", "")))
     if isinstance(roles, dict) and roles.get("critic") is not None:
         advantage = "gae"
-    made = _with_selection(algorithm)
-    if isinstance(terms := made.get("terms"), list):
-        made = made | {"terms": [_with_selection(term) if isinstance(term, dict) else term for term in terms]}
-    return data | {"algorithm": made if advantage is None else {"advantage": advantage} | made}
+    algorithm = _with_selection(algorithm)
+    if isinstance(terms := algorithm.get("terms"), list):
+        algorithm |= {"terms": [_with_selection(term) if isinstance(term, dict) else term for term in terms]}
+    return data | {"algorithm": algorithm if advantage is None else {"advantage": advantage} | algorithm}
 
 
 def _with_selection(term: dict[str, Any]) -> dict[str, Any]:
-    own = OWN_SELECTION.get(str(term.get("objective", "")))
-    return term if own is None else {"select": own} | term
+    selection = OWN_SELECTION.get(str(term.get("objective", "")))
+    return {**term} if selection is None else {"select": selection} | term
 
 
 def _validate(data: dict[str, Any]) -> TrainConfig:
-    if isinstance(given := data.get("demonstrations"), dict):  # one table of a list
-        data = data | {"demonstrations": [given]}
+    if isinstance(table := data.get("demonstrations"), dict):  # one table of a list
+        data = data | {"demonstrations": [table]}
     # JSON mode is strict about types ("5" is not a number, true is not 1) but accepts arrays as tuples.
     return TrainConfig.model_validate_json(json.dumps(_with_parts_of_papers(data), default=str), strict=True)
 
 
-def _sentence(error: ValidationError, path: Path, given: dict[str, str]) -> str:
+def _sentence(error: ValidationError, path: Path, flags: dict[str, str]) -> str:
     """Describe one mistake in a sentence, unknown keys first, as a misspelt key often explains a missing one."""
     rank = {"extra_forbidden": 0, "missing": 2, "value_error": 3}
     mistakes = sorted(error.errors(), key=lambda e: rank.get(e["type"], 1))
     first, more = mistakes[0], len(mistakes) - 1
     key = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
-    flag = next((k for k in given if key and (key == k or key.startswith(f"{k}."))), None)
+    flag = next((k for k in flags if key and (key == k or key.startswith(f"{k}."))), None)
     where = f"--{flag}" if flag else _quoted(path)
     rest = f" ({more} more {'mistake' if more == 1 else 'mistakes'} after this one)" if more else ""
     message = first["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
     if first["type"] == "extra_forbidden":
-        return f"{where}: there is no key `{_quoted(key)[1:-1]}`; {_nearest(key)}{rest}."
+        return f"{where}: there is no key `{_quoted(key)[1:-1]}`; {nearest(key)}{rest}."
     if first["type"] == "missing":
-        needed = [k for k in _required() if k == key or k.startswith(f"{key}.")] or [key]
-        return (
-            f"{where} lacks {' and '.join(f'`{k}`' for k in needed)}; add {'it' if len(needed) == 1 else 'them'}{rest}."
-        )
+        lacking = [f"`{k}`" for k in required() if k == key or k.startswith(f"{key}.")] or [f"`{key}`"]
+        return f"{where} lacks {' and '.join(lacking)}; add {'it' if len(lacking) == 1 else 'them'}{rest}."
     if isinstance(first["input"], dict) and first["type"] == "value_error":
-        return f"'{path}'{_flags(given)}: {message}{rest}."
-    return f"{where}: `{key}` = {_toml_value(first['input'])} is not allowed: {message}{rest}."
+        return f"'{path}'{_with(flags)}: {message}{rest}."
+    return f"{where}: `{key}` = {toml_value(first['input'])} is not allowed: {message}{rest}."
 
 
-def _flags(given: dict[str, str]) -> str:
-    return f" with {', '.join(f'--{key}' for key in given)}" if given else ""
-
-
-def _required(section: type[BaseModel] | None = None, prefix: str = "") -> Iterator[str]:
-    for name, field in (section or TrainConfig).model_fields.items():
-        if _is_section(field.annotation):
-            yield from _required(field.annotation, f"{prefix}{name}.")
-        elif field.is_required():
-            yield f"{prefix}{name}"
-
-
-def _without_none(annotation: Any) -> Any:
-    """Return the section ``X`` of ``X | None``, and any other annotation unchanged."""
-    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
-    return kinds[0] if len(kinds) == 1 and type(None) in get_args(annotation) and _is_section(kinds[0]) else annotation
-
-
-def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-def _toml_value(value: Any) -> str:
-    """Format ``value`` as in a TOML file, on one line."""
-    if isinstance(value, BaseModel | dict):
-        return "{...}" if value else "{}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
-
-
-def _type_name(annotation: Any) -> str:
-    """Name a type: integer, number, string, boolean, table, list of ..., or the allowed values."""
-    plain = {int: "integer", float: "number", str: "string", bool: "boolean"}
-    if annotation in plain:
-        return plain[annotation]
-    origin, args = get_origin(annotation), [a for a in get_args(annotation) if a is not type(None)]
-    if origin is Literal:
-        return " | ".join(json.dumps(a) for a in args)
-    if origin in (tuple, list):
-        return "list of tables" if _is_section(args[0]) else f"list of {_type_name(args[0])}s"
-    if origin is dict:
-        return "table"
-    return _type_name(args[0])  # Annotated[...] or ... | None
+def _with(flags: dict[str, str]) -> str:
+    return f" with {', '.join(f'--{key}' for key in flags)}" if flags else ""
 
 
 def resolved_toml(config: TrainConfig) -> str:

@@ -27,8 +27,8 @@ class Place:
     @property
     def chosen(self) -> str | None:
         """The first key that chooses a part of the place; None if none is given."""
-        given = {self.split_key: self.split, self.subset_key: self.subset}
-        return next((key for key, value in given.items() if value is not None), None)
+        parts = {self.split_key: self.split, self.subset_key: self.subset}
+        return next((key for key, value in parts.items() if value is not None), None)
 
     def __str__(self) -> str:
         parts = [part for part in (self.subset, self.split) if part is not None]

@@ -142,7 +142,7 @@ class RewardConfig(Section):
     @property
     def by_group(self) -> bool:
         """True if a verifier compares the responses of a group."""
-        return any(given.group or given.verifier in GROUP_JUDGES for given in self.parts or (self,))
+        return any(judge.group or judge.verifier in GROUP_JUDGES for judge in self.parts or (self,))
 
     @property
     def verifiers(self) -> tuple[str, ...]:

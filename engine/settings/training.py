@@ -116,8 +116,9 @@ class LoopConfig(Section):
 
     @model_validator(mode="after")
     def _over_sampling_is_in_range(self) -> Self:
-        given = self.over_sampling
-        factors = [given] if isinstance(given, float) else [] if isinstance(given, str) else [f for _, f in given]
+        schedule = self.over_sampling
+        points = schedule if isinstance(schedule, tuple) else ()
+        factors = [schedule] if isinstance(schedule, float) else [factor for _, factor in points]
         if wrong := [factor for factor in factors if not 1 <= factor <= MOST_OVER_SAMPLING]:
             raise ValueError(f"`loop.over_sampling` must be from 1 to {MOST_OVER_SAMPLING}, not {wrong[0]:g}")
         return self

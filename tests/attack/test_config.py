@@ -24,7 +24,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rolltree.engine.app.cli import main
-from rolltree.engine.app.config import config_keys, load_config, resolved_toml
+from rolltree.engine.app.config import load_config, resolved_toml
+from rolltree.engine.app.keys import config_keys
 from rolltree.engine.errors import UserError
 from rolltree.engine.rewards import RewardItem, RewardPool
 from rolltree.engine.settings import Place, RewardConfig, TrainConfig

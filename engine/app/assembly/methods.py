@@ -74,8 +74,8 @@ class Methods:
         columns = read_columns(config)
         estimator = credit(config.algorithm, context)  # first, as its file may declare the columns that terms read
         shaped = shapings(config.reward.shaping, config.rollout.max_new_tokens, context)
-        given = given_columns(config)
-        return cls(config, context, estimator, shaped, loss_terms(config, context), columns, given)
+        of_demonstrations = given_columns(config)
+        return cls(config, context, estimator, shaped, loss_terms(config, context), columns, of_demonstrations)
 
     def copied(self) -> Methods:
         """Return a copy that may be tried: no state of this one's parts changes. Parts that cannot be copied are made
@@ -195,8 +195,8 @@ def of_user(key: str, table: TermConfig, context: Context) -> UserTerm:
     assert table.loss is not None
     select = _selection(f"{key}.select", table.select, table.select_options, table.name, context)
     options = scheduled(context, table.name, f"{key}.loss_options", table.loss_options)
-    own = resolve(f"{key}.loss", table.loss, options, known=LOSSES)
-    return UserTerm(f"{key}.loss = '{table.loss}'", own, TokenTerm(FIELDS, table.name, select), context)
+    loss = resolve(f"{key}.loss", table.loss, options, known=LOSSES)
+    return UserTerm(f"{key}.loss = '{table.loss}'", loss, TokenTerm(FIELDS, table.name, select), context)
 
 
 def loss_terms(config: TrainConfig, context: Context | None = None) -> list[WeighedTerm]:

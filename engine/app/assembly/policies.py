@@ -100,10 +100,10 @@ def resting(config: TrainConfig) -> list[str]:
         if not zero:
             continue
         when = [_between(first, last, steps) for first, last in zero]
-        of = "" if name is None else f" of the policy '{name}'"
+        whose = "" if name is None else f" of the policy '{name}'"
         sentences.append(
-            f"The learning rate{of} is 0 {' and '.join(when)} ({key}), so nothing is learnt there; change the schedule "
-            "or trainer.steps."
+            f"The learning rate{whose} is 0 {' and '.join(when)} ({key}), so nothing is learnt there; change the "
+            "schedule or trainer.steps."
         )
     return sentences
 

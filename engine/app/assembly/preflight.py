@@ -131,7 +131,7 @@ def _give_credit(
     try:
         give_credit(estimator, name, trees)
     except NotReadyError:  # it reads what only a real group has
-        give_credit(lambda some: Credit("leaf", [tree.rewards["reward"] - 0.5 for tree in some]), name, trees)
+        give_credit(lambda groups: Credit("leaf", [tree.rewards["reward"] - 0.5 for tree in groups]), name, trees)
     missing = sum("value_target" not in tree.columns for tree in trees) if has_critic else 0
     refuse(PARTS, Part(config, "algorithm.advantage", name, targets_missing=missing))
 
@@ -144,14 +144,16 @@ def _differentiate(term: LossTerm, batch: TreeBatch, normalizer: float, on_polic
     """
     logprob = torch.full(batch.target.shape, -1.0).requires_grad_()
     entropy = torch.full(batch.target.shape, 0.5).requires_grad_()
-    made = term.on(batch, normalizer, on_policy, 1.0)
-    if isinstance(made, LogprobTerm):
-        loss = made.loss(logprob, **_made_up_statistics(made, logprob)).loss
+    of_batch = term.on(batch, normalizer, on_policy, 1.0)
+    if isinstance(of_batch, LogprobTerm):
+        loss = of_batch.loss(logprob, **_made_up_statistics(of_batch, logprob)).loss
         if not loss.requires_grad or not torch.isfinite(loss):
             why = "is not finite" if loss.requires_grad else "does not depend on the policy"
             raise ValueError(f"its loss on a made-up group {why}")
     else:
-        loss = policy_loss(logprob, made.fields, made.objective, normalizer=made.normalizer, entropy=entropy).loss
+        loss = policy_loss(
+            logprob, of_batch.fields, of_batch.objective, normalizer=of_batch.normalizer, entropy=entropy
+        ).loss
     if loss.requires_grad:
         loss.backward()
 

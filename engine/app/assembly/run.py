@@ -96,36 +96,24 @@ def build(
             something that does not exist or cannot be used.
     """
     parts = _Parts.of(config, replay)
-    kept = training_config(config)
-    saved = checkpoint.load_latest(config.run_dir / "checkpoints", kept) if resume else None
-    if not resume:
-        directory.check_directory(config.run_dir)
-    for sentence in resting(config):
-        console.note(sentence)
-    check_backend(config.rollout)
+    saved = _saved(config, resume=resume)
+    _note_rest(config, console.note)
     with ExitStack() as started:
-        workers = make_workers(config)  # before a model is made, which may take minutes
-        if workers is not None:
-            started.enter_context(closing(workers))
+        workers = _workers(config, started)  # before a model is made, which may take minutes
         policy = _Policy.load(config, workers, console)
         context = Context(policy.tokenizer)
         problems, source, demonstrations = _prompts(config, policy.tokenizer, context, console)
         rewards = _rewards(config, parts.program, policy, context)
         trained, learner = _learner(parts, policy)
-        engines = {name: further.engine for name, further in policy.others.items()}
-        sampling = sampling_parts(config, parts.program, policy.sampler, policy.tokenizer, source, rewards, engines)
+        sampling = _sampling(config, parts.program, policy, source, rewards, context)
         sends = publication(config, sampling, trained, console.note, own_weights=not policy.sampled_itself)
-        rule = callback_rule(config.loop, context)
-        context.policy = _handle(config, sampling, context)
-        check_hints(None if rule is None else rule.function, source)
+        rule = _rule(config, source, context)
         store = replay_store(config, policy.tokenizer, context)
         _check_made(config, policy, sampling, problems, demonstrations)
-        for sentence in check_rows(source, console.note, every=check_data):
-            console.note(f"{sentence.rstrip('.')}.")
-        if policy.ranks is not None:
-            policy.ranks.ready()
+        _note_rows(source, console.note, every=check_data)
+        policy.wait()
         orchestrator = Orchestrator(
-            run_options(config, kept),
+            run_options(config),
             sampling=sampling,
             publication=sends,
             budget=budget(config),
@@ -164,12 +152,60 @@ class _Parts:
     @classmethod
     def of(cls, config: TrainConfig, replay: Path | None) -> _Parts:
         parts = cls(tried_methods(config), policies_methods(config), check_training(config))
+        check_backend(config.rollout)
         if config.models and replay is not None:
             raise UserError(
                 f"Recorded groups are of one policy, and the run trains `models.{next(iter(config.models))}` too; "
                 "leave --replay or [models] out."
             )
         return parts
+
+
+def _saved(config: TrainConfig, *, resume: bool) -> checkpoint.Checkpoint | None:
+    """Return the newest checkpoint of the run if it goes on; None if it begins, in a directory without another run."""
+    if resume:
+        return checkpoint.load_latest(config.run_dir / "checkpoints", training_config(config))
+    directory.check_directory(config.run_dir)
+    return None
+
+
+def _sampling(
+    config: TrainConfig,
+    program: RolloutProgram,
+    policy: _Policy,
+    source: PromptSource,
+    rewards: Rewards,
+    context: Context,
+) -> SamplingParts:
+    """Return what samples, which parts that ask for ``policy`` see in ``context``."""
+    engines = {name: further.engine for name, further in policy.others.items()}
+    sampling = sampling_parts(config, program, policy.sampler, policy.tokenizer, source, rewards, engines)
+    context.policy = _handle(config, sampling, context)
+    return sampling
+
+
+def _workers(config: TrainConfig, started: ExitStack) -> Workers | None:
+    """Return what starts the run's other processes, if it has some; ``started`` ends them."""
+    workers = make_workers(config)
+    return None if workers is None else started.enter_context(closing(workers))
+
+
+def _rule(config: TrainConfig, source: PromptSource, context: Context) -> CallbackRule | None:
+    rule = callback_rule(config.loop, context)
+    check_hints(None if rule is None else rule.function, source)
+    return rule
+
+
+def _note_rest(config: TrainConfig, note: Callable[[str], object]) -> None:
+    """Tell where nothing is learnt."""
+    for sentence in resting(config):
+        note(sentence)
+
+
+def _note_rows(source: PromptSource, note: Callable[[str], object], *, every: bool) -> None:
+    """Tell of rows that cannot be used; arguments and errors as for `check_rows`."""
+    for sentence in check_rows(source, note, every=every):
+        note(f"{sentence.rstrip('.')}.")
 
 
 def _evaluation(config: TrainConfig, sampling: SamplingParts, problems: list[Prompt], console: Progress) -> Evaluation:
@@ -231,6 +267,11 @@ class _Policy:
         if isinstance(sampler, RolloutEngine):
             others = further_policies(config, sampler, tokenizer)
         return cls(model, tokenizer, sampler, ranks, hosted, others)
+
+    def wait(self) -> None:
+        """Wait for the ranks that train, if there are any."""
+        if self.ranks is not None:
+            self.ranks.ready()
 
     @property
     def sampled_itself(self) -> bool:
@@ -314,7 +355,7 @@ def _reference_check(
     return partial(check_references, rewards, config.reward, entries, tasks, all_known=all_known, further=further)
 
 
-def run_options(config: TrainConfig, trained: dict[str, Any]) -> RunOptions:
+def run_options(config: TrainConfig) -> RunOptions:
     """Return the run's directory, length, checkpoints and limits of failures."""
     return RunOptions(
         name=config.name,
@@ -330,7 +371,7 @@ def run_options(config: TrainConfig, trained: dict[str, Any]) -> RunOptions:
             every=config.checkpoint.every,
             keep=config.checkpoint.keep,
             best=config.checkpoint.best,
-            trained=trained,
+            trained=training_config(config),
             remembered_tokens=config.rollout.drafts.remembered if config.rollout.drafts.rows else 0,
         ),
     )

@@ -15,8 +15,8 @@ OF_ROWS = ("difficulty", "gvm", "predicted", "hard_replay", "hardest", "limr", "
 
 
 def _several_sources(run: RunKeys) -> Fires:
-    given = [bool(run.data.tasks), run.data.path is not None, run.data.source is not None]
-    return sum(given) > 1 and {"number": "both are" if sum(given) == 2 else "all are"}
+    count = sum([bool(run.data.tasks), run.data.path is not None, run.data.source is not None])
+    return count > 1 and {"number": "both are" if count == 2 else "all are"}
 
 
 def _part_of_nothing(run: RunKeys) -> Fires:

@@ -21,7 +21,7 @@ def _term(is_wrong: Callable[[TermConfig], bool]) -> Callable[[RunKeys], Fires]:
 
 
 def _several_losses(term: TermConfig) -> bool:
-    return sum(given is not None for given in (term.objective, term.pairs, term.loss)) != 1
+    return sum(loss is not None for loss in (term.objective, term.pairs, term.loss)) != 1
 
 
 def _same_term(run: RunKeys) -> Fires:
@@ -82,12 +82,14 @@ def _nothing_left(run: RunKeys) -> Fires:
     return {"share": run.replay.share, "prompts": prompts, "replayed": run.replayed, "left": left}
 
 
-def _scores_early(run: RunKeys) -> bool:
-    return run.loop.score_early
-
-
-def _no_fixed_role(run: RunKeys) -> bool:
-    return (run.roles.reference is None or _reference_follows(run)) and run.roles.teacher is None
+def _early(other: str, needed: str, lacks: Callable[[RunKeys], bool]) -> Row[RunKeys]:
+    return Row(
+        "`loop.score_early`",
+        other,
+        lambda run: run.loop.score_early and lacks(run),
+        f"loop.score_early needs {needed}",
+        "change it, or leave loop.score_early out",
+    )
 
 
 def _of_older_policies(cause: str, has: Callable[[RunKeys], Fires]) -> tuple[Row[RunKeys], ...]:
@@ -213,22 +215,26 @@ LEARNING: tuple[Row[RunKeys], ...] = (
         "{left}",
         "change one of them",
     ),
-    *against(
-        "`loop.score_early`",
-        _scores_early,
-        "loop.score_early needs {other}",
-        "change it, or leave loop.score_early out",
-        {
-            "a reference or a teacher of fixed weights in [roles]": _no_fixed_role,
-            "trainer.ranks = 1, because several ranks score a batch together": lambda run: run.trainer.ranks > 1,
-            "a run of one policy, without [models]": lambda run: bool(run.models),
-            'placement.layout = "split", because colocated engines keep the memory while they sample': lambda run: (
-                run.placement.layout == "colocated"
-            ),
-            "a loop.temperature_scale that does not change, because the step that will train a group is not known": (
-                lambda run: run.loop.staleness > 0 and not isinstance(run.loop.temperature_scale, float)
-            ),
-        },
+    _early(
+        "no reference or teacher of fixed weights",
+        "a reference or a teacher of fixed weights in [roles]",
+        lambda run: (run.roles.reference is None or _reference_follows(run)) and run.roles.teacher is None,
+    ),
+    _early(
+        "`trainer.ranks` above 1",
+        "trainer.ranks = 1, because several ranks score a batch together",
+        lambda run: run.trainer.ranks > 1,
+    ),
+    _early("`models`", "a run of one policy, without [models]", lambda run: bool(run.models)),
+    _early(
+        '`placement.layout` = "colocated"',
+        'placement.layout = "split", because colocated engines keep the memory while they sample',
+        lambda run: run.placement.layout == "colocated",
+    ),
+    _early(
+        "`loop.temperature_scale` that changes, at `loop.staleness` above 0",
+        "a loop.temperature_scale that does not change, because the step that will train a group is not known",
+        lambda run: run.loop.staleness > 0 and not isinstance(run.loop.temperature_scale, float),
     ),
 )
 

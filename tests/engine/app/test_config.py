@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rolltree.engine.app.config import config_keys, load_config, resolved_toml
+from rolltree.engine.app.config import load_config, resolved_toml
+from rolltree.engine.app.keys import config_keys
 from rolltree.engine.errors import UserError
 from rolltree.engine.settings import TrainConfig
 

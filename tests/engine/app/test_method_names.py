@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from rolltree.engine.app.cli import main
-from rolltree.engine.app.config import config_keys
+from rolltree.engine.app.keys import config_keys
 from rolltree.engine.app.methods import KINDS, about
 from rolltree.engine.app.recipes import recipe_names
 from rolltree.engine.methods.other_names import OTHER_NAMES

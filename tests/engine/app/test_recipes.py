@@ -12,8 +12,9 @@ import pytest
 from rolltree.engine import UserError, load_config
 from rolltree.engine.app import recipes
 from rolltree.engine.app.cli import main
-from rolltree.engine.app.config import config_keys, resolved_toml, training_config
+from rolltree.engine.app.config import resolved_toml, training_config
 from rolltree.engine.app.dry_run import recipe_line
+from rolltree.engine.app.keys import config_keys
 from rolltree.engine.app.recipes import combined, flat, read_recipe, recipe_names
 from rolltree.engine.app.stages import load_stages
 

@@ -285,28 +285,28 @@ OF_KEYS: dict[tuple[str, str], Case] = {
         "replay={share=0.9}",
         "= 32 is 32 groups, which leaves none to sample",
     ),
-    ("`loop.score_early`", "a reference or a teacher of fixed weights in [roles]"): (
+    ("`loop.score_early`", "no reference or teacher of fixed weights"): (
         "loop.score_early=true  roles.reference={ema=0.5}",
         "loop.score_early=true  roles.reference={ema=0.5}  roles.teacher={path='x'}",
         "needs a reference or a teacher of fixed weights",
     ),
-    ("`loop.score_early`", "trainer.ranks = 1, because several ranks score a batch together"): (
+    ("`loop.score_early`", "`trainer.ranks` above 1"): (
         f"{EARLY}  trainer.ranks=2  {ENGINES}",
         f"{EARLY}  {ENGINES}",
         "needs trainer.ranks = 1",
     ),
-    ("`loop.score_early`", "a run of one policy, without [models]"): (
+    ("`loop.score_early`", "`models`"): (
         f"{EARLY}  {MODELS}",
         EARLY,
         "needs a run of one policy",
     ),
     (
         "`loop.score_early`",
-        'placement.layout = "split", because colocated engines keep the memory while they sample',
+        '`placement.layout` = "colocated"',
     ): (f"{EARLY}  {ENGINES}  placement.layout=colocated", f"{EARLY}  {ENGINES}", 'needs placement.layout = "split"'),
     (
         "`loop.score_early`",
-        "a loop.temperature_scale that does not change, because the step that will train a group is not known",
+        "`loop.temperature_scale` that changes, at `loop.staleness` above 0",
     ): (
         f"{EARLY}  loop.staleness=1  loop.temperature_scale=[[1,1.0],[5,2.0]]",
         f"{EARLY}  loop.temperature_scale=[[1,1.0],[5,2.0]]",

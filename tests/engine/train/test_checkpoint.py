@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rolltree.engine.app.config import FREE_TO_CHANGE, config_keys, training_config
+from rolltree.engine.app.config import FREE_TO_CHANGE, training_config
+from rolltree.engine.app.keys import config_keys
 from rolltree.engine.errors import RunError, UserError
 from rolltree.engine.settings import TrainConfig
 from rolltree.engine.train import checkpoint
