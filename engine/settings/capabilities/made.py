@@ -242,7 +242,8 @@ MODELS: tuple[Row[Model], ...] = (
         "`demonstrations`",
         "`trainer.max_tokens`",
         lambda model: (
-            model.demonstration > model.run.trainer.max_tokens
+            model.run.trainer.max_tokens <= (model.positions or model.run.trainer.max_tokens)
+            and model.demonstration > model.run.trainer.max_tokens
             and {"tokens": model.demonstration, "most": model.run.trainer.max_tokens}
         ),
         "The longest demonstration has {tokens} tokens, over trainer.max_tokens, {most}",
@@ -253,6 +254,7 @@ MODELS: tuple[Row[Model], ...] = (
         "the model's positions",
         lambda model: (
             model.positions is not None
+            and model.positions < model.run.trainer.max_tokens
             and model.demonstration > model.positions
             and {"tokens": model.demonstration, "most": model.positions}
         ),

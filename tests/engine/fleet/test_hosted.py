@@ -372,13 +372,3 @@ def test_a_verifier_that_cannot_be_loaded_is_the_users_mistake(mine: Path) -> No
         made.__enter__()
     with pytest.raises((UserError, ValueError)):
         made.score(items(1))
-
-
-@pytest.mark.parametrize("verifier", ["policy", "parts"])
-def test_what_needs_the_engine_is_refused(verifier: str) -> None:
-    given: dict[str, Any] = {"verifier": verifier}
-    if verifier == "parts":
-        given = {"parts": [{"name": "one", "verifier": "exact"}, {"name": "other", "verifier": "policy"}]}
-    with pytest.raises(ValueError, match=r"`reward\.hosts` have no rollout engine, which the verifier `policy` asks"):
-        RewardConfig(hosts=1, **given)
-    RewardConfig(hosts=0, **given)

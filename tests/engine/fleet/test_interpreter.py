@@ -11,12 +11,9 @@ from typing import Any
 
 import pytest
 
-from rolltree.engine import load_config
 from rolltree.engine.app.assembly import sampling as build_sampling
 from rolltree.engine.app.assembly import workers as build_workers
 from rolltree.engine.errors import UserError
-
-from ...support.tiny import write_run
 
 OWN = f"{sys.version_info.major}.{sys.version_info.minor} 2.60.0"
 
@@ -72,12 +69,6 @@ def test_vllm_is_looked_for_where_engines_run(tmp_path: Path, ray_version: None)
     build_sampling.check_backend(rollout)
     build_workers.check_interpreter(python, rollout.backend)
     assert asked.read_text().split()[-2:] == ["rolltree.engine", "vllm"]
-
-
-def test_without_engines_it_is_refused(tmp_path: Path) -> None:
-    toml = write_run(tmp_path)
-    with pytest.raises(UserError, match=r"`rollout.python` is for `rollout.engines`"):
-        load_config(toml, ["--rollout.python=/usr/bin/python3"])
 
 
 class Thing:

@@ -223,7 +223,7 @@ def test_colocated_engines_sleep_during_updates_and_give_the_bits_of_one_process
         hosts.clear()
 
 
-def test_the_plan_tells_where_the_work_is_and_what_does_not_fit_is_refused(
+def test_the_plan_tells_where_the_work_is(
     toml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = build_workers.importlib.util.find_spec
@@ -233,14 +233,6 @@ def test_the_plan_tells_where_the_work_is_and_what_does_not_fit_is_refused(
     assert "in 3 processes, at each of 2 reward hosts" in plan
     assert "reward hosts       2 processes of Ray on this machine" in plan
     assert "engines            1 processes of Ray on this machine, asleep during updates" in plan
-    for wrong, needle in (
-        (["--reward.hosts=1", "--placement.layout=colocated"], "are for `rollout.engines`"),
-        (["--rollout.engines=1", "--loop.staleness=1", "--placement.layout=colocated"], "set `loop.overlap` to false"),
-        (["--reward.hosts=1", "--reward.verifier=policy"], "have no rollout engine"),
-        (["--placement.start_s=3"], "set `rollout.engines` or `reward.hosts`"),
-    ):
-        with pytest.raises(UserError, match=needle):
-            load_config(toml, wrong)
 
 
 def no_verifier_here(*args: Any) -> None:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-
-from rolltree.engine import UserError, load_config
 
 from ...support.real_step import Steps, take_steps
 from ...support.tiny import write_run
@@ -132,15 +129,3 @@ def test_a_resumed_run_extends_alike(five: tuple[Steps, Path], toml: Path, tmp_p
     again, whole = (load_file(d / "export" / "model.safetensors") for d in (directory, five[1]))
     assert all(torch.equal(again[name], weight) for name, weight in whole.items())
     assert any(not torch.equal(early[name], weight) for name, weight in whole.items())
-
-
-REFUSED: dict[tuple[str, ...], str] = {
-    ("--trainer.steps=2",): "learns from every \\* \\(horizon \\+ 1\\) = 3 updates at least, and the run makes 2",
-    ("--trainer.ranks=2", "--rollout.engines=1"): "does not go with `trainer.ranks` above 1 yet",
-}
-
-
-@pytest.mark.parametrize("flags", REFUSED)
-def test_what_cannot_be_extrapolated_is_one_sentence(toml: Path, flags: Any) -> None:
-    with pytest.raises(UserError, match=REFUSED[flags]):
-        load_config(toml, [*FLAGS, *flags])

@@ -170,22 +170,12 @@ def test_examples_name_parts_that_exist(example):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["--algorithm.objective=sft"], "choose them with `select`"),
         (["--algorithm.objective=clip_tensor"], "needs clip_low"),
-        (["--algorithm.objective=decoupled_ppo"], "recompute"),
         (["--algorithm.objective=opd"], r"\[roles.teacher\]"),
-        (["--algorithm.advantage=gae"], r"\[roles.critic\]"),
         (["--roles.critic={}"], r"'group_norm' sets no column value_target"),
-        (['--algorithm.terms=[{name="dpo",pairs="best_and_worst"}]'], r"\[roles.reference\]"),
         (['--algorithm.terms=[{name="x",objective="sft",select="bset"}]'], "did you mean 'best'"),
-        (['--algorithm.terms=[{name="x"}]'], "needs one of `objective`, `pairs` and `loss`"),
-        (
-            ['--algorithm.terms=[{name="x",objective="ppo"},{name="x",objective="ppo"}]'],
-            "Two loss terms are called 'x'",
-        ),
         (["--rollout.program=mine.py:centred"], "There is no file"),
         (["--algorithm.advantage_options={scal=1}"], "has no option 'scal'"),
-        (["--roles.reference={reset_every=2,ema=0.5}"], "not both"),
     ],
 )
 def test_what_is_missing_is_named_before_the_run(toml, tmp_path, overrides, said):

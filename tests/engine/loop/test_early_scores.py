@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rolltree.engine import UserError, load_config
+from rolltree.engine import load_config
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.data.tree import TokenTree
@@ -251,23 +251,6 @@ def test_a_replayed_group_is_scored_again() -> None:
     ((_, (stored,)),) = ReplayStore.snapshot(None, [group])  # type: ignore[arg-type]
     assert "scored" not in stored.tree.meta
     assert tree.meta["scored"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (["--loop.score_early=true"], "needs a reference or a teacher of fixed weights"),
-        (["--loop.score_early=true", "--roles.reference={ema=0.5}"], "needs a reference or a teacher of fixed weights"),
-        ([*FLAGS[:2], "--trainer.ranks=2", "--rollout.engines=1"], r"needs trainer\.ranks = 1"),
-        (
-            [*FLAGS[:2], "--loop.staleness=1", "--loop.temperature_scale=[[1,1.0],[5,2.0]]"],
-            "temperature_scale that",
-        ),
-    ],
-)
-def test_what_scores_nothing_early_is_refused(toml: Path, flags: list[str], why: str) -> None:
-    with pytest.raises(UserError, match=why):
-        load_config(toml, flags)
 
 
 def test_a_role_is_fixed_unless_an_update_changes_it() -> None:

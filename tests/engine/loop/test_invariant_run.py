@@ -9,7 +9,6 @@ import torch
 
 from rolltree.engine import load_config
 from rolltree.engine.app.dry_run import plan_lines
-from rolltree.engine.errors import UserError
 from rolltree.engine.learn import micro_batches
 from rolltree.engine.model.roles import Role
 from rolltree.engine.train.trainer import Metrics, Trainer
@@ -131,18 +130,3 @@ def test_resumed_it_ends_with_the_same_bits(toml: Path, tmp_path: Path) -> None:
     resumed = run(toml, tmp_path / "cut", EXACT, "--trainer.steps=3", resume=True)
     theirs = weights(resumed)
     assert all(torch.equal(p, theirs[name]) for name, p in weights(whole).items())
-
-
-@pytest.mark.parametrize("flags", [("--rollout.backend=vllm",), ("--rollout.compile=true",)])
-def test_samplers_with_orders_of_their_own_are_refused(flags: tuple[str, ...], toml: Path) -> None:
-    with pytest.raises(UserError, match=r"`model\.batch_invariant` does not hold for `rollout\."):
-        load_config(toml, [EXACT, *flags])
-
-
-def test_what_cannot_hold_it_is_refused_before_the_first_step(
-    toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ROLLTREE_BACKEND", "reference")
-    with pytest.raises(UserError, match=r"model\.batch_invariant does not hold for Qwen3ForCausalLM: it needs the CPU"):
-        run(toml, tmp_path, EXACT)
-    assert not list((tmp_path / "runs").rglob("metrics.jsonl"))

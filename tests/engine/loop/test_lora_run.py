@@ -308,7 +308,6 @@ class TestMistakes:
             (("--model.lora={targets=['lm_head']}",), "whose weight is the embedding's too"),
             (("--model.lora={targets=[]}",), "at least one linear layer"),
             (("--model.lora={rank=0}",), "greater than 0"),
-            (("--model.lora={}", "--model.train_tower=true"), "train_tower trains weights that"),
         ],
     )
     def test_a_dry_run_finds(self, toml, flags, said):
@@ -323,8 +322,3 @@ class TestMistakes:
         monkeypatch.setattr(lora.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(UserError, match=r"install rolltree\[lora\]"):
             lora.check_installed()
-
-    def test_a_reference_of_other_weights_cannot_follow(self, toml, tmp_path):
-        other = f"--roles.reference={{path='{toml.parent}/model', ema=0.5}}"
-        with pytest.raises(UserError, match="cannot become the policy"):
-            take_steps(toml, tmp_path, ADAPTER, *FAST, other)

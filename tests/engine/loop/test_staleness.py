@@ -308,7 +308,6 @@ def test_what_has_a_correction_keeps_it(toml: Path) -> None:
     ("overrides", "said"),
     [
         (["--loop.staleness=1", "--rollout.top_k=5"], r"`loop.staleness` = 1 .* top_p, top_k and min_p"),
-        (["--loop.staleness=1", "--loop.over_sampling=2"], "`loop.over_sampling` is for `loop.staleness` = 0"),
         (["--loop.callback=dynamic_samplin"], "did you mean 'dynamic_sampling'"),
         (["--loop.callback=until_unequal", "--loop.callback_options={mor=1}"], "did you mean 'more'"),
     ],

@@ -316,13 +316,10 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("flags", "said"),
         [
-            (("--loop.train_context=plain",), "`loop.callback` chooses"),
-            (("--loop.callback=hint_ladder", "--loop.callback_options={columns=['h1']}"), "`loop.train_context` to"),
             (("--recipe=scaf_grpo", "--loop.callback_options={columns=['nowhere']}"), "the column 'nowhere'"),
             (("--recipe=scaf_grpo", "--loop.callback_options={columns=[]}"), "at least one column"),
             (("--recipe=scaf_grpo", "--loop.callback_options.replace=0"), "at least 1, or 'all'"),
             (("--recipe=scaf_grpo", "--loop.callback_options.template=hint"), "{prompt} and {hint}"),
-            (("--recipe=scaf_grpo", "--rollout.top_p=0.9"), "`loop.train_context` = 'plain' uses the sampler's"),
             (("--recipe=scaf_grpo", "--data.max_prompt_tokens=9"), "over data.max_prompt_tokens = 9"),
         ],
     )

@@ -297,16 +297,3 @@ def test_mistakes_are_named(toml: Path, curriculum: str, options: str, said: str
     config = load_config(toml, [*given(toml, named, options), "--evaluation.problems=0", "--evaluation.every=0"])
     with pytest.raises(UserError, match=said):
         build(config, console=Console())
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--data.curriculum_options={by='task'}"], "apply to `data.curriculum`; name one"),
-        (["--data.curriculum=difficulty"], "needs `data.path`"),
-        (["--data.curriculum=ucb", "--data.tasks=[]", "--data.source=games"], "a `data.source` chooses itself"),
-    ],
-)
-def test_what_does_not_go_together(toml: Path, flags: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        load_config(toml, flags)

@@ -134,11 +134,6 @@ def test_a_dry_run_tries_the_users_loss(toml, name, why):
         list(plan_lines(load_config(toml, [term(toml, name)])))
 
 
-def test_a_term_has_one_loss(toml):
-    with pytest.raises(UserError, match="one of `objective`, `pairs` and `loss`"):
-        load_config(toml, [term(toml, "Drift", ",objective='sft'")])
-
-
 # -- options that change with the step, and what parts ask of the run --------------------------------------------------
 
 ASKING = """
@@ -293,19 +288,6 @@ def test_a_step_where_an_option_leaves_its_range_ends_the_run(asking, tmp_path):
             asking, tmp_path, *STEPS, "--trainer.steps=3", "--algorithm.objective=ppo",
             "--algorithm.objective_options={eps_low={schedule=[[1,1.0],[2,1.5]]}}", unset=EVERYTHING,
         )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("flag", "why"),
-    [
-        ("--reward.hosts=1", "`reward.hosts` do not know the step, which the weight of the part 'odd' follows"),
-        ("--rollout.program=mcts", "judges in the processes of `rollout.engines`, which do not know the step"),
-    ],
-)
-def test_a_weight_that_changes_is_refused_where_processes_do_not_know_the_step(asking, flag, why):
-    engines = [] if "hosts" in flag else ["--rollout.engines=1"]
-    with pytest.raises(UserError, match=why):
-        load_config(asking, [flag, *engines])
 
 
 @pytest.mark.check

@@ -148,8 +148,6 @@ def test_a_factor_out_of_range_ends_the_run(toml: Path, tmp_path: Path, monkeypa
     [
         (["--loop.over_sampling=0.5"], "`loop.over_sampling` must be from 1 to 64, not 0.5"),
         (["--loop.over_sampling=[[1,1.0],[9,65.0]]"], "must be from 1 to 64, not 65"),
-        (["--loop.over_sampling=valid_share", "--loop.staleness=1"], "is for `loop.staleness` = 0"),
-        (["--loop.over_sampling=valid_share"], "follows the share of groups that a `loop.callback` keeps"),
     ],
 )
 def test_what_has_no_meaning_is_refused(toml: Path, flags: list[str], why: str) -> None:

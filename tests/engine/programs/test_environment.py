@@ -370,5 +370,3 @@ def test_tools_in_the_prompt_are_checked_before_a_run(home: Path, tmp_path: Path
         load(f"{home}/parts.py:bare")
     with pytest.raises(UserError, match="'abacus', which is not known"):
         load("abacus")
-    with pytest.raises(UserError, match=r"data\.chat"):
-        load_config(home / "tiny.toml", ["--data.chat=false", '--data.tools=["calculator"]'])

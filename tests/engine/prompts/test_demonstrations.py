@@ -218,29 +218,6 @@ def test_a_row_that_is_no_demonstration_is_refused(
         chat_reader(toml, write(tmp_path / "row.jsonl", [row]), **keys)
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ([], "samples nothing, and there are no `demonstrations`"),
-        (['--demonstrations={path="x"}', "--loop.staleness=1"], "so loop.staleness above 0 has no effect"),
-        (['--demonstrations={path="x"}', "--evaluation.problems=4"], "`data` has no problems to hold out"),
-        (['--demonstrations=[{path="x"},{path="y"}]'], "two tables of `demonstrations` are called 'given'"),
-        (['--demonstrations={path="x",rejected_key="r",weight_key="w"}'], "makes pairs, which have neither weights"),
-        (
-            [
-                '--demonstrations={path="x"}',
-                '--algorithm.terms=[{name="t",objective="sft",select="demonstrated",select_options={of="y"}}]',
-            ],
-            "`demonstrated` chooses demonstrations 'y', and the tables of `demonstrations` are called given",
-        ),
-        (['--demonstrations={path="x"}', "--trainer.prompts_per_step=4"], "give one of `data.tasks`, `data.path`"),
-    ],
-)
-def test_a_run_that_cannot_be_is_refused(toml: Path, keys: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        load_config(toml, [*ALONE, *keys])
-
-
 def test_lengths_are_those_of_the_demonstrations(toml: Path, tmp_path: Path) -> None:
     """The model has 128 positions; where nothing is sampled, no room is left for an answer."""
     short = write(tmp_path / "short.jsonl", [{"prompt": "1 + 1 =", "response": "2"}])

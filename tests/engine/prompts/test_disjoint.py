@@ -196,13 +196,6 @@ def test_a_run_samples_none_of_them_and_says_so_first(toml, tmp_path):
     assert line.endswith("set data.disjoint to true to leave out the 2 of training")
 
 
-def test_there_must_be_demonstrations(toml):
-    with pytest.raises(
-        UserError, match=r"`data\.disjoint` leaves out prompts of `demonstrations`, and the run has none"
-    ):
-        load_config(toml, ["--data.disjoint=true"])
-
-
 def test_the_second_stage_of_sft_grpo_is_disjoint_from_the_first(toml):
     staged = toml.with_name("staged.toml")
     staged.write_text(

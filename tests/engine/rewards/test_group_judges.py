@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolltree.engine import UserError, load_config
+from rolltree.engine import load_config
 from rolltree.engine.rewards import RewardItem, RewardPool, RewardResult
 from rolltree.engine.rewards.group_judges import AgainstOne, AnswerShare, Majority, Pairwise
 from rolltree.engine.settings import RewardConfig
@@ -251,17 +251,8 @@ def test_a_hanging_judge_is_counted_and_its_group_left_out(toml, tmp_path) -> No
     assert len(steps.trees) == 6 - hung
 
 
-def test_what_cannot_be_is_refused(toml, tmp_path) -> None:
-    def refused(said: str, *flags: str) -> None:
-        with pytest.raises(UserError, match=said):
-            load_config(toml, [f"--output_dir={tmp_path}", "--evaluation.every=0", *flags])
-
-    refused("cannot judge one response", "--reward.verifier=majority", "--evaluation.problems=8")
-    refused("'exact' is a name", "--reward.verifier=exact", "--reward.group=true", "--evaluation.problems=0")
-    refused("compares several; set `hosts` to 0", "--reward.verifier=majority", "--reward.hosts=1",
-            "--evaluation.problems=0")  # fmt: skip
+def test_a_part_may_judge_groups(toml) -> None:
     parts = "--reward.parts=[{name='vote',verifier='majority'}]"
-    refused("cannot judge one response", parts, "--evaluation.problems=8")
     assert json.loads(
         load_config(toml, [parts, "--evaluation.every=0", "--evaluation.problems=0"]).reward.model_dump_json()
     )["parts"]

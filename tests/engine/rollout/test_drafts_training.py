@@ -73,17 +73,9 @@ def test_the_curve_is_the_same_with_drafts_and_after_a_resume(tmp_path: Path, ma
     assert second.index.tokens >= whole.index.tokens * 0.9, "the resumed run has the first one's texts again"
 
 
-def test_vllm_has_drafts_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    toml = write_run(tmp_path)
-    assert main(["train", str(toml), "--rollout.backend=vllm", "--rollout.drafts.rows=8", "--dry-run"]) == 2
-    assert "speculative_config" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("--rollout.drafts.tokens=8", "set `rollout.drafts.rows` too"),
-        ("--rollout.drafts.remembered=4096", "set `rollout.drafts.rows` too"),
         ("--rollout.drafts.rows=-1", "--rollout.drafts.rows"),
         ("--rollout.drafts=5000", "--rollout.drafts"),
     ],

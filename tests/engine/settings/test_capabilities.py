@@ -27,45 +27,9 @@ from rolltree.engine.settings.capabilities import (
     refuse,
 )
 
-from . import cases
+from . import cases, later_cases
 
 EVERY = [row for rows in STAGES.values() for row in rows]
-FACTS: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], str]] = {
-    ("a loss term with a state", "`trainer.ranks` above 1"): (
-        {"has_state": True},
-        {"has_state": False},
-        "'key' has a state, and with trainer.ranks = 2 each rank",
-    ),
-    ("`demonstrations`", "`trainer.max_tokens`"): (
-        {"demonstration": 16385},
-        {"demonstration": 16384},
-        "has 16385 tokens, over trainer.max_tokens, 16384; leave it out, or raise",
-    ),
-    ("`demonstrations`", "the model's positions"): (
-        {"demonstration": 2001, "positions": 2000},
-        {"demonstration": 2000, "positions": 2000},
-        "has 2001 tokens, over the model's positions, 2000",
-    ),
-    ("`data.max_prompt_tokens` + `max_new_tokens`", "the model's positions"): (
-        {"positions": 1279},
-        {"positions": 1280},
-        "= 1280 tokens) is longer than the model's 1279 positions",
-    ),
-    **{
-        (feature, other): ({fact: False, "key": key, "path": "p"}, {"key": key, "path": "p"}, says)
-        for feature, other, fact, key, says in (
-            ("`roles.teacher`", "the policy's vocabulary", "same_vocabulary", "k", "k = 'p' has another vocabulary"),
-            ("`roles.reference.path`", "the policy's parameters", "same_shapes", "k", "k = 'p' has other parameter"),
-            ("`models.NAME.path`", "the tokenizer of `model.path`", "same_tokens", "k", "`k` = 'p' has another token"),
-        )
-    },
-    ('`rollout.backend` = "vllm"', "pictures of a model that is not Qwen's"): (
-        {"pictures_of": "Gemma"},
-        {},
-        "not of Gemma; set it to 'native'",
-    ),
-}
-"""For rows that no configuration fires without large models: facts that fire them, and facts that do not."""
 
 
 def named(row: Row[Any]) -> tuple[str, str]:
@@ -113,8 +77,8 @@ def test_rows_have_names_of_their_own_and_a_remedy() -> None:
 
 def test_every_row_has_a_case() -> None:
     assert set(map(named, OF_KEYS)) == set(cases.OF_KEYS)
-    assert set(map(named, TRAINING)) == set(cases.TRAINING)
-    assert {*map(named, PARTS), *map(named, MODELS)} == {*cases.PARTS, *FACTS}
+    assert set(map(named, TRAINING)) == set(later_cases.TRAINING)
+    assert {*map(named, PARTS), *map(named, MODELS)} == {*later_cases.PARTS, *later_cases.FACTS}
 
 
 @pytest.mark.parametrize("row", OF_KEYS, ids=title)
@@ -123,24 +87,32 @@ def test_keys(toml: Path, row: Row[Any]) -> None:
     check(row, says, lambda: load(toml, flags), lambda: load(toml, neighbour))
 
 
+@pytest.mark.parametrize(("flags", "says"), cases.FURTHER)
+def test_further_keys(toml: Path, flags: str, says: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        load(toml, flags)
+    told = [refusal for refusal in refused.value.refusals if says in refusal]
+    assert len(told) == 1, refused.value.refusals
+
+
 @pytest.mark.parametrize("row", TRAINING, ids=title)
 def test_trainings(toml: Path, row: Row[Any]) -> None:
-    flags, neighbour, says = cases.TRAINING[named(row)]
+    flags, neighbour, says = later_cases.TRAINING[named(row)]
     refused, allowed = load(toml, flags), load(toml, neighbour)
     check(row, says, lambda: check_training(refused), lambda: check_training(allowed))
 
 
-@pytest.mark.parametrize("row", [row for row in PARTS if named(row) in cases.PARTS], ids=title)
+@pytest.mark.parametrize("row", [row for row in PARTS if named(row) in later_cases.PARTS], ids=title)
 def test_parts(toml: Path, row: Row[Any]) -> None:
-    flags, neighbour, says = cases.PARTS[named(row)]
+    flags, neighbour, says = later_cases.PARTS[named(row)]
     refused, allowed = load(toml, flags), load(toml, neighbour)
     refuse(TRAINING, refused)
     check(row, says, lambda: make(refused), lambda: make(allowed))
 
 
-@pytest.mark.parametrize("row", [row for row in (*PARTS, *MODELS) if named(row) in FACTS], ids=title)
+@pytest.mark.parametrize("row", [row for row in (*PARTS, *MODELS) if named(row) in later_cases.FACTS], ids=title)
 def test_facts(toml: Path, row: Row[Any]) -> None:
-    facts, others, says = FACTS[named(row)]
+    facts, others, says = later_cases.FACTS[named(row)]
     config = load(toml, f"trainer.ranks=2  {cases.ENGINES}  {cases.VLLM}")
 
     def decide(facts: dict[str, Any]) -> None:
