@@ -108,33 +108,14 @@ def _several_updates(run: RunKeys) -> Fires:
 
 
 LEARNING: tuple[Row[RunKeys], ...] = (
-    Row(
-        "`objective`, `pairs`, `loss` of a loss term",
-        "each other",
-        _term(_several_losses),
-        "the loss term '{name}' needs one of `objective`, `pairs` and `loss`",
-        "give one",
-    ),
-    Row(
-        "`algorithm.terms.pairs`",
-        "`select`",
-        _term(lambda term: term.pairs is not None and term.select is not None),
-        "the loss term '{name}' has `pairs`, which select responses",
-        "leave `select` out",
-    ),
-    Row(
-        "`algorithm.terms.name`",
-        "another term of the name",
-        _same_term,
-        "Two loss terms are called '{name}'",
-        "give each in [[algorithm.terms]] a name of its own",
-    ),
-    Row(
-        "`roles.reference.reset_every`",
-        "`roles.reference.ema`",
-        _changes_twice,
-        "give `roles.reference.reset_every` or `roles.reference.ema`, not both",
-    ),
+    Row("`objective`, `pairs`, `loss` of a loss term", "each other", _term(_several_losses),
+        "the loss term '{name}' needs one of `objective`, `pairs` and `loss`", "give one"),
+    Row("`algorithm.terms.pairs`", "`select`", _term(lambda term: term.pairs is not None and term.select is not None),
+        "the loss term '{name}' has `pairs`, which select responses", "leave `select` out"),
+    Row("`algorithm.terms.name`", "another term of the name", _same_term, "Two loss terms are called '{name}'",
+        "give each in [[algorithm.terms]] a name of its own"),
+    Row("`roles.reference.reset_every`", "`roles.reference.ema`", _changes_twice,
+        "give `roles.reference.reset_every` or `roles.reference.ema`, not both"),
     Row(
         "`roles.reference.path` with `reset_every` or `ema`",
         "`model.lora`",
@@ -147,96 +128,49 @@ LEARNING: tuple[Row[RunKeys], ...] = (
         "roles.reference.path cannot become the policy of [model.lora], whose weights it does not have",
         "leave reset_every and ema out, or the path",
     ),
-    Row(
-        '`algorithm.advantage` = "gae"',
-        "no `roles.critic`",
+    Row('`algorithm.advantage` = "gae"', "no `roles.critic`",
         lambda run: run.algorithm.advantage == "gae" and run.roles.critic is None,
-        'algorithm.advantage = "gae" needs a critic',
-        "give the run a [roles.critic]",
-    ),
-    Row(
-        "`loop.over_sampling`",
-        "`loop.staleness` above 0",
-        _over_sampled,
-        "`loop.over_sampling` is for `loop.staleness` = 0",
-        "leave it out, or set staleness to 0",
-    ),
-    Row(
-        '`loop.over_sampling` = "valid_share"',
-        "no `loop.callback`",
+        'algorithm.advantage = "gae" needs a critic', "give the run a [roles.critic]"),
+    Row("`loop.over_sampling`", "`loop.staleness` above 0", _over_sampled,
+        "`loop.over_sampling` is for `loop.staleness` = 0", "leave it out, or set staleness to 0"),
+    Row('`loop.over_sampling` = "valid_share"', "no `loop.callback`",
         lambda run: run.loop.over_sampling == "valid_share" and run.loop.callback is None,
         '`loop.over_sampling` = "valid_share" follows the share of groups that a `loop.callback` keeps',
-        "name one, such as dynamic_sampling",
-    ),
-    Row(
-        '`loop.train_context` = "plain"',
-        "no `loop.callback`",
+        "name one, such as dynamic_sampling"),
+    Row('`loop.train_context` = "plain"', "no `loop.callback`",
         lambda run: run.loop.train_context == "plain" and run.loop.callback is None,
         "`loop.train_context` is about prompts that a `loop.callback` chooses",
-        "name one, such as hint_ladder, or leave it out",
-    ),
-    Row(
-        '`loop.callback` = "hint_ladder"',
-        '`loop.train_context` = "sampled"',
+        "name one, such as hint_ladder, or leave it out"),
+    Row('`loop.callback` = "hint_ladder"', '`loop.train_context` = "sampled"',
         lambda run: run.loop.callback == "hint_ladder" and run.loop.train_context != "plain",
         '`loop.callback` = "hint_ladder" puts responses to several prompts into one group',
-        'set `loop.train_context` to "plain"',
-    ),
+        'set `loop.train_context` to "plain"'),
     _too_long("rollout.kv_tokens", lambda run: run.rollout.kv_tokens),
     _too_long("trainer.max_tokens", lambda run: run.trainer.max_tokens),
-    Row(
-        "`model.lora.extrapolate`",
-        "`trainer.ranks` above 1",
+    Row("`model.lora.extrapolate`", "`trainer.ranks` above 1",
         lambda run: run.model.lora is not None and run.model.lora.extrapolate is not None and run.trainer.ranks > 1,
-        "`model.lora.extrapolate` does not go with `trainer.ranks` above 1 yet",
-        "set it to 1",
-    ),
-    Row(
-        "`model.lora.extrapolate`",
-        "fewer updates than it learns from",
-        _too_few_updates,
+        "`model.lora.extrapolate` does not go with `trainer.ranks` above 1 yet", "set it to 1"),
+    Row("`model.lora.extrapolate`", "fewer updates than it learns from", _too_few_updates,
         "`model.lora.extrapolate` learns from every * (horizon + 1) = {needed} updates at least, and the run makes "
-        "{updates}",
-        "raise `trainer.steps`, or lower one of them",
-    ),
-    Row(
-        "`trainer.updates_per_step`",
-        "fewer prompts",
-        _too_many_updates,
+        "{updates}", "raise `trainer.steps`, or lower one of them"),
+    Row("`trainer.updates_per_step`", "fewer prompts", _too_many_updates,
         "`trainer.updates_per_step` = {updates} needs at least as many prompts, and `trainer.prompts_per_step` is "
-        "{prompts}",
-        "set the first to {most} or less, or the second to {updates} or more",
-    ),
-    Row(
-        "`replay.share`",
-        "`trainer.prompts_per_step` of which it leaves none",
-        _nothing_left,
+        "{prompts}", "set the first to {most} or less, or the second to {updates} or more"),
+    Row("`replay.share`", "`trainer.prompts_per_step` of which it leaves none", _nothing_left,
         "`replay.share` = {share} of `trainer.prompts_per_step` = {prompts} is {replayed} groups, which leaves none "
-        "{left}",
-        "change one of them",
-    ),
-    _early(
-        "no reference or teacher of fixed weights",
-        "a reference or a teacher of fixed weights in [roles]",
-        lambda run: (run.roles.reference is None or _reference_follows(run)) and run.roles.teacher is None,
-    ),
-    _early(
-        "`trainer.ranks` above 1",
-        "trainer.ranks = 1, because several ranks score a batch together",
-        lambda run: run.trainer.ranks > 1,
-    ),
+        "{left}", "change one of them"),
+    _early("no reference or teacher of fixed weights", "a reference or a teacher of fixed weights in [roles]",
+           lambda run: (run.roles.reference is None or _reference_follows(run)) and run.roles.teacher is None),
+    _early("`trainer.ranks` above 1", "trainer.ranks = 1, because several ranks score a batch together",
+           lambda run: run.trainer.ranks > 1),
     _early("`models`", "a run of one policy, without [models]", lambda run: bool(run.models)),
-    _early(
-        '`placement.layout` = "colocated"',
-        'placement.layout = "split", because colocated engines keep the memory while they sample',
-        lambda run: run.placement.layout == "colocated",
-    ),
-    _early(
-        "`loop.temperature_scale` that changes, at `loop.staleness` above 0",
-        "a loop.temperature_scale that does not change, because the step that will train a group is not known",
-        lambda run: run.loop.staleness > 0 and not isinstance(run.loop.temperature_scale, float),
-    ),
-)
+    _early('`placement.layout` = "colocated"',
+           'placement.layout = "split", because colocated engines keep the memory while they sample',
+           lambda run: run.placement.layout == "colocated"),
+    _early("`loop.temperature_scale` that changes, at `loop.staleness` above 0",
+           "a loop.temperature_scale that does not change, because the step that will train a group is not known",
+           lambda run: run.loop.staleness > 0 and not isinstance(run.loop.temperature_scale, float)),
+)  # fmt: skip
 
 TRAINING: tuple[Row[RunKeys], ...] = (
     *_of_older_policies(
@@ -246,13 +180,9 @@ TRAINING: tuple[Row[RunKeys], ...] = (
     *_of_older_policies("`replay`", lambda run: run.replay is not None),
     *_of_older_policies("`loop.train_context` = 'plain'", lambda run: run.loop.train_context == "plain"),
     *_of_older_policies("`trainer.{key}` = {count}", _several_updates),
-    Row(
-        "`trainer.ranks` above 1",
-        "no `rollout.engines`",
+    Row("`trainer.ranks` above 1", "no `rollout.engines`",
         lambda run: run.trainer.ranks > 1 and not run.rollout.engines and {"ranks": run.trainer.ranks},
-        "`trainer.ranks` = {ranks} needs engines in other processes, because no rank has the whole model to "
-        "sample with",
-        "set rollout.engines to at least 1, or trainer.ranks to 1",
-    ),
-)
+        "`trainer.ranks` = {ranks} needs engines in other processes, because no rank has the whole model to sample "
+        "with", "set rollout.engines to at least 1, or trainer.ranks to 1"),
+)  # fmt: skip
 """Rows that forbid a training alone: `rolltree rollout` may sample with such keys."""

@@ -129,41 +129,19 @@ def _credit_of_no_role(part: Part) -> Fires:
 
 
 PARTS: tuple[Row[Part], ...] = (
-    Row(
-        "an objective of chosen tokens",
-        "no `select`",
-        lambda part: not part.selects and _needs("token_weight", part),
-        "{key} = '{name}' trains on chosen tokens",
-        "choose them with `select` ({reason})",
-    ),
-    Row(
-        "an objective that compares with the policy before the update",
-        '`algorithm.old_logprob` = "behaviour"',
-        _needs_old,
-        "{key} = '{name}' needs the policy's own log-probs before the update ({reason})",
-        'set algorithm.old_logprob to "recompute"',
-    ),
-    Row(
-        "an objective that needs a reference, a teacher or a critic",
-        "no such role",
-        _needs_role,
-        "{key} = '{name}' needs {value} ({reason})",
-        "give the run a [roles.{role}]",
-    ),
-    Row(
-        "an objective of values",
-        "which no run has",
-        _needs_unknown,
+    Row("an objective of chosen tokens", "no `select`", lambda part: not part.selects and _needs("token_weight", part),
+        "{key} = '{name}' trains on chosen tokens", "choose them with `select` ({reason})"),
+    Row("an objective that compares with the policy before the update", '`algorithm.old_logprob` = "behaviour"',
+        _needs_old, "{key} = '{name}' needs the policy's own log-probs before the update ({reason})",
+        'set algorithm.old_logprob to "recompute"'),
+    Row("an objective that needs a reference, a teacher or a critic", "no such role", _needs_role,
+        "{key} = '{name}' needs {value} ({reason})", "give the run a [roles.{role}]"),
+    Row("an objective of values", "which no run has", _needs_unknown,
         "{key} = '{name}' needs {value} ({reason}), which a run does not have",
-        "choose another objective or leave the option out",
-    ),
-    Row(
-        "a preference loss with a reference",
-        "no `roles.reference`",
+        "choose another objective or leave the option out"),
+    Row("a preference loss with a reference", "no `roles.reference`",
         lambda part: part.compares_with_reference and part.run.roles.reference is None and _words(part),
-        "{key} needs a reference policy",
-        "give the run a [roles.reference]",
-    ),
+        "{key} needs a reference policy", "give the run a [roles.reference]"),
     Row(
         "a part that reads the divergence from the reference",
         "no `roles.reference`",
@@ -173,22 +151,14 @@ PARTS: tuple[Row[Part], ...] = (
         "{key} = '{name}' reads the column {column}",
         "give the run a [roles.reference]",
     ),
-    Row(
-        "a loss term with ratios of segments",
-        '`rollout.program` = "agent"',
+    Row("a loss term with ratios of segments", '`rollout.program` = "agent"',
         lambda part: part.ratios_of_segments and part.run.rollout.program == "agent" and _words(part),
         "The loss term '{name}' has ratios of segments (ratio_level = \"segment\"), runs of tokens between the forks "
-        'of a program, which `rollout.program` = "agent" does not have',
-        "set ratio_level to token or sequence",
-    ),
-    Row(
-        "`roles.critic`",
-        "an advantage that sets no targets",
+        'of a program, which `rollout.program` = "agent" does not have', "set ratio_level to token or sequence"),
+    Row("`roles.critic`", "an advantage that sets no targets",
         lambda part: part.targets_missing > 0 and {**_words(part), "missing": part.targets_missing},
         "{key} = '{name}' sets no column value_target on {missing} of 2 trees, so that [roles.critic] has nothing to "
-        "learn",
-        'use "gae", set the column, or leave the critic out',
-    ),
+        "learn", 'use "gae", set the column, or leave the critic out'),
     Row(
         "a loss term with a state",
         "`trainer.ranks` above 1",
@@ -199,43 +169,20 @@ PARTS: tuple[Row[Part], ...] = (
         "responses, so that there would be a state for each",
         "set trainer.ranks to 1, or leave its state_dict out",
     ),
-    Row(
-        "a program that returns tokens of older policies",
-        "`rollout.top_p`, `top_k`, `min_p`",
+    Row("a program that returns tokens of older policies", "`rollout.top_p`, `top_k`, `min_p`",
         lambda part: part.gives_older and part.run.filters_tokens and _words(part),
-        "`rollout.program` = '{name}', which may return tokens of older policies, uses the sampler's log-probs, which "
-        "top_p, top_k and min_p change",
-        "leave these out of [rollout] or set it back",
-    ),
-    Row(
-        "`models.NAME.roles`",
-        "a program without the role",
-        _role_of_no_program,
-        "`models.{policy}` plays the role '{role}', which {program} does not have",
-        "{which}",
-    ),
-    Row(
-        "`models.NAME.roles`",
-        "the program's first role",
-        _first_role,
+        "`rollout.program` = '{name}', which may return tokens of older policies, uses the sampler's log-probs, "
+        "which top_p, top_k and min_p change", "leave these out of [rollout] or set it back"),
+    Row("`models.NAME.roles`", "a program without the role", _role_of_no_program,
+        "`models.{policy}` plays the role '{role}', which {program} does not have", "{which}"),
+    Row("`models.NAME.roles`", "the program's first role", _first_role,
         "`models.{policy}` plays the role '{role}', in which {program} begins and which [model] plays",
-        "choose among {others}",
-    ),
-    Row(
-        "`models.NAME.roles`",
-        "another policy's role",
-        _role_of_two,
-        "`models.{first}` and `models.{second}` both play the role '{role}'",
-        "leave one out",
-    ),
-    Row(
-        "`algorithm.advantage_options.rewards` of roles",
-        "a program without the role",
-        _credit_of_no_role,
-        "algorithm.advantage_options.rewards names the role '{role}', which {program} does not have",
-        "{which}",
-    ),
-)
+        "choose among {others}"),
+    Row("`models.NAME.roles`", "another policy's role", _role_of_two,
+        "`models.{first}` and `models.{second}` both play the role '{role}'", "leave one out"),
+    Row("`algorithm.advantage_options.rewards` of roles", "a program without the role", _credit_of_no_role,
+        "algorithm.advantage_options.rewards names the role '{role}', which {program} does not have", "{which}"),
+)  # fmt: skip
 
 MODELS: tuple[Row[Model], ...] = (
     Row(
@@ -274,32 +221,17 @@ MODELS: tuple[Row[Model], ...] = (
         "{positions} positions",
         "lower data.max_prompt_tokens or rollout.max_new_tokens",
     ),
-    Row(
-        "`roles.teacher`",
-        "the policy's vocabulary",
+    Row("`roles.teacher`", "the policy's vocabulary",
         lambda model: not model.same_vocabulary and {"key": model.key, "path": model.path},
-        "{key} = '{path}' has another vocabulary than the policy",
-        "choose a teacher with the policy's tokenizer",
-    ),
-    Row(
-        "`roles.reference.path`",
-        "the policy's parameters",
+        "{key} = '{path}' has another vocabulary than the policy", "choose a teacher with the policy's tokenizer"),
+    Row("`roles.reference.path`", "the policy's parameters",
         lambda model: not model.same_shapes and {"key": model.key, "path": model.path},
-        "{key} = '{path}' has other parameter shapes than the policy",
-        "give a model with the same",
-    ),
-    Row(
-        "`models.NAME.path`",
-        "the tokenizer of `model.path`",
+        "{key} = '{path}' has other parameter shapes than the policy", "give a model with the same"),
+    Row("`models.NAME.path`", "the tokenizer of `model.path`",
         lambda model: not model.same_tokens and {"key": model.key, "path": model.path},
         "`{key}` = '{path}' has another tokenizer than model.path",
-        "policies of one run sample into the same trees, so give it a model with the same",
-    ),
-    Row(
-        '`rollout.backend` = "vllm"',
-        "pictures of a model that is not Qwen's",
+        "policies of one run sample into the same trees, so give it a model with the same"),
+    Row('`rollout.backend` = "vllm"', "pictures of a model that is not Qwen's",
         lambda model: model.pictures_of != "" and {"model": model.pictures_of},
-        "rollout.backend = 'vllm' takes pictures of Qwen's models only, not of {model}",
-        "set it to 'native'",
-    ),
-)
+        "rollout.backend = 'vllm' takes pictures of Qwen's models only, not of {model}", "set it to 'native'"),
+)  # fmt: skip

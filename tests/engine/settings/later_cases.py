@@ -9,78 +9,46 @@ from .cases import AGENT, CALLBACK, ENGINES, GIVEN, MODELS, PLAIN, REFERENCE, Ca
 FILTERS = "`rollout.top_p`, `top_k`, `min_p`"
 TRAINING: dict[tuple[str, str], Case] = {
     (FILTERS, "`loop.staleness` = {staleness} with loop.correction = '{correction}'"): (
-        "loop.staleness=1  rollout.top_p=0.9",
-        "loop.staleness=1  rollout.top_p=0.9  loop.correction=none",
-        "`loop.staleness` = 1 with loop.correction = 'truncate' uses the sampler's log-probs",
-    ),
+        "loop.staleness=1  rollout.top_p=0.9", "loop.staleness=1  rollout.top_p=0.9  loop.correction=none",
+        "`loop.staleness` = 1 with loop.correction = 'truncate' uses the sampler's log-probs"),
     (FILTERS, "`replay`"): ("replay={share=0.5}  rollout.top_k=5", "rollout.top_k=5", "`replay` uses the sampler's"),
-    (FILTERS, "`loop.train_context` = 'plain'"): (
-        f"{PLAIN}  rollout.min_p=0.1",
-        f"{CALLBACK}  rollout.min_p=0.1",
-        "`loop.train_context` = 'plain' uses the sampler's log-probs",
-    ),
-    (FILTERS, "`trainer.{key}` = {count}"): (
-        "trainer.epochs=3  rollout.top_k=5",
-        "trainer.epochs=3",
-        "`trainer.epochs` = 3 uses the sampler's log-probs",
-    ),
-    ("`trainer.ranks` above 1", "no `rollout.engines`"): (
-        "trainer.ranks=2",
-        f"trainer.ranks=2  {ENGINES}",
-        "`trainer.ranks` = 2 needs engines in other processes",
-    ),
-}
+    (FILTERS, "`loop.train_context` = 'plain'"): (f"{PLAIN}  rollout.min_p=0.1", f"{CALLBACK}  rollout.min_p=0.1",
+        "`loop.train_context` = 'plain' uses the sampler's log-probs"),
+    (FILTERS, "`trainer.{key}` = {count}"): ("trainer.epochs=3  rollout.top_k=5", "trainer.epochs=3",
+        "`trainer.epochs` = 3 uses the sampler's log-probs"),
+    ("`trainer.ranks` above 1", "no `rollout.engines`"): ("trainer.ranks=2", f"trainer.ranks=2  {ENGINES}",
+        "`trainer.ranks` = 2 needs engines in other processes"),
+}  # fmt: skip
 
 PLAYS = "rollout.program=generate_then_verify  rollout.program_options={generate_tokens=7}"
 PARTS: dict[tuple[str, str], Case] = {
-    ("an objective of chosen tokens", "no `select`"): (
-        "algorithm.objective=sft",
+    ("an objective of chosen tokens", "no `select`"): ("algorithm.objective=sft",
         "algorithm.objective=sft  algorithm.select=best",
-        "algorithm.objective = 'sft' trains on chosen tokens; choose them with `select` (the objective needs",
-    ),
-    (
-        "an objective that compares with the policy before the update",
-        '`algorithm.old_logprob` = "behaviour"',
-    ): (
-        "algorithm.objective=decoupled_ppo",
-        "algorithm.objective=decoupled_ppo  algorithm.old_logprob=recompute",
-        'set algorithm.old_logprob to "recompute"',
-    ),
+        "algorithm.objective = 'sft' trains on chosen tokens; choose them with `select` (the objective needs"),
+    ("an objective that compares with the policy before the update", '`algorithm.old_logprob` = "behaviour"'): (
+        "algorithm.objective=decoupled_ppo", "algorithm.objective=decoupled_ppo  algorithm.old_logprob=recompute",
+        'set algorithm.old_logprob to "recompute"'),
     ("an objective that needs a reference, a teacher or a critic", "no such role"): (
-        "algorithm.objective_options={kl_coef=0.1}",
-        f"algorithm.objective_options={{kl_coef=0.1}}  {REFERENCE}",
-        "needs ref_logprob (kl_coef is not 0); give the run a [roles.reference]",
-    ),
-    ("an objective of values", "which no run has"): (
-        "algorithm.objective=clip_tensor",
-        "algorithm.objective=grpo",
-        "which a run does not have; choose another objective",
-    ),
+        "algorithm.objective_options={kl_coef=0.1}", f"algorithm.objective_options={{kl_coef=0.1}}  {REFERENCE}",
+        "needs ref_logprob (kl_coef is not 0); give the run a [roles.reference]"),
+    ("an objective of values", "which no run has"): ("algorithm.objective=clip_tensor", "algorithm.objective=grpo",
+        "which a run does not have; choose another objective"),
     ("a preference loss with a reference", "no `roles.reference`"): (
         "algorithm.terms=[{name='t',pairs='best_and_worst'}]",
         f"{REFERENCE}  algorithm.terms=[{{name='t',pairs='best_and_worst'}}]",
-        "algorithm.terms.t needs a reference policy; give the run a [roles.reference]",
-    ),
+        "algorithm.terms.t needs a reference policy; give the run a [roles.reference]"),
     ("a part that reads the divergence from the reference", "no `roles.reference`"): (
         f"{GIVEN}  algorithm.terms=[{{name='t',objective='sft',select='calm'}}]",
         f"{GIVEN}  algorithm.terms=[{{name='t',objective='sft',select='calm'}}]  {REFERENCE}",
-        "= 'calm' reads the column policy_kl; give the run a [roles.reference]",
-    ),
+        "= 'calm' reads the column policy_kl; give the run a [roles.reference]"),
     ("a loss term with ratios of segments", '`rollout.program` = "agent"'): (
         f"{AGENT}  rollout.program_options={{command=['x']}}  algorithm.objective=segment_ratio",
-        "algorithm.objective=segment_ratio",
-        "The loss term 'actor' has ratios of segments",
-    ),
-    ("`roles.critic`", "an advantage that sets no targets"): (
-        "roles.critic={}  algorithm.advantage=group_norm",
-        "roles.critic={}",
-        "'group_norm' sets no column value_target on 2 of 2 trees",
-    ),
+        "algorithm.objective=segment_ratio", "The loss term 'actor' has ratios of segments"),
+    ("`roles.critic`", "an advantage that sets no targets"): ("roles.critic={}  algorithm.advantage=group_norm",
+        "roles.critic={}", "'group_norm' sets no column value_target on 2 of 2 trees"),
     ("a program that returns tokens of older policies", "`rollout.top_p`, `top_k`, `min_p`"): (
-        "rollout.program=mcts  rollout.top_p=0.9",
-        "rollout.program=mcts",
-        "`rollout.program` = 'mcts', which may return tokens of older policies, uses the sampler's log-probs",
-    ),
+        "rollout.program=mcts  rollout.top_p=0.9", "rollout.program=mcts",
+        "`rollout.program` = 'mcts', which may return tokens of older policies, uses the sampler's log-probs"),
     ("`models.NAME.roles`", "a program without the role"): (
         f"{PLAYS}  models={{critic={{}}}}",
         f"{PLAYS}  {MODELS}",
@@ -95,16 +63,14 @@ PARTS: dict[tuple[str, str], Case] = {
     ),
     ("`models.NAME.roles`", "another policy's role"): (
         f"{PLAYS}  models={{verifier={{}},second={{roles=['verifier']}}}}",
-        f"{PLAYS}  models={{second={{roles=['verifier']}}}}",
-        "both play the role 'verifier'; leave one out",
-    ),
+        f"{PLAYS}  models={{second={{roles=['verifier']}}}}", "both play the role 'verifier'; leave one out"),
     ("`algorithm.advantage_options.rewards` of roles", "a program without the role"): (
         f"{PLAYS}  algorithm.advantage=by_role  algorithm.advantage_options={{rewards={{judge='a'}}}}",
         f"{PLAYS}  algorithm.advantage=by_role  algorithm.advantage_options={{rewards={{verifier='a'}}}}",
         "names the role 'judge', which rollout.program = 'generate_then_verify' does not have; its roles are "
         "generator, verifier",
     ),
-}
+}  # fmt: skip
 FACTS: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], str]] = {
     ("a loss term with a state", "`trainer.ranks` above 1"): (
         {"has_state": True},
