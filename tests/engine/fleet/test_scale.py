@@ -223,9 +223,7 @@ def test_colocated_engines_sleep_during_updates_and_give_the_bits_of_one_process
         hosts.clear()
 
 
-def test_the_plan_tells_where_the_work_is(
-    toml: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_tells_where_the_work_is(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = build_workers.importlib.util.find_spec
     monkeypatch.setattr(build_workers.importlib.util, "find_spec", lambda name: name == "ray" or find(name))
     given = ["--reward.hosts=2", "--reward.workers=3", "--rollout.engines=1", "--placement.layout=colocated"]
