@@ -1,12 +1,39 @@
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ..support.processes import forking
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The TOML of `write_job` in a folder of the file's tests; a file with other keys has its own by `tiny_job`."""
+    from ..support.tiny import write_job
+
+    return write_job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="session")
+def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rolltree.engine.app.cli import main
+
+    from ..support.tiny import write_job
+
+    toml = write_job(tmp_path_factory.mktemp("finished"))
+    assert main(["train", str(toml)]) == 0
+    return toml
+
+
+@pytest.fixture
+def finished_run(_finished: Path, tmp_path: Path) -> Path:
+    """A copy of the directory of a finished run of `write_job` as it is; its configuration is in ``config.toml``."""
+    return Path(shutil.copytree(_finished.parent / "runs" / "tiny", tmp_path / "tiny"))
 
 
 @pytest.fixture

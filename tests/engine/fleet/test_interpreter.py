@@ -16,7 +16,7 @@ from rolltree.engine.app.assembly import sampling as build_sampling
 from rolltree.engine.app.assembly import workers as build_workers
 from rolltree.engine.errors import UserError
 
-from ...support.tiny import write_run
+from ...support.tiny import write_job
 
 OWN = f"{sys.version_info.major}.{sys.version_info.minor} 2.60.0"
 
@@ -75,7 +75,7 @@ def test_vllm_is_looked_for_where_engines_run(tmp_path: Path, ray_version: None)
 
 
 def test_without_engines_it_is_refused(tmp_path: Path) -> None:
-    toml = write_run(tmp_path)
+    toml = write_job(tmp_path)
     with pytest.raises(UserError, match=r"`rollout.python` is for `rollout.engines`"):
         load_config(toml, ["--rollout.python=/usr/bin/python3"])
 

@@ -17,7 +17,7 @@ from rolltree.engine.train import checkpoint
 from rolltree.engine.train.group import ALONE, Group
 
 from ...kernels.on_device import needs_known_order
-from ...support.tiny import ROOT, write_run
+from ...support.tiny import ROOT, tiny_job
 from .rank_runs import (
     CASES,
     EXACT,
@@ -38,12 +38,7 @@ from .rank_runs import (
     saving,
 )
 
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_run(tmp_path_factory.mktemp("ranks"))
-    (path.parent / "mine.py").write_text(USER)
-    return path
+toml = tiny_job({"mine.py": USER})
 
 
 @pytest.fixture(scope="module")
