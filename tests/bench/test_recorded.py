@@ -24,7 +24,7 @@ PROGRAMS = {"flat": "{}", "treepo": "{ segment_tokens = 3, init = 2 }"}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, without_report: None) -> Path:
     """Three passes over six problems, by independent responses and by trees."""
     directory = tmp_path_factory.mktemp("recorded")
     problems = directory / "problems.jsonl"

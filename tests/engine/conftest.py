@@ -36,12 +36,6 @@ def finished_run(_finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(_finished.parent / "runs" / "tiny", tmp_path / "tiny"))
 
 
-@pytest.fixture
-def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of the command line leave no report, whose plots take half of a short run's time; test_run.py has one."""
-    monkeypatch.setattr("rolltree.engine.app.report.write_report", lambda directory: directory / "report.html")
-
-
 @pytest.fixture(scope="session")
 def server() -> Iterator[subprocess.Popen[bytes]]:
     """Start the process that `processes.Process` forks."""

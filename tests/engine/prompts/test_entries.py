@@ -193,7 +193,7 @@ def rows(path: Path, changes: dict[int, dict[str, str]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def stopped(tmp_path_factory: pytest.TempPathFactory, without_report: None) -> list[str]:
     """The command of a run of two steps whose second was not saved; its output is in ``stopped`` beside its TOML."""
     home = tmp_path_factory.mktemp("stopped")
     rows(home / "p.jsonl", {})
