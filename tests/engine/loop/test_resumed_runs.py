@@ -47,16 +47,19 @@ def asks(tree, policy):
     return Drop("said") if sum(map(ord, said)) % 3 == 0 else None
 
 class Counting:
-    "Prompts that count on, with groups of two to four responses."
+    "Prompts that count on, of which the sum of all rewards is a part, with groups of two to four responses."
     def __init__(self, first):
-        self.seen = first
+        self.seen, self.right = first, 0.0
     def next(self, count):
         self.seen += count
-        return [{"prompt": f"{k} + 1 =", "answer": "1", "n": 2 + k % 3} for k in range(self.seen - count, self.seen)]
+        made = range(self.seen - count, self.seen)
+        return [{"prompt": f"{k} + {int(self.right)} =", "answer": "1", "n": 2 + k % 3} for k in made]
+    def observe(self, trees):
+        self.right += sum(float(tree.rewards["reward"].sum()) for tree in trees)
     def state_dict(self):
-        return {"seen": self.seen}
+        return {"seen": self.seen, "right": self.right}
     def load_state_dict(self, state):
-        self.seen = state["seen"]
+        self.seen, self.right = state["seen"], state["right"]
 
 class Growing:
     "Credit that grows with the number of times it was asked."
