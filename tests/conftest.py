@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -81,3 +82,19 @@ def torch_forks() -> Iterator[Forks]:
     """Programs in forks of a process that has imported torch and numpy, and nothing that imports them."""
     with forks(TORCH) as parent:
         yield parent
+
+
+@pytest.fixture(scope="module")
+def without_report() -> Iterator[None]:
+    """Runs of the command line leave no report, whose plots take half of a short run's time; test_run.py has one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rolltree.engine.app.report.write_report", lambda directory: directory / "report.html")
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    """A small native engine with a chat template, which the tests of one file share."""
+    from .support.serving import make_engine
+
+    return make_engine()

@@ -31,8 +31,9 @@ def test_what_a_test_changes_is_gone_in_the_next() -> None:
 
 def remembering(path: Path) -> list[str]:
     """Return the functions of a file that functools keeps the results of."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    found: list[str] = []
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)) if "cache" in text else ():
         if isinstance(node, ast.FunctionDef):
             names = [ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list]
             found += [node.name for name in names if name.rpartition(".")[2] in ("cache", "lru_cache")]

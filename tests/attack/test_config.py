@@ -33,7 +33,7 @@ from rolltree.engine.tasks import read_problems
 
 from ..engine.rewards.test_hostile import HOSTILE, alive
 from ..support.fresh import copied
-from ..support.tiny import write_run
+from ..support.tiny import write_job
 
 LISTS = tuple(f"{key.key}." for key in config_keys() if key.type == "list of tables")
 KEYS = [key for key in config_keys() if key.type != "list of tables" and not key.key.startswith(LISTS)]
@@ -83,7 +83,7 @@ def home() -> Iterator[Path]:
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        write_run(directory)
+        write_job(directory)
         text = (directory / "tiny.toml").read_text().replace('verifier = "reward.py:judge"', 'verifier = "exact"')
         (directory / "tiny.toml").write_text(text.replace(f"{directory}/", ""))
         (directory / "mine.py").write_text(HOSTILE)

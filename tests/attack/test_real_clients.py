@@ -12,14 +12,9 @@ import pytest
 
 from rolltree.engine.rollout import NativeEngine
 
-from ..support.serving import in_thread, make_engine, save
+from ..support.serving import in_thread, save
 
 CHOICES = ["ab", "cd ef", "xyz"]
-
-
-@pytest.fixture(scope="module")
-def engine() -> NativeEngine:
-    return make_engine()
 
 
 @pytest.fixture(scope="module")

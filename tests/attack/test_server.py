@@ -35,11 +35,6 @@ OTHER = {"type": "function", "function": {"name": "wait", "parameters": {**SCHEM
 
 
 @pytest.fixture(scope="module")
-def engine() -> NativeEngine:
-    return make_engine()
-
-
-@pytest.fixture(scope="module")
 def client(engine: NativeEngine) -> Iterator[httpx.Client]:
     with in_thread(engine) as url, httpx.Client(base_url=url, timeout=30) as client:
         yield client

@@ -19,7 +19,7 @@ from rolltree.engine.chat.tool_formats import FORMATS
 from rolltree.engine.protocols.schema import Sampling
 from rolltree.engine.rollout import NativeEngine
 
-from ..support.serving import in_thread, make_engine
+from ..support.serving import in_thread
 
 Say = Callable[[str], None]
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
@@ -32,11 +32,6 @@ PIECES = [
     '<tool_call>{"name": ["look"], "arguments": {}}</tool_call>', "<tool_call>" + "[" * 9000 + "</tool_call>",
     '<tool_call>{"name": "look", "arguments": 3}</tool_call>', '<tool_call>{"name": "look"}</tool_call>',
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def engine() -> NativeEngine:
-    return make_engine()
 
 
 @pytest.fixture(scope="module")

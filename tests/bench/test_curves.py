@@ -21,7 +21,7 @@ from rolltree.engine.errors import RunError
 from rolltree.engine.learn.learner import Learner
 from rolltree.engine.loop.evaluation import Evaluation
 
-from ..support.tiny import write_run
+from ..support.tiny import NO_METHOD, write_job
 
 POINT = Point("sums, seed 0", "grpo", 0, 0.0, 0, 0.25, 512, "a cpu", {"torch": "2"}, "abc", "now")
 
@@ -69,9 +69,7 @@ def test_a_campaign_counts_training_alone_and_continues(
 ) -> None:
     """Two recipes, one seed, two steps. By the processor's clock an update takes 7 s, an evaluation 1000 s."""
     pytest.importorskip("reasoning_gym", reason="the task's problems: pip install rolltree[tasks]")
-    toml, out, kept = write_run(tmp_path), tmp_path / "out", {}
-    neutral = toml.read_text().replace('objective = "dapo"\nadvantage = "tree_path_mean"', "")
-    toml.write_text(neutral.replace('program = "treepo"\nprogram_options = { segment_tokens = 3, init = 2 }', ""))
+    toml, out, kept = write_job(tmp_path, **NO_METHOD), tmp_path / "out", {}
     train, evaluate, update, spent = curves.train, Evaluation.run, Learner.update, [0.0]
 
     def keeping(config: Any) -> Any:
@@ -126,7 +124,7 @@ def test_a_recipe_that_cannot_run_is_recorded_and_the_others_run(
             raise RunError("It broke.")
         return [curves.Reading(0, 0.0, 0, 0.25), curves.Reading(2, 3.0, 50, 0.5)], [{"reward/mean": 0.5}]
 
-    toml = write_run(tmp_path)
+    toml = write_job(tmp_path)
     monkeypatch.setattr(curves, "train", fail)
     monkeypatch.setattr(curves, "_warm_up", lambda config: None)
     monkeypatch.setattr(curves.shutil, "rmtree", lambda *_, **__: None)

@@ -21,7 +21,7 @@ from rolltree.engine.app.assembly.sampling import prepare_model
 from rolltree.engine.app.config import load_config
 from rolltree.kernels import Objective
 
-from ..support.tiny import write_run
+from ..support.tiny import tiny_job
 
 pytest.importorskip("reasoning_gym", reason="the job's problems: pip install rolltree[tasks]")
 
@@ -29,9 +29,7 @@ OVERRIDES = ["--algorithm.advantage", "group_norm", "--trainer.steps", "2", "--e
 HAS_PEAKS = Path("/proc/self/clear_refs").exists()
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("job"))
+toml = tiny_job()
 
 
 def lines_of(directory: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,18 @@ from rolltree.engine import DraftConfig, NativeEngine, TokenTree
 from rolltree.engine.app.cli import main as rolltree
 from rolltree.engine.data.store import read_texts
 
-from ..support.tiny import write_run
+from ..support.tiny import write_job
 
 CPU = torch.device("cpu")
 PROGRAMS = {"flat": "{}", "treepo": "{ segment_tokens = 3, init = 2 }"}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, without_report: None) -> Path:
     """Three passes over six problems, by independent responses and by trees."""
     directory = tmp_path_factory.mktemp("recorded")
-    toml = write_run(directory)
     problems = directory / "problems.jsonl"
-    problems.write_text("".join(json.dumps({"prompt": f"{i} + {i} =", "answer": str(2 * i)}) + "\n" for i in range(6)))
+    toml = write_job(directory, {problems.name: [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(6)]})
     for program, options in PROGRAMS.items():
         command = ["train", str(toml), f"--name={program}", "--data.tasks=[]", f"--data.path={problems}"]
         command += ["--trainer.steps=3", "--evaluation.problems=0", "--evaluation.every=0", "--checkpoint.every=3"]

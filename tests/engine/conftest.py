@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +11,29 @@ import pytest
 from ..support.processes import forking
 
 
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The TOML of `write_job` in a folder of the file's tests; a file with other keys has its own by `tiny_job`."""
+    from ..support.tiny import write_job
+
+    return write_job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="session")
+def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rolltree.engine.app.cli import main
+
+    from ..support.tiny import write_job
+
+    toml = write_job(tmp_path_factory.mktemp("finished"))
+    assert main(["train", str(toml)]) == 0
+    return toml
+
+
 @pytest.fixture
-def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of the command line leave no report, whose plots take half of a short run's time; test_run.py has one."""
-    monkeypatch.setattr("rolltree.engine.app.report.write_report", lambda directory: directory / "report.html")
+def finished_run(_finished: Path, tmp_path: Path) -> Path:
+    """A copy of the directory of a finished run of `write_job` as it is; its configuration is in ``config.toml``."""
+    return Path(shutil.copytree(_finished.parent / "runs" / "tiny", tmp_path / "tiny"))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ find no other package.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 from ..support.fake_run import write_fake_run
 from ..support.forks import TORCH, Forks, forks
-from ..support.tiny import ROOT, write_run
+from ..support.tiny import ROOT, beside, write_job
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -220,11 +219,9 @@ def refused(allowed: set[str]) -> dict[str, list[str]]:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("extras")
-    text = write_run(directory).read_text(encoding="utf-8")
-    tasks = next(line for line in text.splitlines() if line.startswith("tasks ="))
-    (directory / "file.toml").write_text(text.replace(tasks, f'path = "{directory}/prompts.jsonl"'))
     problems = [{"prompt": f"1 + {n} =", "answer": str(1 + n)} for n in range(20)]
-    (directory / "prompts.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    toml = write_job(directory, {"prompts.jsonl": problems})
+    beside(toml, "file", data={"tasks": None, "path": f"{directory}/prompts.jsonl"})
     write_fake_run(directory / "fake")
     return directory
 

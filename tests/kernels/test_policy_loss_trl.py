@@ -1,4 +1,5 @@
-"""linear_policy_loss against TRL's own GRPO loss: value and gradients over micro-batches of uneven lengths.
+"""linear_policy_loss and policy_loss against TRL's own GRPO loss: value and gradients over micro-batches of uneven
+lengths, with tokens written by tools inside the completions.
 
 TRL's `_compute_loss` runs on a trainer without its constructor; only where its log-probs come from is replaced, by a
 plain head on given hidden states. Settings under which the two are meant to be equal: TRL's cispo bound is the ratio
@@ -16,14 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rolltree.kernels import Objective, PolicyFields, linear_policy_loss
+from rolltree.kernels import Objective, PolicyFields, linear_policy_loss, policy_loss
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install rolltree[peers]")
 GRPOTrainer = trl.GRPOTrainer
 
 B, T, H, V = 3, 7, 8, 40
 LENGTHS = [[7, 2, 4], [1, 6, 3]]  # of two micro-batches
-TOKENS, SEQUENCES, LIMIT = 23, 6, 9
+WRITTEN = [(0, 2), (0, 3), (1, 1)]  # (sequence, place) of tokens of tools, in each micro-batch
+TOKENS, SEQUENCES, LIMIT = 19, 6, 9  # without those of tools
 
 
 class OneProcess:
@@ -48,11 +50,14 @@ def micro_batches(seed: int = 0) -> list[dict[str, Tensor]]:
     batches = []
     for lengths in LENGTHS:
         mask = torch.arange(T)[None] < torch.tensor(lengths)[:, None]
+        sampled = torch.ones(B, T, dtype=torch.long)
+        sampled[tuple(zip(*WRITTEN, strict=True))] = 0
         batches.append(
             {
                 "hidden": torch.randn(B, T, H, generator=g),
                 "completion_ids": torch.randint(0, V, (B, T), generator=g),
                 "completion_mask": mask.long(),
+                "tool_mask": sampled,
                 "advantages": torch.randn(B, generator=g),
                 "num_items_in_batch": torch.tensor(TOKENS),
                 "noise": torch.randn(3, B, T, generator=g),
@@ -109,25 +114,28 @@ def theirs(loss_type: str, weight: Tensor, batches: list[dict[str, Tensor]], **s
 
 
 def ours(
-    objective: Objective, normalizer: Any, weight: Tensor, batches: list[dict[str, Tensor]]
+    objective: Objective, normalizer: Any, weight: Tensor, batches: list[dict[str, Tensor]], *, fused: bool
 ) -> tuple[Tensor, Tensor]:
     weight = weight.clone().requires_grad_()
     total = torch.zeros(())
     for batch in batches:
         live = batch["completion_mask"].bool()
         of = {name: value[live] for name, value in given(batch, weight).items()}
-        lengths = live.sum(1)
+        lengths, sampled = live.sum(1), batch["tool_mask"].bool()[live]
         fields = PolicyFields.flat(
             batch["advantages"],
             old_logprob=of["old_per_token_logps"],
             ref_logprob=of["ref_per_token_logps"],
             behaviour_logprob=of["sampling_per_token_logps"],
+            mask=sampled,
             cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
         )
-        out = linear_policy_loss(
-            batch["hidden"][live], weight, batch["completion_ids"][live], fields, objective,
-            normalizer=normalizer(int(lengths.sum())),
-        )  # fmt: skip
+        hidden, ids, denominator = batch["hidden"][live], batch["completion_ids"][live], normalizer(int(sampled.sum()))
+        if fused:
+            out = linear_policy_loss(hidden, weight, ids, fields, objective, normalizer=denominator)
+        else:
+            logprob, entropy = head(hidden, weight, ids)
+            out = policy_loss(logprob, fields, objective, normalizer=denominator, entropy=entropy)
         total = total + out.loss
     return total.detach(), torch.autograd.grad(total, weight)[0]
 
@@ -142,10 +150,12 @@ def compare(loss_type: str, objective: Objective, settings: dict[str, Any]) -> N
     for seed in range(3):
         weight = torch.randn(V, H, generator=torch.Generator().manual_seed(seed))
         batches = micro_batches(seed)
-        want, got = theirs(loss_type, weight, batches, **settings), ours(objective, normalizer, weight, batches)
-        assert (got[0] - want[0]).abs() <= 1e-5 * max(float(want[0].abs()), 0.1)
-        assert (got[1] - want[1]).abs().max() <= 1e-5 * want[1].abs().max()
+        want = theirs(loss_type, weight, batches, **settings)
         assert want[1].abs().max() > 0
+        for fused in (True, False):
+            got = ours(objective, normalizer, weight, batches, fused=fused)
+            assert (got[0] - want[0]).abs() <= 1e-5 * max(float(want[0].abs()), 0.1)
+            assert (got[1] - want[1]).abs().max() <= 1e-5 * want[1].abs().max()
 
 
 LOSSES = {
@@ -213,7 +223,7 @@ def test_sampler_mismatch(loss_type: str, level: Any, mode: Any) -> None:
     """TRL makes its ratio in the rollout, by the formulas of `_generate_and_score_completions`."""
 
     def importance(inputs: dict[str, Tensor]) -> Tensor:
-        mask = inputs["completion_mask"]
+        mask = inputs["completion_mask"] * inputs["tool_mask"]
         log_ratio = (inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"]) * mask
         w = (log_ratio.sum(-1, keepdim=True) if level == "sequence" else log_ratio).exp()
         return w.clamp(max=1.3) if mode == "truncate" else torch.where(w <= 1.3, w, 0)

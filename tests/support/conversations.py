@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .tiny import write_run
+from .tiny import write_job
 
 TEMPLATE = (
     "{% if tools %}{% for t in tools %}{{ t.function.name }},{% endfor %}<tool_call></tool_call>{% endif %}"
@@ -92,7 +92,21 @@ def bare(number):
 
 def write_conversations(directory: Path) -> Path:
     """The model, ``parts.py`` with environments, and the configuration, whose path is returned."""
-    toml = write_run(directory)
+    toml = write_job(
+        directory, {"parts.py": PARTS},
+        data={
+            "template": None, "tasks": None, "source": "games", "source_options": {"make": "parts.py:Guess"},
+            "chat": True,
+        },
+        rollout={
+            "program": "environment", "max_new_tokens": 60,
+            "program_options": {
+                "environment": "game", "environment_options": {"make": "parts.py:Guess"}, "max_turns": 2, "ways": [2],
+                "turn_tokens": 12,
+            },
+        },
+        reward={"verifier": "program", "workers": None}, evaluation={"problems": 0, "every": None},
+    )  # fmt: skip
     words = AutoTokenizer.from_pretrained(directory / "model")
     words.chat_template = TEMPLATE.replace("<end>", words.eos_token)
     words.save_pretrained(directory / "model")
@@ -100,17 +114,4 @@ def write_conversations(directory: Path) -> Path:
     with torch.no_grad():
         model.get_input_embeddings().weight[words.eos_token_id] *= 100  # so that it ends its turns
     model.save_pretrained(directory / "model")
-    (directory / "parts.py").write_text(PARTS)
-    text = toml.read_text()
-    begin, end = text.index("[data]"), text.index("[algorithm]")
-    toml.write_text(
-        text[:begin]
-        + '[data]\nsource = "games"\nsource_options = { make = "parts.py:Guess" }\nchat = true\n'
-        + "max_prompt_tokens = 64\n"
-        + '[rollout]\nprogram = "environment"\nn = 4\nmax_new_tokens = 60\nkv_tokens = 4096\n'
-        + "[rollout.program_options]\n"
-        + 'environment = "game"\nenvironment_options = { make = "parts.py:Guess" }\nmax_turns = 2\nways = [2]\n'
-        + 'turn_tokens = 12\n[reward]\nverifier = "program"\n'
-        + text[end:].replace("problems = 8\nevery = 3", "problems = 0")
-    )
     return toml

@@ -24,6 +24,7 @@ from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
+from rolltree.engine.settings import RewardConfig
 
 FIXED = (
     "--trainer.steps=1", "--evaluation.problems=0", "--evaluation.every=0", "--rollout.program=flat",
@@ -74,6 +75,15 @@ class Shared(Rewards):
         return self.pool.score(items)
 
 
+def share_rewards(run: Orchestrator, reward: RewardConfig) -> None:
+    """Let a run use the started pool of its verifier, if its parts do not follow the run's step."""
+    if all(isinstance(part.weight, int | float) for part in reward.parts):
+        shared = Shared(reward.model_dump_json(exclude={"shaping"}), run.rewards)
+        verify: Any = run.sampling.program.verify
+        verify._rewards = shared
+        run.rewards, run.check_rewards = shared, str
+
+
 def take_steps(toml: Path, directory: Path, *overrides: str, unset: Sequence[str] = (), resume: bool = False) -> Steps:
     """Run ``toml`` with `FIXED` and ``overrides``, without the keys in ``unset`` of either."""
     fixed = [flag for flag in FIXED if flag.partition("=")[0].removeprefix("--") not in unset]
@@ -82,11 +92,7 @@ def take_steps(toml: Path, directory: Path, *overrides: str, unset: Sequence[str
     notes: list[str] = []
     console.note = notes.append  # type: ignore[method-assign,assignment]
     run = build(config, console=console, resume=resume)
-    if all(isinstance(part.weight, int | float) for part in config.reward.parts):  # others follow their run's step
-        shared = Shared(config.reward.model_dump_json(exclude={"shaping"}), run.rewards)
-        verify: Any = run.sampling.program.verify
-        verify._rewards = shared
-        run.rewards, run.check_rewards = shared, str
+    share_rewards(run, config.reward)
     learner, trainer = run.learner, run.learner.trainer
     updates: list[Update] = []
     judged: list[TokenTree] = []

@@ -32,7 +32,7 @@ from rolltree.engine.settings.capabilities import refuse
 from rolltree.engine.settings.capabilities.agents import AGENTS, FORKS, UNTRAINED
 
 from ...support import serving
-from ...support.tiny import write_job
+from ...support.tiny import GIVEN, tiny_job
 from ..model.test_tree_equals_flat import make_models
 from .calls import RandomAgent, calls_of
 from .test_tree import conversation_tree
@@ -46,9 +46,7 @@ WORDS = serving.tokenizer()
 MODEL, _ = make_models("qwen3")
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job(tmp_path_factory.mktemp("credit"), "")
+toml = tiny_job({"given.jsonl": GIVEN})
 
 
 def job(toml: Path, *flags: str) -> TrainConfig:

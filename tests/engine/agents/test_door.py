@@ -21,7 +21,7 @@ from rolltree.engine.agents.episode import Episode
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.rollout import NativeEngine
 
-from ...support.agents import QUESTION, agent, job, make_engine, sampler
+from ...support.agents import QUESTION, agent, job, sampler
 
 WAIT = """
 import os, time
@@ -32,11 +32,6 @@ def solve(task, client):
     return 1.0
 """
 CHAT: dict[str, Any] = {"messages": QUESTION, "max_tokens": 6}
-
-
-@pytest.fixture(scope="module")
-def engine() -> NativeEngine:
-    return make_engine()
 
 
 @dataclass

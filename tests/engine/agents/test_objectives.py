@@ -32,7 +32,6 @@ from rolltree.kernels.policy_loss import PRESETS
 
 from ...kernels.formulas import AGGREGATION, BY_CHANCE, FORMULAS, TOKEN_LOSS
 from ...support.fresh import once_a_test
-from ...support.tiny import write_job
 from ..model.test_tree_equals_flat import make_models
 from .calls import RandomAgent
 from .test_credit import as_agent
@@ -233,11 +232,6 @@ def test_chosen_chains_weigh_one_together() -> None:
         mine = sum(c for c, e in zip(counted, tree.episode, strict=True) if e == number)
         want = 1 / mine if counted[leaf] else 0.0
         assert float(tree.columns["sequence_weight/own"][leaf]) == pytest.approx(want)
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job(tmp_path_factory.mktemp("objectives"), "")
 
 
 def job(toml: Path, *flags: str) -> TrainConfig:

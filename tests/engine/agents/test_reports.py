@@ -20,16 +20,11 @@ from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.kernels import Objective
 
 from ...support import serving
-from ...support.agents import agent, job, make_engine, run, sampler
+from ...support.agents import agent, job, run, sampler
 from ...support.conversations import TEMPLATE
 from .test_real_agents import one_of
 from .test_streams import PATHS, Heard, body, stepped
 from .test_tree import losses
-
-
-@pytest.fixture(scope="module")
-def engine() -> NativeEngine:
-    return make_engine()
 
 
 def merging() -> NativeEngine:

@@ -1,4 +1,4 @@
-"""A whole run whose sampler returns episodes: every part of the loop takes them, and a resumed run goes on alike.
+"""A whole run whose sampler returns episodes: every part of the loop takes them.
 
 The sampler is the run's own. Two responses that it sampled become the calls of one episode: the first one two calls,
 the second one a call that asks again. So every log-prob is exact, and each episode has two chains.
@@ -22,7 +22,7 @@ from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.rollout.sampler import Flight
 
-from ...support.tiny import write_run
+from ...support.tiny import write_job
 from ..loop.test_run import documented_metrics
 
 
@@ -77,12 +77,12 @@ def episodes_of(tree: TokenTree) -> TokenTree:
     return episode_tree(tree.token_id[: tree.prompt_length].tolist(), records)
 
 
-def run(directory: Path, name: str, *flags: str, resume: bool = False) -> Orchestrator:
+def run(directory: Path, name: str, *flags: str) -> Orchestrator:
     toml = directory / "tiny.toml"
     fixed = ["--rollout.program=flat", "--rollout.program_options={}", "--algorithm.advantage=group_norm"]
     fixed += ["--rollout.n=6", "--evaluation.problems=0", "--evaluation.every=0", f"--name={name}"]
     config = load_config(toml, [*fixed, "--algorithm.objective=grpo", "--checkpoint.every=1", *flags])
-    made = build(config, console=Console(), resume=resume)
+    made = build(config, console=Console())
     made.controller.sampler = Episodic(made.controller.sampler)  # type: ignore[assignment]
     made.run()
     return made
@@ -95,7 +95,7 @@ def rows(directory: Path, name: str) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("episodes")).parent
+    return write_job(tmp_path_factory.mktemp("episodes")).parent
 
 
 @pytest.mark.check
@@ -128,18 +128,3 @@ def test_every_part_of_a_run_takes_episodes(directory: Path) -> None:
                 assert row["advantage"] == pytest.approx((row["reward"] - mean) / (sd + 1e-6), abs=1e-4)
     failed = sum(row["status"] == "failed" and row["answer"] for row in table)
     assert rows(directory, "whole")[1]["rollout/failed"] == failed
-
-
-@pytest.mark.check
-def test_a_resumed_run_of_episodes_goes_on_alike(directory: Path) -> None:
-    """Some groups are open at the checkpoint, sampled and judged."""
-    late = ["--loop.staleness=1", "--loop.overlap=false"]
-    run(directory, "straight", "--trainer.steps=4", *late)
-    run(directory, "parted", "--trainer.steps=2", *late)
-    run(directory, "parted", "--trainer.steps=4", *late, resume=True)
-
-    def comparable(name: str) -> list[dict[str, float]]:
-        found = rows(directory, name)
-        return [{k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in found]
-
-    assert comparable("parted") == comparable("straight")

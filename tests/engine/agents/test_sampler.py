@@ -22,7 +22,7 @@ from rolltree.engine.rollout import NativeEngine
 from rolltree.engine.rollout.records import child_seed, parent_seed
 from rolltree.engine.rollout.sampler import LostError
 
-from ...support.agents import agent, job, make_engine, run, sampler
+from ...support.agents import agent, job, run, sampler
 
 TALK = """
 async def solve(task, client):
@@ -37,11 +37,6 @@ async def solve(task, client):
             break
     return reward
 """
-
-
-@pytest.fixture(scope="module")
-def engine() -> NativeEngine:
-    return make_engine()
 
 
 class Talk:

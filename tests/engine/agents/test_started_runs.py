@@ -29,6 +29,7 @@ from rolltree.engine.fleet.fleet import Fleet
 from rolltree.engine.fleet.workers import InThreads
 
 from ...support.conversations import write_conversations
+from ...support.tiny import beside
 
 GAME = """
 from rolltree.engine.parts.resolve import import_object
@@ -74,13 +75,8 @@ def write(folder: Path) -> tuple[Path, list[str]]:
     """A run in which a game is played by an agent instead of the environment."""
     toml = write_conversations(folder)
     (folder / "agent.py").write_text(GAME.format(folder=str(folder)))
-    text = toml.read_text()
-    begin, end = text.index("[rollout.program_options]"), text.index("[reward]")
-    toml.write_text(
-        text[:begin].replace('"environment"', '"agent"')
-        + '[rollout.program_options]\nagent = "agent.py:solve"\ncall_tokens = 12\n'
-        + text[end:].replace("tree_path_mean", "group_norm")
-    )
+    agent = {"program": "agent", "program_options": {"agent": "agent.py:solve", "call_tokens": 12}}
+    beside(toml, toml.stem, rollout=agent, algorithm={"advantage": "group_norm"})
     return toml, [f"--output_dir={folder / 'runs'}"]
 
 

@@ -17,16 +17,10 @@ from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.rollout import NativeEngine
 from rolltree.engine.rollout.sampler import LostError
 
-from ...support.agents import make_engine
 from .test_door import CHAT, Open, group, until
 
 PATHS = ["/v1/chat/completions", "/v1/responses", "/v1/messages"]
 LONG: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def engine() -> NativeEngine:
-    return make_engine()
 
 
 def body(path: str, most: int, **more: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.settings import TrainConfig
 
 from ...support.thinned import thinned
-from ...support.tiny import write_run
+from ...support.tiny import write_job
 
 SHORT = [
     "--trainer.steps=1", "--trainer.prompts_per_step=2", "--evaluation.problems=0", "--evaluation.every=0",
@@ -69,7 +69,7 @@ EXITS = "import sys\nsys.exit(0)\n"
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("home")
-    write_run(directory)
+    write_job(directory)
     (directory / "mine.py").write_text(MINE)
     (directory / "exits.py").write_text(EXITS)
     for name, answers in (("missing", ["3", None]), ("unread", ["3", "\\frac{1}{2", "\\sqrt{2}"])):

@@ -17,7 +17,7 @@ from rolltree.engine.app.cli import main
 from rolltree.engine.app.recipes import read_recipe, recipe_names
 from rolltree.engine.app.stages import load_stages
 
-from ...support.tiny import write_job
+from ...support.tiny import GIVEN, NO_METHOD, beside, write_job
 
 FILE = """
 name = "s"
@@ -142,14 +142,14 @@ trainer = { steps = 2, updates_per_step = 2 }
 """
 
 
+METHODLESS = NO_METHOD | {"evaluation": {"problems": 0, "every": None}}
+
+
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_job(tmp_path_factory.mktemp("stages"), "")
-    gone = ("objective", "advantage", "program", "problems = ", "every = 3")
-    lines = [line for line in path.read_text().splitlines() if not line.startswith(gone)]
-    text = "\n".join(lines).replace("[evaluation]", "[evaluation]\nproblems = 0")
-    path.with_name("plain.toml").write_text(text)
-    path.write_text(text + STAGES.replace("FOLDER", str(path.parent)))
+    path = write_job(tmp_path_factory.mktemp("stages"), {"given.jsonl": GIVEN}, **METHODLESS)
+    beside(path, "plain")
+    path.write_text(path.read_text() + STAGES.replace("FOLDER", str(path.parent)))
     return path
 
 

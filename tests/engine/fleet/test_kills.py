@@ -25,7 +25,7 @@ from rolltree.engine import load_config
 from rolltree.engine.settings import TrainConfig
 
 from ...support.processes import Process, forking
-from ...support.tiny import write_run
+from ...support.tiny import write_job
 from ..loop.test_durability import audit, repair_as_resuming_does, rows
 
 HANG_S, RANKS_S, START_S = 3.0, 10.0, 60.0
@@ -88,7 +88,7 @@ def none_of(pids: list[int]) -> bool:
 def run_command(directory: Path, ray: Any, hang_s: float, ranks_s: float, start_s: float) -> list[str]:
     """The command of a run that does not end, with two ranks, two engines and a reward host on this Ray."""
     return [
-        "train", str(write_run(directory)), f"--output_dir={directory}/runs", "--rollout.engines=2", "--reward.hosts=1",
+        "train", str(write_job(directory)), f"--output_dir={directory}/runs", "--rollout.engines=2", "--reward.hosts=1",
         f"--placement.cluster={ray.get_runtime_context().gcs_address}", f"--placement.hang_s={hang_s:.0f}",
         "--placement.restarts=20", f"--placement.start_s={start_s:.0f}", "--trainer.ranks=2",
         f"--trainer.timeout_s={ranks_s:.0f}", "--loop.staleness=1", "--evaluation.problems=0", "--evaluation.every=0",

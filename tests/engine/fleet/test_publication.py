@@ -21,18 +21,12 @@ from rolltree.engine.errors import RunError
 from rolltree.engine.rollout.digest import CHUNK, Held, digests
 from rolltree.engine.rollout.native import engine as native
 
-from ...support.tiny import write_run
 from ..loop.test_staleness import QUICK, Run
 from ..loop.test_staleness import THREAD as IN_THREAD
 
 SLOW = pytest.mark.slow
 FEW = ["--trainer.prompts_per_step=2", "--checkpoint.every=9"]
 THREAD = [*IN_THREAD, *FEW]
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("publication"))
 
 
 def copied(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> None:

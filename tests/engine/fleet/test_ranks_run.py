@@ -40,17 +40,11 @@ from rolltree.engine.train.group import ALONE, Group
 
 from ...support.forked import Forked
 from ...support.scale import assert_close, train
-from ...support.tiny import write_run
 from ..loop.test_durability import assert_same_run, audit, rows
 
 SHORT = ["--evaluation.problems=4", "--evaluation.every=2", "--trainer.steps=4", "--checkpoint.every=2"]
 TWO = ["--rollout.engines=1", "--trainer.ranks=2"]
 WITHIN = 2e-5
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")

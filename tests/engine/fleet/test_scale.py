@@ -27,7 +27,6 @@ from rolltree.engine.learn.learner import Learner
 from rolltree.engine.loop.orchestrator import Orchestrator
 
 from ...support.scale import Saboteur, ages, assert_close, train
-from ...support.tiny import write_run
 from ..loop.test_durability import assert_same_run, audit, rows
 
 SHORT = ["--evaluation.problems=4", "--evaluation.every=2", "--trainer.steps=3", "--checkpoint.every=3"]
@@ -36,11 +35,6 @@ STALE = [
     "--rollout.max_new_tokens=40", "--algorithm.advantage=group_norm",
 ]  # fmt: skip
 WITHIN = 2e-5
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("scale"))
 
 
 @pytest.fixture(scope="module")

@@ -29,16 +29,10 @@ from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.rewards import RewardItem
 
 from ...support.scale import Saboteur, ages, assert_close, train
-from ...support.tiny import write_run
 from ..loop.test_durability import assert_same_run, audit, rows
 from .test_scale import SEARCH, SHORT, STALE, WITHIN, no_verifier_here, strike_when_busy, when_busy
 
 pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("scale"))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError
 from rolltree.engine.train.trainer import Trainer, Weighted
 
-from ...support.tiny import CONFIG
+from ...support.tiny import write_job
 from .test_vllm import letters, net
 
 pytestmark = pytest.mark.vllm
@@ -30,17 +30,17 @@ VLLM = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "kv_cac
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("vllm")
+    prompts = [{"prompt": chr(0x110 + a) + chr(0x120 + b), "answer": ""} for a in range(5) for b in range(5)]
+    judge = "def judge(text, entry):\n    return float(sum(map(ord, text)) % 2)\n"
+    toml = write_job(
+        directory, {"prompts.jsonl": prompts, "reward.py": judge},
+        data={"tasks": None, "path": "FOLDER/prompts.jsonl"},
+    )  # fmt: skip
     net().save_pretrained(directory / "model")
     tokenizer = copy.deepcopy(letters())
     tokenizer.eos_token = tokenizer.pad_token = chr(0x103)
     tokenizer.save_pretrained(directory / "model")
-    (directory / "reward.py").write_text("def judge(text, entry):\n    return float(sum(map(ord, text)) % 2)\n")
-    prompts = [{"prompt": chr(0x110 + a) + chr(0x120 + b), "answer": ""} for a in range(5) for b in range(5)]
-    (directory / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    lines = CONFIG.format(directory=directory).splitlines(keepends=True)
-    config = "".join(f'path = "{directory}/prompts.jsonl"\n' if line.startswith("tasks") else line for line in lines)
-    (directory / "run.toml").write_text(config)
-    return directory / "run.toml"
+    return toml
 
 
 def start(toml: Path, directory: Path, *overrides: str) -> Orchestrator:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ from rolltree.engine.app.assembly.learning import inert, roles
 from rolltree.engine.app.dry_run import plan_lines
 
 from ...support.real_step import Steps, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
-from ...support.tiny import write_job
+from ...support.tiny import GIVEN, tiny_job
 from ..loop.test_policies_run import take, write_two
 
 JUDGES = """
@@ -28,11 +26,7 @@ COMMON = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
-    path = write_job(tmp_path_factory.mktemp("epochs"), "", JUDGES)
-    path.write_text(path.read_text().replace("reward.py:judge", "reward.py:odd"))
-    return path
+toml = tiny_job({"reward.py": JUDGES, "given.jsonl": GIVEN}, reward={"verifier": "reward.py:odd"})
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ the updates of a real run began with.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...support.real_step import Steps, take_steps
-from ...support.tiny import write_run
 
 RANK, ALPHA, HORIZON, SCALE, EPOCHS, LR = 4, 8.0, 2, 3.0, 12, 2e-3
 FLAGS = (
@@ -26,13 +24,8 @@ FLAGS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("next"))
-
-
-def run(toml: Path, folder: Path, steps: int, *, resume: bool = False) -> Steps:
-    return take_steps(toml, folder, *FLAGS, f"--trainer.steps={steps}", unset=("trainer.steps",), resume=resume)
+def run(toml: Path, folder: Path, steps: int) -> Steps:
+    return take_steps(toml, folder, *FLAGS, f"--trainer.steps={steps}", unset=("trainer.steps",))
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +110,3 @@ def test_the_export_is_extended_by_what_the_trajectory_predicts(five: tuple[Step
     for name, weight in exported.items():
         if name.removesuffix(".weight") not in layers:
             assert torch.equal(weight, base[name])
-
-
-@pytest.mark.check
-def test_a_resumed_run_extends_alike(five: tuple[Steps, Path], toml: Path, tmp_path: Path) -> None:
-    run(toml, tmp_path, 3)
-    directory = tmp_path / "runs" / "tiny"
-    early = load_file(directory / "export" / "model.safetensors")
-    shutil.rmtree(directory / "export")
-    run(toml, tmp_path, 5, resume=True)
-    again, whole = (load_file(d / "export" / "model.safetensors") for d in (directory, five[1]))
-    assert all(torch.equal(again[name], weight) for name, weight in whole.items())
-    assert any(not torch.equal(early[name], weight) for name, weight in whole.items())

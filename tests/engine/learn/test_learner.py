@@ -17,7 +17,7 @@ from rolltree.engine.app.assembly.sampling import rollout_program
 from rolltree.engine.app.console import Console
 from rolltree.engine.learn import micro_batches
 
-from ...support.tiny import ROOT, write_job
+from ...support.tiny import GIVEN, ROOT, beside, tiny_job
 
 MINE = """
 import numpy as np
@@ -39,9 +39,7 @@ def first(tree):
 """
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
-    return write_job(tmp_path_factory.mktemp("learner"), MINE)
+toml = tiny_job({"mine.py": MINE, "given.jsonl": GIVEN})
 
 
 def run(toml: Path, tmp_path: Path, *overrides: str) -> tuple[list[dict[str, float]], Orchestrator]:
@@ -140,12 +138,10 @@ def test_programs_judge_with_the_runs_own_verifier(toml, tmp_path):
 
 
 def test_parts_of_the_users_own_beside_the_configuration(toml, tmp_path):
-    text = toml.read_text().replace('program = "treepo"', 'program = "mine.py:Twice"').replace(
-        "{ segment_tokens = 3, init = 2 }", "{ extra = 2 }"
-    ).replace('advantage = "tree_path_mean"', 'advantage = "mine.py:centred"\nadvantage_options = { scale = 2.0 }\n'
-        'select = "mine.py:first"')  # fmt: skip
-    own = toml.with_name("own.toml")
-    own.write_text(text)
+    own = beside(
+        toml, "own", rollout={"program": "mine.py:Twice", "program_options": {"extra": 2}},
+        algorithm={"advantage": "mine.py:centred", "advantage_options": {"scale": 2.0}, "select": "mine.py:first"},
+    )  # fmt: skip
     config = load_config(
         own, ["--trainer.steps=1", "--evaluation.problems=0", "--evaluation.every=0", f"--output_dir={tmp_path}"]
     )

@@ -32,7 +32,7 @@ from rolltree.engine.train.terms import TokenTerm
 from rolltree.engine.train.trainer import Trainer, Weighted
 from rolltree.kernels import Objective
 
-from ...support.tiny import train_step, write_run
+from ...support.tiny import train_step
 from ..train.test_trainer import make_model, make_trees
 
 QUIET = [
@@ -42,11 +42,6 @@ QUIET = [
     "--algorithm.advantage=group_norm",
 ]
 QUIET += ["--rollout.program_options={}", "--rollout.n=2", "--rollout.max_new_tokens=2", "--trainer.prompts_per_step=2"]
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("account"))
 
 
 def orchestrate(toml: Path, tmp_path: Path, *extra: str) -> Orchestrator:

@@ -197,3 +197,37 @@ def test_states_follow_one_another() -> None:
         buffer.to(group, State.QUEUED)
     with pytest.raises(ValueError, match="no room"):
         buffer.admit(prompts(2))
+
+
+def test_room_is_the_capacity_of_the_staleness() -> None:
+    """(S + version + 1) * batch less what was admitted; a taken batch keeps its room until it is trained."""
+    buffer = Buffer(Budget(batch=4, staleness=2))
+    groups = admit(buffer)
+    assert len(groups) == 12
+    for version in range(1, 4):
+        for group in buffer.among(*UNREADY):
+            make_ready(buffer, group)
+        batch = buffer.batch()
+        assert batch is not None
+        assert buffer.room == 0
+        buffer.end_step(batch)
+        assert buffer.room == (2 + version + 1) * 4 - buffer.admitted == 4
+        admit(buffer)
+    buffer.drop(next(iter(buffer.open.values())), "untrainable")
+    assert buffer.room == 1
+    assert Buffer(Budget(batch=4, staleness=2, window=0.5)).room == 8
+
+
+def test_younger_groups_overtake_within_the_window_alone() -> None:
+    """Half of the four slots beyond a batch may overtake: two groups pass the stuck one, a third waits."""
+    buffer = Buffer(Budget(batch=1, staleness=4, window=0.5))
+    stuck, *others = buffer.admit(prompts(3))
+    for group in others:
+        make_ready(buffer, group)
+    for expected in others:
+        assert buffer.batch() == [expected]
+        buffer.end_step([expected])
+    make_ready(buffer, *buffer.admit(prompts(1)))
+    assert buffer.batch() is None
+    make_ready(buffer, stuck)
+    assert buffer.batch() == [stuck]

@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console as RichConsole
-from safetensors.torch import load_file
 
 from rolltree.engine import Orchestrator, load_config
 from rolltree.engine.app.assembly.run import build
@@ -33,14 +32,9 @@ from rolltree.engine.train.trainer import Trainer
 
 from ...support.conversations import write_conversations
 from ...support.processes import Process, Server
-from ...support.tiny import write_run
+from ...support.resumed import assert_same_run
 
 STALE = ["--loop.staleness=1", "--evaluation.problems=0", "--evaluation.every=0", "--checkpoint.every=1"]
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("durability"))
 
 
 def orchestrate(config: TrainConfig, *, resume: bool = False) -> tuple[Orchestrator, io.StringIO]:
@@ -211,25 +205,6 @@ def kill(
     assert len(audit(config)) == steps * config.trainer.prompts_per_step
     assert [row["step"] for row in rows(directory)] == list(range(steps + 1))
     return command
-
-
-def assert_same_run(ours: Path, theirs: Path, policies: int = 1) -> None:
-    """Metrics but for the clock's, rollouts, and weights and moments of the optimiser, to the bit."""
-
-    def untimed(directory: Path) -> list[dict]:
-        return [{k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in rows(directory)]
-
-    assert untimed(ours) == untimed(theirs)
-    for file in sorted((theirs / "rollouts").glob("*.parquet")):
-        tables = [pq.read_table(path).to_pydict() for path in (ours / "rollouts" / file.name, file)]
-        assert repr(tables[0]) == repr(tables[1]), file.name  # NaN equals NaN
-    last = max((theirs / "checkpoints").glob("step_*")).name
-    files = sorted((theirs / "checkpoints" / last).rglob("*.safetensors"))
-    assert len(files) == policies + 1  # the learners' and the run's
-    for file in files:
-        got, expected = load_file(ours / file.relative_to(theirs)), load_file(file)
-        assert got.keys() == expected.keys()
-        assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 def repair_as_resuming_does(directory: Path, config: TrainConfig) -> None:

@@ -26,7 +26,6 @@ from rolltree.engine.rewards import RewardItem, RewardResult, Rewards
 from rolltree.engine.rollout.sampler import Flight, Job
 
 from ...support.real_step import plain_logprobs
-from ...support.tiny import write_run
 from .test_sampler import Canned, Odd, Tensors, controller
 
 P = 4
@@ -148,11 +147,6 @@ class Late(Rewards):
         with self.changed:
             seen = self.changed.wait_for(lambda: wanted <= {t for call in self.calls for t in call}, WAIT_S)
         assert seen, "no group was scored before its batch was complete"
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("early"))
 
 
 class Run:

@@ -19,7 +19,7 @@ from rolltree.engine.app.console import Console
 from rolltree.engine.errors import RunError
 from rolltree.engine.loop.orchestrator import RunSummary
 
-from ...support.tiny import write_run
+from ...support.tiny import write_job
 
 SHORT = ["--trainer.steps=3", "--evaluation.problems=0", "--evaluation.every=0", "--trainer.prompts_per_step=2"]
 
@@ -27,7 +27,7 @@ SHORT = ["--trainer.steps=3", "--evaluation.problems=0", "--evaluation.every=0",
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("home")
-    write_run(directory)
+    write_job(directory)
     return directory
 
 

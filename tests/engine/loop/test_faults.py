@@ -23,14 +23,7 @@ from rolltree.engine.loop.controller import Controller
 from rolltree.engine.train import checkpoint
 from rolltree.engine.train.gradients import Gradients
 
-from ...support.tiny import write_run
-
 SHORT = ["--evaluation.problems=0", "--evaluation.every=0", "--checkpoint.every=1", "--trainer.steps=3"]
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("faults"))
 
 
 def orchestrate(toml: Path, directory: Path, *, resume: bool = False) -> Orchestrator:

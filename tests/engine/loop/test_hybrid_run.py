@@ -14,25 +14,17 @@ from rolltree.engine.app.cli import main
 from rolltree.engine.rollout.native.states import StateCache
 
 from ...support.recurrent_models import make
-from ...support.tiny import write_run
+from ...support.tiny import write_job
 
 
 def train(directory: Path) -> list[dict[str, Any]]:
     """Train two steps with a page pool so small that branches are preempted; return the rows of the metrics."""
-    directory.mkdir()
-    toml = write_run(directory)
+    toml = write_job(
+        directory, trainer={"steps": 2}, rollout={"kv_tokens": 256, "kept_states": 4}, evaluation={"problems": 1}
+    )
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     make("qwen3_5", vocab_size=len(tokenizer), **ids).save_pretrained(directory / "model")
-    text = toml.read_text()
-    for old, new in (
-        ("steps = 6", "steps = 2"),
-        ("kv_tokens = 4096", "kv_tokens = 256\nkept_states = 4"),
-        ("problems = 8", "problems = 1"),
-    ):
-        assert old in text
-        text = text.replace(old, new)
-    toml.write_text(text)
     assert main(["train", str(toml)]) == 0
     rows = (directory / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, rows) if "training/rollout_probs_diff_mean" in row]

@@ -15,7 +15,6 @@ from rolltree.engine.train.trainer import Metrics, Trainer
 
 from ...kernels.on_device import needs_known_order
 from ...support.real_step import Steps, take_steps
-from ...support.tiny import write_run
 
 pytestmark = needs_known_order
 
@@ -23,11 +22,6 @@ EXACT = "--model.batch_invariant=true"
 FLAGS = ("--trainer.steps=2", "--trainer.updates_per_step=2", "--trainer.lr=0.01", "--trainer.max_tokens=80")
 PROGRAM = ("--rollout.program=treepo", "--rollout.program_options={segment_tokens=3,init=2}")
 UNSET = ("trainer.steps", "rollout.program", "rollout.program_options")
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("invariant"))
 
 
 @pytest.fixture
@@ -121,12 +115,3 @@ def test_where_the_samplers_are_others_the_pass_is_not_saved(flags: tuple[str, .
     asked = ("--algorithm.old_logprob=recompute", "--trainer.updates_per_step=1")
     assert any("the pass is saved" in line for line in plan_lines(load_config(toml, [EXACT, *asked])))
     assert not any("the pass is saved" in line for line in plan_lines(load_config(toml, [EXACT, *asked, *flags])))
-
-
-@pytest.mark.check
-def test_resumed_it_ends_with_the_same_bits(toml: Path, tmp_path: Path) -> None:
-    whole = run(toml, tmp_path / "whole", EXACT, "--trainer.steps=3")
-    run(toml, tmp_path / "cut", EXACT, "--trainer.steps=1")
-    resumed = run(toml, tmp_path / "cut", EXACT, "--trainer.steps=3", resume=True)
-    theirs = weights(resumed)
-    assert all(torch.equal(p, theirs[name]) for name, p in weights(whole).items())

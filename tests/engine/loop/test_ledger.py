@@ -15,19 +15,12 @@ from rolltree.engine.app.console import Console
 from rolltree.engine.loop.buffer import LedgerError, TokenLedger
 from rolltree.engine.loop.controller import Controller
 
-from ...support.tiny import write_run
-
 QUIET = ["--evaluation.problems=0", "--evaluation.every=0"]
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("ledger"))
-
-
-def orchestrate(toml: Path, name: str, *more: str, resume: bool = False) -> Orchestrator:
+def orchestrate(toml: Path, name: str, *more: str) -> Orchestrator:
     config = load_config(str(toml), [f"--name={name}", *QUIET, *more])
-    return build(config, console=Console(RichConsole(file=io.StringIO(), width=300)), resume=resume)
+    return build(config, console=Console(RichConsole(file=io.StringIO(), width=300)))
 
 
 def written(run: Orchestrator) -> int:
@@ -46,17 +39,6 @@ def test_all_tokens_that_the_engine_sampled_are_trained_or_dropped(toml: Path) -
     assert ledger.sampled == run.sampler.engine.loop.counts["sampled_tokens"] > 0
     assert ledger.trained + sum(ledger.dropped.values()) == ledger.sampled == written(run)
     assert f"{ledger.sampled:,} = {ledger.trained:,} trained" in str(summary.tokens)
-
-
-@pytest.mark.check
-def test_the_ledger_of_a_resumed_run_covers_the_whole_run(toml: Path) -> None:
-    stale = ("--loop.staleness=1", "--checkpoint.every=1")
-    orchestrate(toml, "stale", "--trainer.steps=2", *stale).run()
-    run = orchestrate(toml, "stale", "--trainer.steps=4", *stale, resume=True)
-    assert run.run().steps == 4
-    ledger, left = run.buffer.ledger, sum(group.sampled for group in run.buffer.open.values())
-    assert ledger.sampled == ledger.trained + sum(ledger.dropped.values()) + left
-    assert written(run) == ledger.trained + sum(ledger.dropped.get(reason, 0) for reason in ("unseen", "failed"))
 
 
 def test_tokens_of_groups_that_a_callback_drops_are_named(toml: Path, tmp_path: Path) -> None:

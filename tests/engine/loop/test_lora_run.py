@@ -27,26 +27,20 @@ from rolltree.engine.train import checkpoint
 
 from ...support.picture_models import make_models
 from ...support.real_step import Steps, Update, along, leaves_of, take_steps
-from ...support.tiny import write_run
 
 RANK, ALPHA = 4, 8.0
 SCALE = ALPHA / RANK**0.5
 ADAPTER = f"--model.lora={{rank={RANK}, alpha={ALPHA}}}"
 FAST = ("--trainer.lr=0.05", "--trainer.max_tokens=4096", "--algorithm.objective=dapo", "--trainer.prompts_per_step=8")
+NEAR = (ADAPTER, *FAST, "--roles.reference={}", "--algorithm.objective_options={kl_coef=0.1}")
 NO_STEPS = ("trainer.steps",)
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
-    return write_run(tmp_path_factory.mktemp("lora"))
 
 
 @pytest.fixture(scope="module")
 def two_steps(toml, tmp_path_factory) -> tuple[Steps, Path]:
     """Two steps with a reference; the second begins with an adapter that is not zero."""
     folder = tmp_path_factory.mktemp("steps")
-    flags = (ADAPTER, *FAST, "--trainer.steps=2", "--roles.reference={}", "--algorithm.objective_options={kl_coef=0.1}")
-    return take_steps(toml, folder, *flags, unset=NO_STEPS), folder / "runs/tiny"
+    return take_steps(toml, folder, *NEAR, "--trainer.steps=2", unset=NO_STEPS), folder / "runs/tiny"
 
 
 def base_model(toml: Path) -> Any:
@@ -186,31 +180,17 @@ def test_the_export_is_the_sum_for_transformers_and_the_adapter_for_peft(toml, t
     assert not any("lora" in name for name in load_file(directory / "export" / "model.safetensors"))
 
 
-class TestResume:
-    def run(self, toml: Path, folder: Path, steps: int, *, resume: bool = False) -> dict[str, Tensor]:
-        flags = (ADAPTER, *FAST, f"--trainer.steps={steps}", "--roles.reference={ema=0.5}")
-        done = take_steps(toml, folder, *flags, unset=NO_STEPS, resume=resume)
-        (role,) = done.orchestrator.learner.roles
-        named = {name: p.detach().clone() for name, p in done.orchestrator.learner.model.named_parameters()}
-        return named | {f"reference.{name}": w.clone() for name, w in (role.weights or {}).items()}
-
-    def test_it_repeats_the_uninterrupted_run_and_refuses_other_weights_below(self, toml, tmp_path):
-        whole = self.run(toml, tmp_path / "whole", 3)
-        self.run(toml, tmp_path / "parts", 2)
-        kept = tmp_path / "kept"
-        shutil.copytree(tmp_path / "parts", kept)
-        resumed = self.run(toml, tmp_path / "parts", 3, resume=True)
-        assert whole.keys() == resumed.keys()
-        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-        file = toml.parent / "model" / "model.safetensors"
-        before, weights = file.read_bytes(), load_file(file)
-        weights["model.norm.weight"][3] += 1e-6
-        try:
-            save_file(weights, file, metadata={"format": "pt"})
-            with pytest.raises(UserError, match="adapter was trained on other weights"):
-                self.run(toml, kept, 3, resume=True)
-        finally:
-            file.write_bytes(before)
+def test_an_adapter_does_not_go_on_above_other_weights(toml, two_steps, tmp_path):
+    shutil.copytree(two_steps[1].parent, tmp_path / "runs")
+    file = toml.parent / "model" / "model.safetensors"
+    before, weights = file.read_bytes(), load_file(file)
+    weights["model.norm.weight"][3] += 1e-6
+    try:
+        save_file(weights, file, metadata={"format": "pt"})
+        with pytest.raises(UserError, match="adapter was trained on other weights"):
+            take_steps(toml, tmp_path, *NEAR, "--trainer.steps=3", unset=NO_STEPS, resume=True)
+    finally:
+        file.write_bytes(before)
 
 
 LAGS = ("--loop.staleness=1", "--loop.overlap=true", "--trainer.steps=3")

@@ -338,16 +338,12 @@ def test_more_steps_after_the_end(home, tmp_path):
 
 
 @pytest.mark.check
-def test_killed_between_a_checkpoint_and_its_row(home, tmp_path):
-    """The row is in the checkpoint, so it is not lost; what came after the checkpoint is set aside, not thrown away."""
+def test_rows_after_the_checkpoint_are_set_aside(home, tmp_path):
+    """What came after the checkpoint is set aside, not thrown away."""
     config = configure(home, tmp_path)
     orchestrate(config).run()
     log = config.run_dir / "metrics.jsonl"
     whole = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(whole[:3]))  # the row of step 3 was not written
-    orchestrate(config, resume=True).run()
-    assert untimed(rows_of(config)) == untimed(map(json.loads, whole))
-
     log.write_text("".join(whole) + '{"step": 4, "rew')
     orchestrate(config, resume=True).run()
     assert untimed(rows_of(config)) == untimed(map(json.loads, whole))

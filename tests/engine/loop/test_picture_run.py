@@ -89,30 +89,6 @@ def test_wrong_positions_show_in_the_metrics(home: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.check
-@pytest.mark.usefixtures("without_report")
-def test_resumed_equals_uninterrupted_with_open_groups_and_a_trained_tower(home: Path, tmp_path: Path) -> None:
-    both = []
-    for name, steps in (("whole", ["3"]), ("cut", ["1", "3"])):
-        for number, last in enumerate(steps):
-            args = [
-                "--name",
-                name,
-                "--output_dir",
-                str(tmp_path),
-                "--loop.staleness",
-                "1",
-                "--model.train_tower",
-                "true",
-            ]
-            args += ["--loop.overlap", "false", "--trainer.steps", last, *(["--resume"] if number else [])]
-            assert main(["train", str(home / "tiny.toml"), *args]) == 0
-        both.append(tmp_path / name / "export")
-    first, second = (weights(export) for export in both)
-    assert all(torch.equal(first[key], second[key]) for key in first)
-    assert changed(home, both[0]) == {"text", "visual"}
-
-
-@pytest.mark.check
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("gemma4", marks=pytest.mark.slow)])
 def test_pictures_that_attend_both_ways(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of Gemma agrees with its sampler; with one-way pictures in the engine it would not."""

@@ -6,10 +6,9 @@ import copy
 import json
 import os
 import random
-import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,11 @@ from rolltree.engine.app.console import Console
 from rolltree.engine.app.dry_run import plan_lines
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
-from rolltree.engine.loop.controller import Controller
 
 from ...support.processes import Process, Server
 from ...support.real_step import Shared, leaves_of, plain_logprobs
-from ...support.tiny import ROOT, write_job
-from .test_durability import CrashError, assert_same_run
+from ...support.resumed import assert_same_run
+from ...support.tiny import ROOT, beside, write_job
 
 JUDGES = """
 def odd(text, entry):
@@ -86,8 +84,7 @@ NAMES = ("", "verifier")
 
 def write_two(directory: Path) -> Path:
     """Two models with different weights, the judges and the configuration; return the TOML's path."""
-    path = write_job(directory, "")
-    (directory / "judges.py").write_text(JUDGES)
+    path = write_job(directory, {"judges.py": JUDGES})
     model = AutoModelForCausalLM.from_pretrained(directory / "model")
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -132,9 +129,9 @@ class Two:
         return model.eval()
 
 
-def make(toml: Path, directory: Path, *overrides: str, resume: bool = False) -> Two:
+def make(toml: Path, directory: Path, *overrides: str) -> Two:
     config = load_config(toml, [f"--output_dir={directory}", *overrides])
-    two = Two(build(config, console=Console(), resume=resume))
+    two = Two(build(config, console=Console()))
     rewards = Shared(config.reward.model_dump_json(exclude={"shaping"}), two.run.rewards)
     two.run.rewards, two.run.check_rewards = rewards, str
     update = two.run.learner.update
@@ -162,8 +159,8 @@ def make(toml: Path, directory: Path, *overrides: str, resume: bool = False) -> 
     return two
 
 
-def take(toml: Path, directory: Path, *overrides: str, resume: bool = False) -> Two:
-    two = make(toml, directory, *overrides, resume=resume)
+def take(toml: Path, directory: Path, *overrides: str) -> Two:
+    two = make(toml, directory, *overrides)
     two.run.run()
     two.rows = [json.loads(line) for line in two.run.log.path.read_text().splitlines()][1:]
     return two
@@ -333,30 +330,6 @@ def test_a_policy_is_not_moved_by_the_loss_of_the_other(
     assert any(not torch.equal(w, two.updates[other][1].weights[key]) for key, w in moved.items())
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("moment", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_crash_changes_not_a_bit(two: Two, toml: Path, tmp_path: Path, monkeypatch: Any, moment: int) -> None:
-    left = random.Random(moment).randrange(3, 12)
-
-    def crashing(self: Controller, *, inner: Callable[[Controller], None] = Controller.advance) -> None:
-        nonlocal left
-        left -= self.buffer.steps == moment
-        if left < 0:
-            raise CrashError
-        inner(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Controller, "advance", crashing)
-        with pytest.raises(CrashError):
-            make(toml, tmp_path).run.run()
-    again = take(toml, tmp_path, resume=True)
-    assert_same_run(again.run.options.directory, two.run.options.directory, policies=2)
-    for name, learner in again.learners.items():
-        whole = dict(two.learners[name].model.named_parameters())
-        assert all(torch.equal(p, whole[key]) for key, p in learner.model.named_parameters())
-        assert learner.updates == two.learners[name].updates == 3
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_at_any_moment(server: Server, toml: Path, tmp_path: Path) -> None:
@@ -371,7 +344,7 @@ def test_killed_at_any_moment(server: Server, toml: Path, tmp_path: Path) -> Non
         assert process.wait() == -signal.SIGKILL
     assert Process(server, [*command, "--resume"]).wait() == 0
     assert Process(server, [*command, "--name=whole"]).wait() == 0
-    assert_same_run(tmp_path / "tiny", tmp_path / "whole", policies=2)
+    assert_same_run(tmp_path / "tiny", tmp_path / "whole")
 
 
 @pytest.mark.check
@@ -425,15 +398,9 @@ def test_a_policy_may_have_an_objective_and_terms_of_its_own(two: Two, toml: Pat
     assert all(name.startswith("verifier/") for name in of_term)
 
 
-def without(text: str, table: str) -> str:
-    """Return TOML without a table."""
-    return re.sub(rf"\n\[{re.escape(table)}\]\n(?:(?!\[).*\n)*", "\n", text)
-
-
 @pytest.mark.slow
 def test_one_policy_may_play_both_roles(two: Two, toml: Path, tmp_path: Path) -> None:
-    alone = toml.with_name("alone.toml")
-    alone.write_text(without(toml.read_text(), "models.verifier"))
+    alone = beside(toml, "alone", models=None)
     config = load_config(alone, [f"--output_dir={tmp_path}", "--trainer.steps=1"])
     run = build(config, console=Console())
     run.run()

@@ -13,13 +13,6 @@ from rolltree.engine.app.cli import main
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.replay import read_groups
 
-from ...support.tiny import write_run
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("replay"))
-
 
 def train(toml: Path, directory: Path, name: str, *options: str) -> int:
     given = ["--evaluation.problems=0", "--evaluation.every=0", f"--output_dir={directory}", f"--name={name}"]

@@ -16,7 +16,7 @@ from rolltree.engine.loop.replay import read_groups, write_groups
 from rolltree.engine.loop.replay_store import ReplayStore, Stored
 
 from ...support.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
-from ...support.tiny import write_job
+from ...support.tiny import tiny_job
 
 MINE = """
 def odd(text, entry):
@@ -37,11 +37,7 @@ STEPS = (
 EVERYTHING = ("rollout.program", "rollout.program_options", "algorithm.advantage")
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
-    path = write_job(tmp_path_factory.mktemp("replay"), MINE)
-    path.write_text(path.read_text().replace("reward.py:judge", "mine.py:odd"))
-    return path
+toml = tiny_job({"mine.py": MINE}, reward={"verifier": "mine.py:odd"})
 
 
 def steps_of(toml: Path, directory: Path, *flags: str, **given) -> Steps:
@@ -107,20 +103,6 @@ def test_the_gradient_is_that_of_new_and_old_groups(whole, update):
     check_gradient(whole, loss_of, update)
     r = torch.cat(ratios)
     assert ((r < 0.8) | (r > 1.2)).sum() > 3, "no ratio is clipped, so that replay is not told from new groups"
-
-
-def test_a_resumed_run_repeats_the_whole_one_to_the_bit(toml, whole, tmp_path):
-    flags = ("--replay.weight=0.5", "--reward.shaping=[{name='overlong'}]")
-    steps_of(toml, tmp_path, "--trainer.steps=2", *flags)
-    directory = tmp_path / "runs" / "tiny"
-    late = directory / "replay" / "000000099.safetensors"  # written after the checkpoint by a run that was killed
-    late.write_bytes(b"cut off")
-    resumed = steps_of(toml, tmp_path, "--trainer.steps=3", *flags, resume=True)
-    (update,) = resumed.updates
-    expected = whole.updates[2]
-    assert [int(t.group[0]) for t in update.trees] == [int(t.group[0]) for t in expected.trees]
-    for name, gradient in expected.gradient.items():
-        assert torch.equal(update.gradient[name], gradient), name
 
 
 @pytest.mark.check

@@ -22,12 +22,12 @@ from rolltree.engine.train.config import TrainerConfig
 from rolltree.engine.train.critic import Critic
 
 from ...support.moe_models import make, trees_with_routes
-from ...support.tiny import write_run
+from ...support.tiny import write_job
 
 
 def train(directory: Path, overrides: dict[str, str]) -> list[dict[str, Any]]:
     """Train two steps; return the rows of the metrics."""
-    toml = write_run(directory)
+    toml = write_job(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     make("qwen3_moe", vocab_size=len(tokenizer), **ids).save_pretrained(directory / "model")
@@ -61,7 +61,7 @@ def test_the_trainer_uses_the_experts_of_the_sampler(tmp_path: Path, monkeypatch
 
 
 def test_a_dense_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    replay = ["train", str(write_run(tmp_path)), "--model.replay_routes", "true"]
+    replay = ["train", str(write_job(tmp_path)), "--model.replay_routes", "true"]
     assert main(replay) == 2
     assert "'Qwen3ForCausalLM' has no mixture of experts; set model.replay_routes = false." in capsys.readouterr().err
 

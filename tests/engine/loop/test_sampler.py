@@ -238,3 +238,68 @@ def test_state_that_no_checkpoint_holds_begins_anew() -> None:
     again.load_state_dict(tensors, groups)
     assert again.restarted == {"state": len(groups)}
     assert again.sampler.waiting == {}
+
+
+class Events:
+    """Writes down when weights are gathered and loaded, and when the groups of the step are released."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.seen: list[str] = []
+        self.error = error
+
+    def source(self, value: float) -> Any:
+        events = self
+
+        class Source(Tensors):
+            def tensors(self) -> dict[str, torch.Tensor]:
+                events.seen.append("gather")
+                return super().tensors()
+
+        return Source(value)
+
+    def sampler(self) -> Canned:
+        events = self
+
+        class Loads(Canned):
+            def load(self, weights: WeightSource | None, version: int, *, keep_keys: bool) -> None:
+                super().load(weights, version, keep_keys=keep_keys)
+                events.seen.append("load")
+                if events.error is not None:
+                    raise events.error
+
+        return Loads()
+
+
+def test_weights_are_gathered_then_loaded_then_the_groups_are_released() -> None:
+    events = Events()
+    made = controller(events.sampler(), Budget(batch=5, staleness=1))
+    end_step = made.buffer.end_step
+    made.buffer.end_step = lambda batch: (events.seen.append("release"), end_step(batch))[1]  # type: ignore[method-assign]
+    with made.running(Odd()):
+        batch = made.next_batch()
+        room = made.buffer.room
+        made.end_step(batch, events.source(1.0), 7)
+    assert events.seen == ["gather", "load", "release"]
+    assert made.buffer.room == room + 5
+
+
+def test_each_version_comes_with_its_own_weights() -> None:
+    made = controller(Canned(), Budget(batch=1))
+    with made.running(Odd()):
+        assert made.sampler.loaded == []  # nothing before the first step ends
+        for version in (10, 20, 42):
+            made.end_step(made.next_batch(), Tensors(float(version)), version)
+        (group,) = made.next_batch()
+    assert [(held["w"].item(), version) for held, version, _ in made.sampler.loaded] == [(10, 10), (20, 20), (42, 42)]
+    assert group.tree.policy_version.max() == 42
+
+
+def test_an_error_of_the_transfer_ends_the_step_and_releases_nothing() -> None:
+    events = Events(RuntimeError("the transfer failed"))
+    made = controller(events.sampler(), Budget(batch=2))
+    with made.running(Odd()):
+        batch = made.next_batch()
+        room = made.buffer.room
+        with pytest.raises(RuntimeError, match="the transfer failed"):
+            made.end_step(batch, events.source(1.0), 1)
+    assert made.buffer.room == room

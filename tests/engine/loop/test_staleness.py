@@ -31,7 +31,7 @@ from rolltree.engine.record.metrics import Sums
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.kernels import Objective
 
-from ...support.tiny import write_run
+from ...support.tiny import tiny_job
 
 QUICK = ["--evaluation.problems=0", "--evaluation.every=0", "--rollout.program=flat", "--rollout.program_options={}"]
 QUICK += ["--algorithm.advantage=group_norm"]
@@ -70,12 +70,7 @@ def nonsense(tree):
 """
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_run(tmp_path_factory.mktemp("staleness"))
-    (path.parent / "mine.py").write_text(MINE)
-    (path.parent / "judges.py").write_text(JUDGES)
-    return path
+toml = tiny_job({"mine.py": MINE, "judges.py": JUDGES})
 
 
 class Run:

@@ -23,7 +23,7 @@ from rolltree.engine.prompts.group import Group
 from rolltree.engine.prompts.prompts import Prompt
 
 from ...support.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
-from ...support.tiny import write_job
+from ...support.tiny import tiny_job
 
 MINE = """
 def seldom(text, entry):
@@ -52,19 +52,18 @@ FLAT = ("--rollout.program=flat", "--rollout.program_options={}", "--algorithm.a
 SIZES = ("--trainer.prompts_per_step=12", "--rollout.n=3", "--trainer.max_tokens=4096", "--trainer.lr=0.02")
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
-    path = write_job(tmp_path_factory.mktemp("contexts"), MINE)
-    lines = [line for line in path.read_text().splitlines() if not line.startswith(("tasks", 'objective = "dapo"'))]
-    problems = path.parent / "problems.jsonl"
-    path.write_text("\n".join(lines).replace("[data]", f'[data]\npath = "{problems}"').replace("judge", "seldom"))
-    path.write_text(path.read_text().replace("reward.py", "mine.py"))
-    rows = []
-    for a in range(24):
-        hints = {"h1": f"add {a}", "h2": "" if a % 5 == 0 else f"{a} + 3", "h3": f"it is {a + 3}", "hint": f"{a}, 3"}
-        rows.append({"prompt": f"{a} + 3 =", "answer": str(a + 3), **hints})
-    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+HINTED = [
+    {
+        "prompt": f"{a} + 3 =", "answer": str(a + 3), "h1": f"add {a}", "h2": "" if a % 5 == 0 else f"{a} + 3",
+        "h3": f"it is {a + 3}", "hint": f"{a}, 3",
+    }
+    for a in range(24)
+]  # fmt: skip
+toml = tiny_job(
+    {"mine.py": MINE, "problems.jsonl": HINTED},
+    data={"tasks": None, "path": "FOLDER/problems.jsonl"}, reward={"verifier": "mine.py:seldom"},
+    algorithm={"objective": None},
+)  # fmt: skip
 
 
 @dataclass
@@ -261,41 +260,6 @@ def test_retry_trains_under_the_prompt_that_was_asked_for(toml, step_of, context
         text = steps.orchestrator.tokenizer.decode(tree.token_id[: tree.prompt_length])
         assert ("(add" in text) == (context == "sampled")
         assert tree.other_prompt.tolist() == [int(context == "plain")] * 3
-
-
-class TestPatience:
-    """A problem gets hints after so many groups in a row without a right response; the counts survive a checkpoint."""
-
-    def plateau(self, toml: Path, folder: Path, steps: int, *, resume: bool = False) -> None:
-        options = "--loop.callback_options={columns=['h1'], patience=1, replace='all'}"
-        few = ("--evaluation.problems=0", "--trainer.prompts_per_step=24", f"--trainer.steps={steps}")
-        data = (f"--reward.verifier={toml.parent}/mine.py:never", "--recipe=scaf_grpo", options)
-        unset = (*UNSET, "trainer.steps")
-        take_steps(toml, folder, *FLAT, *SIZES, *data, *few, unset=unset, resume=resume)
-
-    @pytest.mark.check
-    def test_the_second_visit_gets_a_hint(self, toml, tmp_path, groups):
-        self.plateau(toml, tmp_path, 1)
-        assert all(len(seen.answers) == 1 for seen in groups.values())  # the first visit of each of 24 problems
-        groups.clear()
-        self.plateau(toml, tmp_path, 2, resume=True)
-        assert groups
-        assert all(len(seen.answers) == 2 for seen in groups.values())  # a hint, which did not help
-
-
-@pytest.mark.check
-def test_a_resumed_run_repeats_the_uninterrupted_one(toml, tmp_path):
-    def weights(folder: Path, steps: int, resume: bool = False) -> dict[str, torch.Tensor]:
-        unset = (*UNSET, "trainer.steps")
-        flags = (*FLAT, *SIZES, "--recipe=scaf_grpo", f"--trainer.steps={steps}")
-        run = take_steps(toml, folder, *flags, unset=unset, resume=resume)
-        assert any(tree.other_prompt.any() for tree in run.trees)
-        return {name: p.detach().clone() for name, p in run.orchestrator.learner.model.named_parameters()}
-
-    whole = weights(tmp_path / "whole", 3)
-    weights(tmp_path / "parts", 2)
-    resumed = weights(tmp_path / "parts", 3, resume=True)
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_an_open_group_keeps_the_prompt_that_it_samples_under():

@@ -12,7 +12,8 @@ from .problem_runs import steps_of_recipes, write_problems
 
 
 @pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
+def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The TOML of `write_problems`."""
     return write_problems(tmp_path_factory.mktemp("problems"))
 
 

@@ -17,7 +17,7 @@ from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
 
 from ...support.real_step import Steps, take_steps
-from ...support.tiny import write_job
+from ...support.tiny import GIVEN, NO_METHOD, beside, write_job
 
 MINE = """
 def odd(text, entry):
@@ -184,15 +184,6 @@ def marked(*names: str) -> list[Any]:
 
 def write_problems(directory: Path) -> Path:
     """Write a run on 24 problems with columns; return its TOML."""
-    path = write_job(directory, MINE)
-    problems = path.parent / "problems.jsonl"
-    gone = ("tasks", 'objective = "dapo"', "advantage", "program", "n = ")
-    lines = [line for line in path.read_text().splitlines() if not line.startswith(gone)]
-    text = "\n".join(lines).replace("[data]", f'[data]\npath = "{problems}"').replace("reward.py:judge", "mine.py:odd")
-    path.write_text(text)
-    (path.parent / "programs.py").write_text(PROGRAMS)
-    bare = "\n".join(line for line in text.splitlines() if not line.startswith("verifier"))
-    (path.parent / "bare.toml").write_text(bare)
     rows = [
         {
             "prompt": f"{a} + 3 =", "answer": str(a + 3), "solution": f"{a}+3={a + 3}",
@@ -200,7 +191,12 @@ def write_problems(directory: Path) -> Path:
         }
         for a in range(24)
     ]  # fmt: skip
-    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_job(
+        directory, {"mine.py": MINE, "programs.py": PROGRAMS, "given.jsonl": GIVEN, "problems.jsonl": rows},
+        data={"tasks": None, "path": "FOLDER/problems.jsonl"}, reward={"verifier": "mine.py:odd"},
+        rollout={**NO_METHOD["rollout"], "n": None}, algorithm=NO_METHOD["algorithm"],
+    )  # fmt: skip
+    beside(path, "bare", reward={"verifier": None})
     return path
 
 

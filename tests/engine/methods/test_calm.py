@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from rolltree.engine.model.head import Head
 from rolltree.kernels import HeadLora
 
 from ...support.real_step import Steps, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
-from ...support.tiny import write_job
+from ...support.tiny import NO_METHOD, tiny_job
 
 MINE = """
 import numpy as np
@@ -45,14 +44,8 @@ COMMON = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
-    path = write_job(tmp_path_factory.mktemp("calm"), MINE)
-    gone = ("objective", "advantage", "program")
-    path.write_text("\n".join(line for line in path.read_text().splitlines() if not line.startswith(gone)))
-    rows = [{"prompt": f"{a} + 2 =", "response": f"{a} + 2 + {a} - {a} = {a + 2} = {a} + 2 ."} for a in range(9)]
-    (path.parent / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+ROWS = [{"prompt": f"{a} + 2 =", "response": f"{a} + 2 + {a} - {a} = {a + 2} = {a} + 2 ."} for a in range(9)]
+toml = tiny_job({"mine.py": MINE, "given.jsonl": ROWS}, **NO_METHOD)
 
 
 def demonstrations(toml: Path) -> str:

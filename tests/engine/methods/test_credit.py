@@ -179,6 +179,15 @@ def test_reinforce_pp_on_flat_paths(gamma):
         np.testing.assert_allclose(a[mask], b[mask], rtol=1e-9, atol=1e-12)
 
 
+def test_reinforce_pp_discounts_rewards_of_tokens():
+    """Returns of 1, 2 and 3 at gamma = 0.5 are 2.75, 3.5 and 3."""
+    tree = tree_of([[10, 11, 12]], [0.0])
+    tree.set("token_reward", np.array([1.0, 2.0, 3.0], np.float32))
+    returns = np.array([2.75, 3.5, 3.0])
+    expected = (returns - returns.mean()) / np.sqrt(returns.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(reinforce_pp([tree], gamma=0.5).values[0], expected, atol=1e-6)
+
+
 def test_reinforce_pp_baseline_whitens_over_the_batch():
     trees = forest(1)
     lists, masks = [], []

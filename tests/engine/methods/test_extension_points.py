@@ -15,7 +15,7 @@ from rolltree.engine.methods.schedules import scheduled
 from rolltree.engine.parts.context import Context
 
 from ...support.real_step import STARTED, along, check_gradient, leaves_of, plain_logprobs, take_steps
-from ...support.tiny import write_job
+from ...support.tiny import beside, tiny_job
 
 MINE = """
 def odd(text, entry):
@@ -73,17 +73,10 @@ STEPS = (
 EVERYTHING = ("rollout.program", "rollout.program_options", "algorithm.advantage")
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
-    path = write_job(tmp_path_factory.mktemp("points"), MINE)
-    (path.parent / "losses.py").write_text(LOSSES)
-    text = (
-        path.read_text()
-        .replace("reward.py:judge", "mine.py:odd")
-        .replace('objective = "dapo"', 'objective = "reinforce"')
-    )
-    path.write_text(text)
-    return path
+toml = tiny_job(
+    {"mine.py": MINE, "losses.py": LOSSES},
+    reward={"verifier": "mine.py:odd"}, algorithm={"objective": "reinforce"},
+)  # fmt: skip
 
 
 def term(toml: Path, name: str, more: str = "") -> str:
@@ -200,11 +193,8 @@ class Called:
 @pytest.fixture(scope="module")
 def asking(toml) -> Path:
     (toml.parent / "asking.py").write_text(ASKING)
-    text, path = toml.read_text(), toml.with_name("asking.toml")
-    (line,) = [line for line in text.splitlines() if line.startswith("verifier = ")]
-    part = "{ name = 'odd', weight = [[1, 1.0], [3, 3.0]], " + line + " }"
-    path.write_text(text.replace(line, f"parts = [{part}]"))
-    return path
+    part = {"name": "odd", "weight": [[1, 1.0], [3, 3.0]], "verifier": "mine.py:odd"}
+    return beside(toml, "asking", reward={"verifier": None, "parts": [part]})
 
 
 def parts(toml: Path) -> list[str]:

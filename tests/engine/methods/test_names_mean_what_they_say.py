@@ -15,7 +15,7 @@ from rolltree.engine.app.assembly.policies import resting
 from rolltree.engine.app.dry_run import plan_lines
 
 from ...support.real_step import along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
-from ...support.tiny import write_job
+from ...support.tiny import GIVEN, REWARD, beside, tiny_job
 
 JUDGES = """
 def odd(text, entry):
@@ -51,9 +51,7 @@ def gold(tree):
 """
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
-    return write_job(tmp_path_factory.mktemp("names"), MINE, JUDGES)
+toml = tiny_job({"mine.py": MINE, "reward.py": REWARD + JUDGES, "given.jsonl": GIVEN})
 
 
 def reward(toml: Path, name: str) -> str:
@@ -404,9 +402,7 @@ OF_PAPERS = {
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", OF_PAPERS)
 def test_an_objective_brings_the_credit_of_its_paper(toml, tmp_path, name):
-    text = toml.read_text().replace('advantage = "tree_path_mean"\n', "")
-    bare = toml.with_name("bare.toml")
-    bare.write_text(text)
+    bare = beside(toml, "bare", algorithm={"advantage": None})
     steps = take_steps(
         bare, tmp_path, f"--algorithm.objective={name}", reward(toml, "odd"), unset=["algorithm.advantage"]
     )

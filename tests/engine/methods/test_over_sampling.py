@@ -1,20 +1,18 @@
-"""Over-sampling by a schedule: how many groups each round admits, which of them are trained, and a resumed run."""
+"""Over-sampling by a schedule: how many groups each round admits, which of them are trained, what is out of range."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rolltree.engine import UserError, load_config
 from rolltree.engine.loop.buffer import Buffer
 from rolltree.engine.methods.schedules import valid_share
 
 from ...support.real_step import Steps, take_steps
-from ...support.tiny import write_job
+from ...support.tiny import tiny_job
 
 P = 4
 KEPT = ("equal_rewards", "surplus")
@@ -29,11 +27,7 @@ def some(text, entry):  # half of the problems have equal rewards
 """
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_job(tmp_path_factory.mktemp("over_sampling"), MINE, JUDGES)
-    path.write_text(path.read_text().replace("reward.py:judge", "reward.py:some"))
-    return path
+toml = tiny_job({"mine.py": MINE, "reward.py": JUDGES}, reward={"verifier": "reward.py:some"})
 
 
 class Watched:
@@ -65,9 +59,9 @@ class Watched:
             monkeypatch.setattr(Buffer, name, method)
 
 
-def run(toml: Path, directory: Path, *flags: str, **given: Any) -> Steps:
+def run(toml: Path, directory: Path, *flags: str) -> Steps:
     options = ["--loop.callback=dynamic_sampling", f"--trainer.prompts_per_step={P}", *flags]
-    return take_steps(toml, directory, *options, **given)
+    return take_steps(toml, directory, *options)
 
 
 def check_rounds(watched: Watched, factors: list[float]) -> None:
@@ -89,20 +83,20 @@ def check_rounds(watched: Watched, factors: list[float]) -> None:
 
 ADAPTIVE = (
     "--loop.over_sampling=valid_share", "--loop.over_sampling_options={target=1.2,decay=0.75,most=2.4}",
-    "--trainer.steps=6", "--checkpoint.keep=6",
+    "--trainer.steps=6",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def adaptive(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Steps, Watched]:
+def adaptive(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Steps, Watched]:
     with pytest.MonkeyPatch.context() as patched:
-        watched, directory = Watched(patched), tmp_path_factory.mktemp("adaptive")
-        return directory, run(toml, directory, *ADAPTIVE), watched
+        watched = Watched(patched)
+        return run(toml, tmp_path_factory.mktemp("adaptive"), *ADAPTIVE), watched
 
 
 @pytest.mark.check
-def test_the_factor_is_the_target_over_the_mean_share_of_kept_groups(adaptive: tuple[Path, Steps, Watched]) -> None:
-    _, steps, watched = adaptive
+def test_the_factor_is_the_target_over_the_mean_share_of_kept_groups(adaptive: tuple[Steps, Watched]) -> None:
+    steps, watched = adaptive
     factors, mean = [1.2], 0.0
     shares = [sum(fate != "equal_rewards" for fate in fates.values()) / len(fates) for fates in watched.fates]
     for number, share in enumerate(shares):
@@ -116,23 +110,6 @@ def test_the_factor_is_the_target_over_the_mean_share_of_kept_groups(adaptive: t
     for row, fates in zip(steps.rows, watched.fates, strict=True):
         for reason in KEPT:
             assert row.get(f"group/dropped_{reason}", 0) == list(fates.values()).count(reason)
-
-
-@pytest.mark.check(but=1)
-def test_a_resumed_run_samples_as_many(
-    toml: Path, adaptive: tuple[Path, Steps, Watched], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory, whole, before = adaptive
-    shutil.copytree(directory, tmp_path / "again")
-    for step in (4, 5, 6):
-        shutil.rmtree(tmp_path / f"again/runs/tiny/checkpoints/step_00000{step}")
-    watched = Watched(monkeypatch)
-    again = run(toml, tmp_path / "again", *ADAPTIVE, resume=True)
-    assert watched.rounds == [[], [], [], *before.rounds[3:]]
-    keys = [key for key in whole.rows[-1] if not key.startswith(("timing_s/", "perf/"))]
-    assert [[row.get(k) for k in keys] for row in again.rows] == [[row.get(k) for k in keys] for row in whole.rows]
-    mine, theirs = (dict(s.orchestrator.learner.model.named_parameters()) for s in (whole, again))
-    assert all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
 
 
 @pytest.mark.methods

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +39,7 @@ from rolltree.engine.record.metrics import Stopwatch, Sums
 from rolltree.kernels.policy_loss import ALIASES, PRESETS
 
 from ...support.real_step import take_steps
-from ...support.tiny import write_job
+from ...support.tiny import GIVEN, NO_METHOD, write_job
 
 JUDGES = """
 def judged(text, entry):
@@ -105,19 +104,20 @@ class Recorded(NamedTuple):
     given: list[TokenTree]
 
 
+ROWS = [
+    {"prompt": f"{a} + 3 =", "answer": str(a), "task": "ab"[a % 2], "prior": 0.3 + 0.1 * a, "solution": "3"}
+    for a in range(6)
+]
+FILES = {"mine.py": MINE, "reward.py": JUDGES, "given.jsonl": GIVEN, "problems.jsonl": ROWS}
+
+
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory) -> Path:
-    path = write_job(tmp_path_factory.mktemp("pairs"), MINE, JUDGES)
-    problems = path.parent / "problems.jsonl"
-    gone = ("tasks", 'objective = "dapo"', "advantage", "program", "n = ")
-    text = "\n".join(line for line in path.read_text().splitlines() if not line.startswith(gone))
-    text = text.replace("[data]", f'[data]\npath = "{problems}"').replace("reward.py:judge", "reward.py:judged")
-    path.write_text(text)
-    rows = [
-        {"prompt": f"{a} + 3 =", "answer": str(a), "task": "ab"[a % 2], "prior": 0.3 + 0.1 * a, "solution": "3"}
-        for a in range(6)
-    ]
-    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_job(
+        tmp_path_factory.mktemp("pairs"), FILES, data={"tasks": None, "path": "FOLDER/problems.jsonl"},
+        rollout={**NO_METHOD["rollout"], "n": None}, reward={"verifier": "reward.py:judged"},
+        algorithm=NO_METHOD["algorithm"],
+    )  # fmt: skip
     torch.manual_seed(5)
     other = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path.parent / "model"))
     other.save_pretrained(path.parent / "other")

@@ -7,10 +7,8 @@ update of a step is compared, where ratios have left 1 and bounds act.
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ from rolltree.engine.app.recipes import recipe_names
 from rolltree.engine.data.segment import Origin
 
 from ...support.real_step import Steps, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
-from ...support.tiny import write_job
+from ...support.tiny import GIVEN, NO_METHOD, tiny_job
 
 MINE = """
 def mixed(text, entry):
@@ -184,20 +182,11 @@ def with_marks(names: list[str]) -> list[Any]:
     return [name if name in IN_CI else pytest.param(name, marks=pytest.mark.methods) for name in names]
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
-    path = write_job(tmp_path_factory.mktemp("recipes"), MINE)
-    text = path.read_text()
-    for line in (
-        'program = "treepo"', "program_options = { segment_tokens = 3, init = 2 }", 'objective = "dapo"',
-        'advantage = "tree_path_mean"',
-    ):  # fmt: skip
-        assert line in text
-        text = text.replace(line, "")
-    path.write_text(text.replace("reward.py:judge", "mine.py:mixed"))
-    rows = [{"prompt": f"{a} + 2 =", "response": "Answer: 3", "logprobs": [-3.0 - 0.1 * a] * 4} for a in range(6)]
-    (path.parent / "recorded.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+RECORDED = [{"prompt": f"{a} + 2 =", "response": "Answer: 3", "logprobs": [-3.0 - 0.1 * a] * 4} for a in range(6)]
+toml = tiny_job(
+    {"mine.py": MINE, "given.jsonl": GIVEN, "recorded.jsonl": RECORDED},
+    reward={"verifier": "mine.py:mixed"}, **NO_METHOD,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

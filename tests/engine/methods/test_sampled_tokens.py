@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from rolltree.engine.app.assembly.checks import check_training
 from rolltree.engine.loop.controller import Controller
 
 from ...support.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
-from ...support.tiny import write_job
+from ...support.tiny import REWARD, tiny_job
 
 JUDGES = """
 def odd(text, entry):
@@ -62,12 +61,8 @@ class Sums:
 """
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("sampled")
-    rows = [{"prompt": f"{a} + 1 =", "answer": str(a + 1), "id": a} for a in range(6)]
-    (directory / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return write_job(directory, MINE, JUDGES)
+PROBLEMS = [{"prompt": f"{a} + 1 =", "answer": str(a + 1), "id": a} for a in range(6)]
+toml = tiny_job({"mine.py": MINE, "reward.py": REWARD + JUDGES, "problems.jsonl": PROBLEMS})
 
 
 def reward(toml: Path, name: str) -> str:

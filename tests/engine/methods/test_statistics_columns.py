@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ from rolltree.engine.data.columns import find_column
 from rolltree.engine.data.statistics import STATISTIC
 
 from ...support.real_step import Steps, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
-from ...support.tiny import write_job
+from ...support.tiny import NO_METHOD, tiny_job
 
 JUDGES = """
 def odd(text, entry):
@@ -71,12 +69,9 @@ COMMON = (
 PATHS = ("--rollout.program=treepo", "--rollout.program_options={segment_tokens=3,init=2}", "--rollout.n=4")
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
-    path = write_job(tmp_path_factory.mktemp("statistics"), MINE, JUDGES)
-    text = path.read_text().replace("reward.py:judge", "reward.py:odd").replace('advantage = "tree_path_mean"', "")
-    path.write_text(text.replace('objective = "dapo"', ""))
-    return path
+toml = tiny_job(
+    {"mine.py": MINE, "reward.py": JUDGES}, reward={"verifier": "reward.py:odd"}, algorithm=NO_METHOD["algorithm"]
+)
 
 
 @pytest.fixture(scope="module", params=[4096, 80], ids=["whole", "in pieces"])

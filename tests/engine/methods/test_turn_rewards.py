@@ -18,7 +18,7 @@ from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.rewards.spans import put_spans
 
 from ...support.real_step import check_gradient, leaves_of, plain_logprobs, take_steps
-from ...support.tiny import write_job
+from ...support.tiny import beside, tiny_job
 
 JUDGES = """
 def odd(text, entry):
@@ -74,11 +74,7 @@ SIZES = (
 UNSET = ("rollout.program", "rollout.program_options", "algorithm.advantage")
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
-    path = write_job(tmp_path_factory.mktemp("turns"), MINE, JUDGES)
-    path.write_text(path.read_text().replace("reward.py:judge", "reward.py:odd"))
-    return path
+toml = tiny_job({"mine.py": MINE, "reward.py": JUDGES}, reward={"verifier": "reward.py:odd"})
 
 
 def flags(toml: Path, program: str) -> tuple[str, ...]:
@@ -114,9 +110,8 @@ def test_a_turns_reward_is_at_its_last_token_and_becomes_its_credit(toml, tmp_pa
     """
     options: tuple[str, ...] = ("--algorithm.advantage=turn_credit", "--algorithm.advantage_options={gamma=0.5}")
     if gamma == 0.9:
-        bare = toml.with_name("bare.toml")
-        bare.write_text(toml.read_text().replace('advantage = "tree_path_mean"', ""))
-        toml, options = bare, ("--recipe=turn_rewards", "--data.chat=false")
+        toml = beside(toml, "bare", algorithm={"advantage": None})
+        options = ("--recipe=turn_rewards", "--data.chat=false")
     steps = take_steps(toml, tmp_path, *flags(toml, "Turns"), *options, unset=UNSET)
     credit: dict[tuple[int, int], np.ndarray] = {}
     several = 0

@@ -17,7 +17,7 @@ from rolltree.engine.app.plan import make_plan
 from rolltree.engine.plan.modelled import MFU, PEAK
 from rolltree.engine.plan.rates import NETWORK, TO_STORE, UPDATE, broadcast_s
 
-from ...support.tiny import write_run
+from ...support.tiny import write_job
 
 LAYERS, HEADS, KEY_HEADS, DIM, HIDDEN, INNER, VOCABULARY = 4, 8, 2, 16, 64, 96, 300
 QWEN = {
@@ -33,7 +33,7 @@ KEY_BYTES = 2 * 2 * LAYERS * KEY_HEADS * DIM
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("plan")
-    write_run(directory)
+    write_job(directory)
     (directory / "shape").mkdir()
     (directory / "shape" / "config.json").write_text(json.dumps(QWEN))
     return directory

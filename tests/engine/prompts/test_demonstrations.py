@@ -15,9 +15,8 @@ from rolltree.engine import Orchestrator, UserError, load_config
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.data.segment import Origin
 from rolltree.engine.prompts.demonstrations import Demonstrations
-from rolltree.engine.train.checkpoint import read_tensors
 
-from ...support.tiny import write_job
+from ...support.tiny import beside
 from ..learn.test_learner import Console
 
 CHAT = (
@@ -33,19 +32,14 @@ SFT = '--algorithm.terms=[{name="sft",objective="sft",select="demonstrated"}]'
 DPO = '--algorithm.terms=[{name="dpo",pairs="chosen_and_rejected",loss_options={beta=0.3}}]'
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job(tmp_path_factory.mktemp("given"), "")
-
-
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def train(toml: Path, folder: Path, *keys: str, steps: int = 2, resume: bool = False) -> tuple[list[Any], Orchestrator]:
+def train(toml: Path, folder: Path, *keys: str, steps: int = 2) -> tuple[list[Any], Orchestrator]:
     config = load_config(toml, [*ALONE, f"--trainer.steps={steps}", f"--output_dir={folder}", *keys])
-    run = build(config, console=Console(), resume=resume)
+    run = build(config, console=Console())
     run.run()
     return [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()][1:], run
 
@@ -139,8 +133,7 @@ def test_hypo_adds_the_kl_of_rollouts_whatever_their_reward(toml: Path, tmp_path
     pairs = [{"prompt": f"{a} + 2 =", "response": f"{a + 2}", "worse": f"{a} {a}"} for a in range(4)]
     table = f'--demonstrations={{path="{write(tmp_path / "pairs.jsonl", pairs)}",per_step=4,rejected_key="worse"}}'
     keys = ["--recipe=hypo", "--trainer.prompts_per_step=3", "--trainer.lr=1e-2", "--trainer.updates_per_step=2"]
-    plain = toml.with_name("plain.toml")
-    plain.write_text(toml.read_text().replace('objective = "dapo"', ""))
+    plain = beside(toml, "plain", algorithm={"objective": None})
     config = load_config(plain, [*ALONE[2:], *keys, "--trainer.steps=2", f"--output_dir={tmp_path}", table])
     run = build(config, console=Console())
     run.run()
@@ -230,21 +223,10 @@ def test_lengths_are_those_of_the_demonstrations(toml: Path, tmp_path: Path) -> 
         train(toml, tmp_path / "c", f'--demonstrations={{path="{long}"}}', SFT, "--trainer.max_tokens=100")
 
 
-@pytest.mark.check
-def test_it_goes_on_where_it_stopped(toml: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{a} + 2 =", "response": f"{a + 2}"} for a in range(5)]
-    path = write(tmp_path / "a.jsonl", rows)
+def test_it_does_not_go_on_with_other_rows(toml: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": f"{a} + 2 =", "response": f"{a + 2}"} for a in range(5)])
     tables = f'--demonstrations=[{{name="a",path="{path}",per_step=2}},{{name="b",path="{path}",per_step=3}}]'
-    whole, _ = train(toml, tmp_path / "whole", tables, SFT, steps=4)
-    train(toml, tmp_path / "parts", tables, SFT, steps=2)
-    rest, run = train(toml, tmp_path / "parts", tables, SFT, steps=4, resume=True)
-    assert [row["sft/pg_loss"] for row in rest] == [row["sft/pg_loss"] for row in whole]
-    ends = [
-        read_tensors(tmp_path / name / "tiny" / "checkpoints" / "step_000004" / "learner")
-        for name in ("whole", "parts")
-    ]
-    assert ends[0].keys() == ends[1].keys()
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    _, run = train(toml, tmp_path, tables, SFT, steps=1)
     state = copy.deepcopy(run.demonstrations.state_dict())
     state["b"]["digest"] = "other"
     with pytest.raises(UserError, match="other rows than"):

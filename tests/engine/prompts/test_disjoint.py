@@ -20,7 +20,7 @@ from rolltree.engine.prompts.prompts import Prompt, held_out
 from rolltree.engine.prompts.sources import PromptSource
 from rolltree.engine.settings import DataConfig, DemonstrationsConfig
 
-from ...support.tiny import write_job
+from ...support.tiny import GIVEN, tiny_job
 from .test_sources import jsonl, numbered
 from .test_sources import tokenizer as of_bytes  # noqa: F401  (a fixture)
 
@@ -170,13 +170,10 @@ def test_other_demonstrations_are_noticed_when_a_stream_continues(tmp_path, toke
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
-    path = write_job(tmp_path_factory.mktemp("disjoint"), "")
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("tasks")]
-    problems = jsonl(path.parent / "problems.jsonl", [{"prompt": f"{a} + 2 =", "answer": str(a)} for a in range(4, 16)])
-    path.write_text("\n".join(lines).replace("[data]", f'[data]\npath = "{problems}"'))
-    return path
+PROBLEMS = [{"prompt": f"{a} + 2 =", "answer": str(a)} for a in range(4, 16)]
+toml = tiny_job(
+    {"problems.jsonl": PROBLEMS, "given.jsonl": GIVEN}, data={"tasks": None, "path": "FOLDER/problems.jsonl"}
+)
 
 
 def test_a_run_samples_none_of_them_and_says_so_first(toml, tmp_path):

@@ -23,7 +23,7 @@ from rolltree.engine.loop.replay import read_groups
 from rolltree.engine.prompts.archive import Archive, NotKeptError
 from rolltree.engine.settings import TrainConfig
 
-from ...support.tiny import write_run
+from ...support.tiny import write_job
 
 pytestmark = pytest.mark.usefixtures("without_report")
 
@@ -145,22 +145,8 @@ def options(directory: Path, file: str = "dated.parquet") -> list[str]:
 
 
 @pytest.mark.check
-def test_a_stale_run_over_dates_is_saved_and_resumed(dated: Path) -> None:
-    path = write_run(dated)
-    stale = [*options(dated), "--loop.staleness=1", "--trainer.steps=4"]
-    assert main(["train", str(path), *stale]) == 0
-    run = dated / "runs" / "tiny"
-    rows = (run / "metrics.jsonl").read_text().splitlines()
-    assert len(rows) == 5
-    shutil.rmtree(run / "checkpoints" / "step_000004")
-    shutil.rmtree(run / "checkpoints" / "step_000003")
-    assert main(["train", str(path), *stale, "--resume"]) == 0
-    assert len((run / "metrics.jsonl").read_text().splitlines()) == 5
-
-
-@pytest.mark.check
 def test_recorded_groups_hold_dates(dated: Path) -> None:
-    path = write_run(dated)
+    path = write_job(dated)
     assert main(["rollout", str(path), "--record", str(dated / "g"), *options(dated)]) == 0
     (prompt, _), *_ = read_groups(dated / "g")
     assert prompt.entry["added"] == datetime.date(2026, 1, 1)
@@ -187,7 +173,7 @@ class Rows:
 def test_rows_of_a_source_hold_dates_and_other_objects_are_refused_at_once(
     tmp_path: Path, staleness: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_run(tmp_path)
+    path = write_job(tmp_path)
     (tmp_path / "source.py").write_text(SOURCE % "")
     own = [
         *options(tmp_path)[2:], "--data.tasks=[]", f"--data.source={tmp_path}/source.py:Rows", "--trainer.steps=2",
@@ -207,12 +193,12 @@ def rows(path: Path, changes: dict[int, dict[str, str]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def stopped(tmp_path_factory: pytest.TempPathFactory, without_report: None) -> list[str]:
     """The command of a run of two steps whose second was not saved; its output is in ``stopped`` beside its TOML."""
     home = tmp_path_factory.mktemp("stopped")
     rows(home / "p.jsonl", {})
     own = [*options(home, "p.jsonl"), "--evaluation.problems=2", "--trainer.steps=2"]
-    command = ["train", str(write_run(home)), *own]
+    command = ["train", str(write_job(home)), *own]
     assert main(command) == 0
     shutil.rmtree(home / "runs" / "tiny" / "checkpoints" / "step_000002")
     (home / "runs").rename(home / "stopped")

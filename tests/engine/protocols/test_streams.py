@@ -14,7 +14,7 @@ import pytest
 from rolltree.engine.protocols.schema import Sampling
 from rolltree.engine.rollout import NativeEngine
 
-from ...support.serving import in_thread, make_engine
+from ...support.serving import in_thread
 
 Say = Callable[[str], None]
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}
@@ -32,11 +32,6 @@ SAID = [
     (f"a {CALL} b {CALL}", "a  b", 2),
 ]
 """Answers, with their content and the number of their calls."""
-
-
-@pytest.fixture(scope="module")
-def engine() -> NativeEngine:
-    return make_engine()
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 
-from rolltree.engine import load_config
-from rolltree.engine.app.assembly.run import build
-from rolltree.engine.app.console import Console
 from rolltree.engine.record.trace import PROCESS, TRACKS, Trace
-
-from ...support.tiny import write_run
 
 
 def events(path: Path) -> list[dict[str, Any]]:
@@ -104,19 +99,16 @@ def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path: Path, kept: int) -> No
     assert check(path) == {("learner", "gen"): 1 + (3 if kept > len(whole) else left)}
 
 
-def test_a_runs_trace_has_the_seconds_of_its_account(tmp_path: Path) -> None:
-    toml = write_run(tmp_path)
-    made = build(load_config(toml, ["--trainer.steps=2"]), console=Console())
-    made.run()
-    rows = [json.loads(line) for line in (made.options.directory / "metrics.jsonl").read_text().splitlines()]
-    found = [event for event in events(made.options.directory / "trace.json") if event["ph"] == "X"]
+def test_a_runs_trace_has_the_seconds_of_its_account(finished_run: Path) -> None:
+    rows = [json.loads(line) for line in (finished_run / "metrics.jsonl").read_text().splitlines()]
+    found = [event for event in events(finished_run / "trace.json") if event["ph"] == "X"]
     for part in ("gen", "pack", "forward_backward", "head", "optimizer", "eval"):
         traced = sum(event["dur"] for event in found if event["name"] == part) / 1e6
         accounted = sum(row[f"timing_s/{part}"] for row in rows)
         # joined events take in the pauses between them; what is in the account is never less
         assert traced >= 0.99 * accounted - 1e-4
         assert traced <= 1.5 * accounted + 0.1
-    assert {track for track, _ in check(made.options.directory / "trace.json")} == set(TRACKS)
+    assert {track for track, _ in check(finished_run / "trace.json")} == set(TRACKS)
     for tid in (1, 2):  # the learner and the sampler do one thing at a time
         spans = sorted((event["ts"], event["dur"]) for event in found if event["tid"] == tid)
         assert all(a + d <= b for (a, d), (b, _) in itertools.pairwise(spans))

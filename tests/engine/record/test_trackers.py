@@ -16,13 +16,6 @@ from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.record.trackers import Tracked, Trackers
 
-from ...support.tiny import write_run
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("run"))
-
 
 class Stand:
     """A library in trackio's manner."""

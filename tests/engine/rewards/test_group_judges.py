@@ -16,7 +16,7 @@ from rolltree.engine.rewards.group_judges import AgainstOne, AnswerShare, Majori
 from rolltree.engine.settings import RewardConfig
 
 from ...support.real_step import Steps, take_steps
-from ...support.tiny import write_job
+from ...support.tiny import NO_METHOD, tiny_job
 
 JUDGES = """
 import os, sys, time
@@ -161,12 +161,7 @@ def test_options_come_through_the_pool(folder) -> None:
 # -- in a run ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory) -> Path:
-    path = write_job(tmp_path_factory.mktemp("grouped"), JUDGES)
-    gone = ("verifier", 'objective = "dapo"', "advantage", "program")
-    path.write_text("\n".join(line for line in path.read_text().splitlines() if not line.startswith(gone)))
-    return path
+toml = tiny_job({"mine.py": JUDGES}, reward={"verifier": None}, **NO_METHOD)
 
 
 def take(toml: Path, directory: Path, *flags: str) -> Steps:

@@ -30,7 +30,7 @@ from rolltree.engine.rewards.verdicts import put_rewards
 from rolltree.engine.settings import Place, RewardConfig, RewardPartConfig
 from rolltree.engine.tasks import read_problems
 
-from ...support.tiny import write_run
+from ...support.tiny import CONFIG, tiny_job
 
 MINE = """
 import os, time
@@ -184,23 +184,22 @@ def test_gdpo_leaves_out_what_does_not_judge_a_group() -> None:
     assert second == pytest.approx(size)
 
 
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_run(tmp_path_factory.mktemp("run"))
-    (path.parent / "mine.py").write_text(MINE)
-    (path.parent / "shaping.py").write_text(SHAPING)
-    text = path.read_text().replace('verifier = "reward.py:judge"\n', "")
-    tasks = '{ name = "spell_backward", options = { min_word_len = 3, max_word_len = 4 } }]'
-    text = text.replace("} }]", "} }, " + tasks).replace("every = 3", "").replace("problems = 8", "problems = 2")
-    path.write_text(
-        text
-        + '\n[[reward.parts]]\nname = "odd"\nverifier = "mine.py:odd"\nweight = 0.5\n'
-        + '[[reward.parts]]\nname = "third"\nverifier = "mine.py:third"\nweight = 3.0\nwhen = "chain_sum"\n'
-        + '[[reward.parts]]\nname = "late"\nverifier = "mine.py:length"\noptions = { unit = 0.01 }\n'
-        + 'when_wrong = "odd"\n'
-        + '[[reward.shaping]]\nname = "shaping.py:recorded"\n'
-    )
-    return path
+CHAIN_SUM, *_ = CONFIG["data"]["tasks"]
+SPELL = {"name": "spell_backward", "options": {"min_word_len": 3, "max_word_len": 4}}
+toml = tiny_job(
+    {"mine.py": MINE, "shaping.py": SHAPING},
+    data={"tasks": [CHAIN_SUM, SPELL]},
+    reward={
+        "verifier": None,
+        "parts": [
+            {"name": "odd", "verifier": "mine.py:odd", "weight": 0.5},
+            {"name": "third", "verifier": "mine.py:third", "weight": 3.0, "when": "chain_sum"},
+            {"name": "late", "verifier": "mine.py:length", "options": {"unit": 0.01}, "when_wrong": "odd"},
+        ],
+        "shaping": [{"name": "shaping.py:recorded"}],
+    },
+    evaluation={"problems": 2, "every": None},
+)
 
 
 @pytest.mark.check

@@ -36,7 +36,7 @@ from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.settings import RewardConfig
 
 from ...support.serving import model, tokenizer
-from ...support.tiny import write_run
+from ...support.tiny import write_job
 
 
 @contextmanager
@@ -325,7 +325,7 @@ def test_a_mark_in_the_reasoning_is_none(text: str, before: str | None) -> None:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("home")
-    write_run(directory)
+    write_job(directory)
     return directory
 
 

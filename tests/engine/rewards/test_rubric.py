@@ -22,7 +22,7 @@ from rolltree.engine.errors import UserError
 from rolltree.engine.rewards import RewardItem, RewardResult, Rewards, make_rewards
 from rolltree.engine.settings import RewardConfig
 
-from ...support.tiny import write_run
+from ...support.tiny import NO_METHOD, write_job
 from .test_remote import serving
 
 
@@ -161,11 +161,8 @@ def test_options_of_a_rubric_are_checked(options: dict[str, Any], said: str) -> 
 @pytest.mark.methods
 @pytest.mark.parametrize("recipe", ["rubicon", "dr_sci"])
 def test_a_run_is_rewarded_by_rubrics(grader: tuple[Grader, str], tmp_path: Path, recipe: str) -> None:
-    toml = write_run(tmp_path)
-    gone = ("tasks", 'objective = "dapo"', "advantage", "program", "verifier")
-    lines = [line for line in toml.read_text().splitlines() if not line.startswith(gone)]
     problems = tmp_path / "problems.parquet"
-    toml.write_text("\n".join(lines).replace("[data]", f'[data]\npath = "{problems}"'))
+    toml = write_job(tmp_path, data={"tasks": None, "path": str(problems)}, reward={"verifier": None}, **NO_METHOD)
     rows = [
         {
             "prompt": f"{a} + 1 =", "answer": str(a + 1), "task": "open" if a % 2 else "verifiable",

@@ -15,7 +15,7 @@ from rolltree.engine.app.cli import main
 from rolltree.engine.rollout.native import loop
 from rolltree.engine.rollout.native.drafts import DraftConfig, Drafts, on_path
 
-from ...support.tiny import write_run
+from ...support.tiny import write_job
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def sampled(directory: Path) -> list[list[list[int]]]:
 @pytest.mark.usefixtures("without_report")
 def test_the_curve_is_the_same_with_drafts_and_after_a_resume(tmp_path: Path, made: dict[Drafts, int]) -> None:
     """Four passes over six problems."""
-    toml = write_run(tmp_path)
+    toml = write_job(tmp_path)
     problems = tmp_path / "problems.jsonl"
     problems.write_text("".join(json.dumps({"prompt": f"{i} + {i} =", "answer": str(2 * i)}) + "\n" for i in range(6)))
     common = ["train", str(toml), "--data.tasks=[]", f"--data.path={problems}", "--evaluation.problems=0"]
@@ -83,7 +83,7 @@ def test_the_curve_is_the_same_with_drafts_and_after_a_resume(tmp_path: Path, ma
 def test_what_has_no_effect_or_no_sense_is_an_error(
     given: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", str(write_run(tmp_path)), given, "--dry-run"]) == 2
+    assert main(["train", str(write_job(tmp_path)), given, "--dry-run"]) == 2
     error = capsys.readouterr().err
     assert sentence in error
     assert "Traceback" not in error

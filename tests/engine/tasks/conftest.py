@@ -7,14 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rolltree.engine.model.loading import load_tokenizer
 
-from ...support.tiny import write_run
 
-
-@pytest.fixture(scope="package")
-def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("rows"))
-
-
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def tokenizer(toml: Path) -> PreTrainedTokenizerBase:
     return load_tokenizer(toml.parent / "model")

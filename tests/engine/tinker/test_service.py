@@ -23,11 +23,6 @@ IDS = [10, 200, 31, 42, 53, 64, 75, 86, 97, 108]
 
 
 @pytest.fixture(scope="module")
-def engine() -> NativeEngine:
-    return make_engine()
-
-
-@pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory, engine: NativeEngine) -> Iterator[str]:
     with serving(tmp_path_factory.mktemp("states"), engine) as found:
         yield found
