@@ -30,7 +30,7 @@ Backend = Literal["flash", "invariant", "cuda", "triton", "cpu", "reference"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 OPT_IN = ("flash", "invariant")
 """Backends that run only where they are named, and that only some ops have."""
-# CUDA C++ exists only for ops of which it was measured to be faster than Triton (linear_logprob/logits.py).
+# CUDA C++ exists where it was measured to be faster than Triton: linear_logprob/logits.py has the rows.
 _PREFERENCE: Mapping[str, tuple[str, ...]] = {
     "cuda": ("cuda", "triton", "reference"),
     "cpu": ("cpu", "reference"),
