@@ -35,7 +35,7 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 WHEELS ?= build/wheels
 
 .PHONY: train test check orders paths columns methods slow slow-scale attack vllm vllm-scale agents verl scale trainers hopper \
-	hopper-quick lint bench bench-ops gpu gpu-wheels equality models versions aot aot-write clean
+	hopper-quick lint docs bench bench-ops gpu gpu-wheels equality models versions aot aot-write clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -232,6 +232,10 @@ build/hopper/.ready: Makefile | $(BIN)/uv
 	rm -rf build/hopper
 	$(INSTALL) $(BIN)/python --no-deps --target build/hopper $(HOPPER)
 	touch $@
+
+# build/docs/api.md: the public names with signatures, shapes and docstrings.
+docs: $(VENV)/.ready-dev
+	$(BIN)/python docs/api.py
 
 clean:
 	rm -rf build $(VENV) $(VENV)-vllm kernels/*.so engine/rollout/native/*.so

@@ -21,6 +21,7 @@ from rolltree.kernels import (
     PolicyFields,
     linear_logprob,
     linear_policy_loss,
+    logprob_from_logits,
     policy_loss,
     sample_tokens,
     tree_attention,
@@ -143,6 +144,19 @@ def _head(rows: int, width: int, vocabulary: int) -> Compare:
 
         run = lambda leaves: {"logprob": linear_logprob(leaves[0], leaves[1], target).logprob}  # noqa: E731
         return compare(run, {key: x.bfloat16() for key, x in given.items()}, name, plain)
+
+    return check
+
+
+def _logits(rows: int, vocabulary: int) -> Compare:
+    def check(name: str, device: torch.device) -> list[Compared]:
+        target = _integers(vocabulary, rows, device)
+
+        def plain(leaves: list[Tensor]) -> Outputs:
+            return {"logprob": leaves[0].log_softmax(-1).gather(1, target[:, None])[:, 0]}
+
+        run = lambda leaves: {"logprob": logprob_from_logits(leaves[0], target).logprob}  # noqa: E731
+        return compare(run, {"logits": 3 * _normal(0, device, rows, vocabulary).bfloat16()}, name, plain)
 
     return check
 
@@ -275,9 +289,10 @@ def _recurrence(prompt: int, responses: int, longest: int, heads: tuple[int, int
 
 def checks(small: bool) -> list[Check]:
     """Return all checks, each family at two shapes; ``small`` ones are for a CPU's emulation."""
-    both, triton = ("triton", "cuda"), ("triton",)
+    triton = ("triton",)
     heads: Shapes = [(9, 32, 515), (19, 48, 1027)] if small else [(1027, 512, 50257), (515, 1024, 151936)]
     losses: Shapes = [(9, 32, 515), (19, 48, 1027)] if small else [(2051, 512, 50257), (515, 1024, 151936)]
+    logits: Shapes = [(9, 515), (19, 1027)] if small else [(1027, 50257), (515, 151936)]
     tokens: Shapes = [(300,), (1031,)] if small else [(1031,), (1 << 20,)]
     attention: Shapes = [(30, 3, 20, 2, (4, 2), 32), (70, 2, 40, 1, (2, 2), 64)]
     decode: Shapes = [(48, 16, 3, 1, (4, 2), 64), (32, 16, 2, 2, (2, 1), 128)]
@@ -293,11 +308,12 @@ def checks(small: bool) -> list[Check]:
         return [Check(f"{op} {form.format(*shape)}", backends, make(*shape)) for shape in shapes]
 
     return [
-        *named("linear_logprob", "N={} H={} V={}", both, _head, heads),
-        *named("linear_policy_loss", "N={} H={} V={}", both, _head_and_loss, losses),
-        *named("policy_loss", "N={}", both, _policy_loss, tokens),
+        *named("linear_logprob", "N={} H={} V={}", triton, _head, heads),
+        *named("linear_policy_loss", "N={} H={} V={}", triton, _head_and_loss, losses),
+        *named("logprob_from_logits", "N={} V={}", ("triton", "cuda"), _logits, logits),
+        *named("policy_loss", "N={}", triton, _policy_loss, tokens),
         *named("tree_attention", "{3} x ({0}+{1}x{2}) heads {4} D={5}", triton, _attention, attention),
-        *named("tree_decode", "P={} R={} G={} x {} heads {} D={}", both, _decode, decode),
+        *named("tree_decode", "P={} R={} G={} x {} heads {} D={}", triton, _decode, decode),
         *named("sample_tokens", "N={} V={} top_k={} top_p={}", triton, _sampling, sampling),
         *named("tree_recurrence", "{}+{}x{} heads {} D={}", triton, _recurrence, recurrence),
     ]

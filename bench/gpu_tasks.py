@@ -165,7 +165,7 @@ def tuning(to: Setting) -> list[Task]:
         to.build,
         *(Task(f"sweep {kernel}", [*sweep, kernel, *small], 80.0) for kernel in ("attention", "decode", "sampling")),
         checked("tree_decode", "^rolltree$"),
-        checked("tree_decode", "^cuda"),
+        checked("logprob_from_logits", "^cuda"),
         checked("tree_attention", "^rolltree$"),
         profiled("tree_attention", r"^4096\+28x1024 ", "forward_kernel"),
         profiled("tree_attention", r"^4096\+28x1024 ", "dkdv_kernel"),

@@ -4,20 +4,24 @@ A table of all rows of a file stands between ``<!-- bench FOLDER/OP -->`` and ``
 between ``<!-- summary FOLDER -->`` and ``<!-- end -->``, and that of whole jobs between ``<!-- jobs FOLDER/job -->``
 and ``<!-- end -->``. In docs/curves.md, ``curves`` stands before the comparison of recipes, and ``actions`` before what
 each recipe did in its runs. A test fails if a table differs from the rows. The curves of jobs are drawn into
-docs/job_*.svg, those of recipes into docs/curves_*.svg.
+docs/job_*.png, those of recipes into docs/curves_*.png.
 """
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .runs import curves_table
 from .runs.job import Point, name_of
 from .schema import REPOSITORY, Row, read
 from .table import UNITS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PAGES = (REPOSITORY / "README.md", *(REPOSITORY / "docs" / f"{page}.md" for page in ("benchmarks", "curves", "gpu")))
 RESULTS = REPOSITORY / "bench" / "results"
@@ -190,13 +194,22 @@ def recipe_points(folder: Path) -> list[Point]:
     return plot.read([folder / f"recipes{plot.CURVES}"])[1]
 
 
+def _save(figure: Figure, path: Path, title: str) -> None:
+    """Write a picture in 32 colours, a quarter of the bytes; one version of matplotlib writes the same each time."""
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    drawn, texts = io.BytesIO(), PngInfo()
+    figure.savefig(drawn, dpi=150)
+    texts.add_text("Title", title)
+    Image.open(drawn).convert("RGB").quantize(32).save(path, optimize=True, pnginfo=texts)
+
+
 def draw_recipes(results: Path = RESULTS, out: Path = REPOSITORY / "docs") -> None:
     """Draw the curves of recipes of each folder that has any."""
-    import matplotlib
-
-    matplotlib.rcParams["svg.hashsalt"] = "rolltree"
     for file in sorted(results.glob("*/recipes.curves.jsonl")):
-        curves_table.draw(recipe_points(file.parent), out)
+        for name, figure in curves_table.figures(recipe_points(file.parent)):
+            _save(figure, out / f"{name}.png", name)
 
 
 def draw_jobs(results: Path = RESULTS, out: Path = REPOSITORY / "docs") -> None:
@@ -205,11 +218,8 @@ def draw_jobs(results: Path = RESULTS, out: Path = REPOSITORY / "docs") -> None:
     Raises:
         ValueError: a job was recorded on two machines or with two shapes; each job has one figure.
     """
-    import matplotlib
-
     from . import plot
 
-    matplotlib.rcParams["svg.hashsalt"] = "rolltree"  # makes the same names, and so the same file, each time
     _, points = plot.read(sorted(results.glob(f"*/job{plot.CURVES}")))
     jobs: dict[str, list[Point]] = {}
     for point in points:
@@ -217,9 +227,9 @@ def draw_jobs(results: Path = RESULTS, out: Path = REPOSITORY / "docs") -> None:
     for name, some in jobs.items():
         of = sorted({f"'{point.case}' on {point.device}" for point in some})
         if len(of) > 1:
-            raise ValueError(f"There are curves of {' and of '.join(of)}; keep those that job_{name}.svg is to show.")
+            raise ValueError(f"There are curves of {' and of '.join(of)}; keep those that job_{name}.png is to show.")
         ((_, figure),) = plot.curves(some)
-        figure.savefig(out / f"job_{name}.svg", format="svg", metadata={"Date": None})
+        _save(figure, out / f"job_{name}.png", some[0].case)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Writes api.md, the public names of `rolltree.kernels` and `rolltree.engine`: ``python docs/api.py``."""
+"""Writes build/docs/api.md, the public names of `rolltree.kernels` and `rolltree.engine`: ``make docs``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).with_name("api.md")
+PAGE = Path(__file__).parents[1] / "build" / "docs" / "api.md"
 IN_FULL = {
     "rolltree.kernels": (
         "linear_logprob", "LogprobOutput", "logprob_from_logits", "policy_loss", "PolicyLossOutput",
@@ -26,10 +26,8 @@ HEAD = """# API
 
 The public names of `rolltree.kernels` and `rolltree.engine`, as the code declares them: signatures, with shapes as
 comments, fields, and docstrings. The names that only some programs need are at the end of each part, with what they
-are; `help(name)` has the rest. [kernels.md](kernels.md) has formulas and schedules, [trees.md](trees.md) and
-[rollouts.md](rollouts.md) examples, [configuration.md](configuration.md) the keys of a run.
-
-This page is generated from the code by `docs/api.py`.
+are; `help(name)` has the rest. docs/kernels.md has formulas and schedules, docs/trees.md and docs/rollouts.md examples,
+docs/configuration.md the keys of a run.
 """
 
 
@@ -96,4 +94,5 @@ def documented_end(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) 
 
 
 if __name__ == "__main__":
+    PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(reference(), encoding="utf-8")

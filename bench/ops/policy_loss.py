@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rolltree.kernels import Objective, PolicyFields, policy_loss, use_backend
+from rolltree.kernels import Objective, PolicyFields, policy_loss
 
 from ..runner import Bench, Calls, Case, UnsupportedError
 
@@ -44,23 +43,6 @@ def rolltree(x: Inputs) -> Calls:
     objective = Objective(eps_low=EPS, eps_high=EPS)
     fields = PolicyFields.flat(x.advantage, old_logprob=x.old_logprob)
     return with_backward(x, lambda: policy_loss(x.logprob, fields, objective, normalizer=len(x.logprob)).loss)
-
-
-def on(backend: Literal["triton", "cuda"]) -> Callable[[Inputs], Calls]:
-    def provider(x: Inputs) -> Calls:
-        if x.logprob.device.type != "cuda":
-            raise UnsupportedError("it needs CUDA")
-
-        def forced(call: Callable[[], object]) -> Callable[[], object]:
-            def run() -> object:
-                with use_backend(backend):
-                    return call()
-
-            return run
-
-        return {direction: forced(call) for direction, call in rolltree(x).items()}
-
-    return provider
 
 
 def clipped_loss(logprob: Tensor, old_logprob: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -101,8 +83,6 @@ BENCH = Bench(
     shaped=shaped,
     providers={
         "rolltree": rolltree,
-        "triton (rolltree)": on("triton"),
-        "cuda (rolltree)": on("cuda"),
         "torch": torch_eager,
         "torch.compile": torch_compile,
     },

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rolltree.engine import UserError
-from rolltree.kernels import use_backend
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
 from ..runner import Bench, Calls, Case, UnsupportedError
@@ -146,19 +145,6 @@ def rolltree(x: Inputs) -> Calls:
     return _op(x, shared=True)
 
 
-def cuda(x: Inputs) -> Calls:
-    """Time the CUDA C++ version of the Triton kernels."""
-    if x.q.device.type != "cuda":
-        raise UnsupportedError("it needs a GPU")
-    plan = x.plan(shared=True)
-
-    def call() -> object:
-        with use_backend("cuda"):
-            return tree_decode_attention(x.q, x.k_pages, x.v_pages, plan)
-
-    return {"forward": call}
-
-
 def flat(x: Inputs) -> Calls:
     """Time the same op with nothing shared, as a paged decode kernel without trees reads keys."""
     return _op(x, shared=False)
@@ -215,7 +201,7 @@ BENCH = Bench(
     op="tree_decode",
     cases=cases,
     shaped=shaped,
-    providers={"rolltree": rolltree, "cuda (rolltree)": cuda, "torch SDPA": sdpa, "flashinfer": flashinfer, FLAT: flat},
+    providers={"rolltree": rolltree, "torch SDPA": sdpa, "flashinfer": flashinfer, FLAT: flat},
     ceiling=copy,
     replayed=True,
     ceiling_is="moving the bytes of the unique keys and values",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Literal
 
@@ -141,14 +140,11 @@ def actions(rows: Sequence[Row], metrics: Sequence[str] = SHOWN) -> str:
     return "\n".join(tables)
 
 
-def draw(points: Sequence[Point], out: Path) -> list[Path]:
-    """Draw each campaign over tokens and over seconds into the folder ``out``; return the files."""
-    written = []
+def figures(points: Sequence[Point]) -> Iterator[tuple[str, Figure]]:
+    """Yield figures of each campaign over tokens and over seconds, each after its name."""
     for name, runs in campaigns(points).items():
         for axis in AXES:
-            written.append(out / f"{name}_{axis}.svg")
-            figure(runs, axis).savefig(written[-1], format="svg", metadata={"Date": None})
-    return written
+            yield f"{name}_{axis}", figure(runs, axis)
 
 
 def figure(runs: dict[Run, list[Point]], axis: Axis) -> Figure:

@@ -1,9 +1,9 @@
-// Row kernels of linear_logprob on a tile of logits [C, V] (kernels/linear_logprob/reference.py has the formulas).
+// Row kernels of logprob_from_logits on half-precision logits [C, V] (kernels/linear_logprob/reference.py has the formulas).
 //
 // One block a row. `statistics_kernel` reads the row once: each thread keeps a running maximum and sums of its elements,
-// and the block combines them in a fixed order. `gradient_kernel` reads the row once and writes the gradient, over the
-// logits or in half precision; only packs with a target in them read the targets. Both move 16 bytes at a time wherever the
-// row is aligned to that (an odd V leaves most rows unaligned: a few leading elements are then moved singly).
+// and the block combines them in a fixed order. `gradient_kernel` reads the row once and writes the gradient, which may lie
+// over the logits; only packs with a target in them read the targets. Both move 16 bytes at a time wherever the row is
+// aligned to that (an odd V leaves most rows unaligned: a few leading elements are then moved singly).
 // The running maximum starts at -inf. NaN and +inf make their own row NaN; -inf is a logit of probability zero.
 //
 // Compiled with --use_fast_math, so functions that need more accuracy than 2^-21 are written out: the logarithm in fp64 (one
@@ -16,7 +16,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <type_traits>
 
 #include "launch.cuh"
 
@@ -29,7 +28,7 @@ using torch::stable::Tensor;
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr float kLowest = -100.0f;  // exp of less counts as zero
-constexpr int kPack = 8;            // elements a thread takes at once: 16 bytes of half precision, 2 x 16 of fp32
+constexpr int kPack = 8;            // elements a thread takes at once: 16 bytes
 
 struct Scale {
   const float* bias;  // [V] or null
@@ -61,8 +60,8 @@ struct alignas(16) Pack {
 };
 
 // Returns the number of leading elements before both pointers are aligned to 16 bytes; V if they never are.
-template <class In, class Out>
-__device__ int64_t unaligned_head(const In* in, const Out* out, int64_t V) {
+template <class T>
+__device__ int64_t unaligned_head(const T* in, const T* out, int64_t V) {
   for (int64_t head = 0; head < kPack; ++head)
     if (reinterpret_cast<uintptr_t>(in + head) % 16 == 0 && reinterpret_cast<uintptr_t>(out + head) % 16 == 0)
       return head < V ? head : V;
@@ -187,14 +186,14 @@ __global__ void __launch_bounds__(kThreads) statistics_kernel(
   }
 }
 
-template <class In, class Out>
+template <class T>
 __global__ void __launch_bounds__(kThreads) gradient_kernel(
-    const In* logits, int64_t V, const float* bias, const float* temperature, int64_t temperature_stride, float softcap,
+    const T* logits, int64_t V, const float* bias, const float* temperature, int64_t temperature_stride, float softcap,
     const int64_t* start, const int64_t* target, const float* logsumexp, const float* correction,
-    const float* grad_logprob, const float* constant, const float* per_log, const float* per_p, Out* out) {
+    const float* grad_logprob, const float* constant, const float* per_log, const float* per_p, T* out) {
   const int64_t row = blockIdx.x;
-  const In* u = logits + row * V;
-  Out* g = out + row * V;
+  const T* u = logits + row * V;
+  T* g = out + row * V;
   const Scale scale{bias, __frcp_rn(temperature[row * temperature_stride]), softcap};
   const int64_t first = start[row], last = start[row + 1];
 
@@ -209,14 +208,14 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(
   const float lse = logsumexp[row], low = correction[row];
 
   // The gradient of one logit before the targets' share, and the slope of its scaling.
-  const auto without_targets = [&](In value, int64_t column, float& slope) {
+  const auto without_targets = [&](T value, int64_t column, float& slope) {
     const float logp = (scale(widen(value), column, slope) - lse) - low;
     float d = logp;
     const float p = exponential(d);
     return p * (c - b * d + q * p);
   };
   const auto scaled = [&](float sum, float slope) {  // a masked row's logits may have any values
-    return static_cast<Out>(size == 0.0f ? 0.0f : sum * slope * scale.inverse_temperature);
+    return static_cast<T>(size == 0.0f ? 0.0f : sum * slope * scale.inverse_temperature);
   };
   const auto single = [&](int64_t j) {
     float slope;
@@ -242,8 +241,8 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(
   for (int64_t j = threadIdx.x; j < head; j += kThreads) single(j);
   for (int64_t i = threadIdx.x; i < packs; i += kThreads) {
     const int64_t j = head + i * kPack;
-    const Pack<In> pack = *reinterpret_cast<const Pack<In>*>(u + j);
-    Pack<Out> result;
+    const Pack<T> pack = *reinterpret_cast<const Pack<T>*>(u + j);
+    Pack<T> result;
     float sum[kPack], slope[kPack];
 #pragma unroll
     for (int k = 0; k < kPack; ++k) sum[k] = without_targets(pack.value[k], j + k, slope[k]);
@@ -256,7 +255,7 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(
     }
 #pragma unroll
     for (int k = 0; k < kPack; ++k) result.value[k] = scaled(sum[k], slope[k]);
-    *reinterpret_cast<Pack<Out>*>(g + j) = result;
+    *reinterpret_cast<Pack<T>*>(g + j) = result;
   }
   for (int64_t j = head + packs * kPack + threadIdx.x; j < V; j += kThreads) single(j);
 }
@@ -270,14 +269,12 @@ T* data_or_null(const Tensor& t) {
 template <class F>
 void with_type(const Tensor& t, F f) {
   switch (t.scalar_type()) {
-    case ScalarType::Float:
-      return f(float{});
     case ScalarType::BFloat16:
       return f(__nv_bfloat16{});
     case ScalarType::Half:
       return f(__half{});
     default:
-      STD_TORCH_CHECK(false, "logits must be fp32, bf16 or fp16");
+      STD_TORCH_CHECK(false, "logits must be bf16 or fp16");
   }
 }
 
@@ -309,26 +306,20 @@ void logit_gradient(
     Tensor logits, Tensor bias, Tensor temperature, double softcap, Tensor start, Tensor target, Tensor logsumexp,
     Tensor correction, Tensor grad_logprob, Tensor constant, Tensor per_log, Tensor per_p, Tensor out) {
   check_tile(logits, start, target);
-  STD_TORCH_CHECK(out.is_contiguous(), "out must be contiguous");
+  STD_TORCH_CHECK(
+      out.is_contiguous() && out.scalar_type() == logits.scalar_type(),
+      "the gradient must be contiguous and have the dtype of the logits");
   const int64_t rows = logits.sizes()[0];
   if (rows == 0) return;
   const OnDevice on(logits);
-  with_type(logits, [&](auto in) {
-    with_type(out, [&](auto zero) {
-      using In = decltype(in);
-      using Out = decltype(zero);
-      if constexpr (std::is_same_v<In, Out> || std::is_same_v<In, float>) {
-        gradient_kernel<In, Out><<<static_cast<unsigned>(rows), kThreads, 0, on.stream()>>>(
-            static_cast<const In*>(logits.data_ptr()), logits.sizes()[1], data_or_null<float>(bias),
-            static_cast<const float*>(temperature.data_ptr()), temperature.stride(0), static_cast<float>(softcap),
-            static_cast<const int64_t*>(start.data_ptr()), data_or_null<int64_t>(target),
-            data_or_null<float>(logsumexp), data_or_null<float>(correction), data_or_null<float>(grad_logprob),
-            data_or_null<float>(constant), data_or_null<float>(per_log), data_or_null<float>(per_p),
-            static_cast<Out*>(out.data_ptr()));
-      } else {
-        STD_TORCH_CHECK(false, "the gradient of half-precision logits must have their dtype");
-      }
-    });
+  with_type(logits, [&](auto zero) {
+    using T = decltype(zero);
+    gradient_kernel<T><<<static_cast<unsigned>(rows), kThreads, 0, on.stream()>>>(
+        static_cast<const T*>(logits.data_ptr()), logits.sizes()[1], data_or_null<float>(bias),
+        static_cast<const float*>(temperature.data_ptr()), temperature.stride(0), static_cast<float>(softcap),
+        static_cast<const int64_t*>(start.data_ptr()), data_or_null<int64_t>(target), data_or_null<float>(logsumexp),
+        data_or_null<float>(correction), data_or_null<float>(grad_logprob), data_or_null<float>(constant),
+        data_or_null<float>(per_log), data_or_null<float>(per_p), static_cast<T*>(out.data_ptr()));
   });
   check(cudaGetLastError());
 }

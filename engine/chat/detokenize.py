@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from .marks import Span, marks_of
+from .marks import Span
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """A byte of a character that is no piece of a SentencePiece vocabulary."""
@@ -21,8 +21,8 @@ BEFORE_CLEANED = " 'nvr"
 
 
 class Detokenizer:
-    """The text of a growing list of tokens, as far as further tokens cannot change it: `Marks.turn`, or that without
-    special tokens.
+    """The text of a growing list of tokens, as far as further tokens cannot change it, with the special tokens
+    ``shown`` (a group of `Marks`) and without others.
 
     The texts that `add` returns, one after another, are a prefix of the text of all tokens; the rest of it is
     what the decoder may still write in another way: an unfinished character, and a run of SentencePiece's byte tokens,
@@ -30,12 +30,16 @@ class Detokenizer:
 
     New tokens are decoded after the last token before them, because decoders write a token in the middle of a text in
     another way than at its beginning (SentencePiece drops the first blank, WordPiece sets blanks between words).
+
+    `tokenizers.decoders.DecodeStream` (0.23) is no substitute: it raises "Invalid prefix" at byte tokens after which a
+    run is valid or invalid, never writes bytes that are no character, at a cost that grows with the square of their
+    number, and takes no tokenizers in Python.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, turn: bool = False) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, shown: Mapping[int, str] | None = None) -> None:
         self._tokenizer = tokenizer
         self._cleans = _cleans(tokenizer)
-        self._shown = marks_of(tokenizer).special if turn else {}
+        self._shown = shown or {}
         self._silent: dict[int, bool] = {}
         self._before: list[int] = []  # the last of the tokens whose text is final
         self._held: list[int] = []  # tokens after them

@@ -31,6 +31,7 @@ class Marks:
     Attributes:
         special: the texts of those that neither begin, end nor pad a text, by id: a turn is read with them.
         kept: the texts of those that are marks, by id: verifiers read responses with them.
+        every: the texts of all special tokens, by id.
         harmony: the tokenizer has the marks of gpt-oss.
     """
 
@@ -44,7 +45,7 @@ class Marks:
         self.harmony = {"<|channel|>", "<|message|>"} <= there
         names |= {"<|channel>"} if "<channel|>" in there else set()
         names |= set(HARMONY) if self.harmony else set()
-        self._all = special
+        self.every = special
         self.special = {id_: text for id_, text in special.items() if id_ not in ends}
         self.kept = {id_: text for id_, text in self.special.items() if text in names}
 
@@ -59,7 +60,7 @@ class Marks:
     def others(self, ids: Ids, shown: Mapping[int, str]) -> list[str]:
         """Return the texts of the special tokens among ``ids`` that are not among those ``shown``."""
         there = set(ids)
-        return [text for id_, text in self._all.items() if id_ in there and id_ not in shown]
+        return [text for id_, text in self.every.items() if id_ in there and id_ not in shown]
 
     def spans(self, ids: Ids, text: str) -> list[Span]:
         """Return where the special tokens among ``ids`` are in the text of their `turn`; what only spells one is
@@ -84,7 +85,7 @@ class Marks:
         return self._decode(self._without(ids, shown))
 
     def _without(self, ids: Ids, shown: Mapping[int, str]) -> list[int]:
-        return [i for i in map(int, ids) if i in shown or i not in self._all]
+        return [i for i in map(int, ids) if i in shown or i not in self.every]
 
     def _decode(self, ids: list[int]) -> str:
         return cast("str", cast("Any", self._tokenizer).decode(ids, skip_special_tokens=False))

@@ -48,8 +48,8 @@ class Streamed:
         turn: bool = True,
         thinks: bool = False,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, turn=turn)
         marks = marks_of(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, marks.special if turn else None)
         self._splitter = splitter(turn and (marks.harmony or form is HARMONY), thinks=thinks)
         self._form, self._head = form, None if form is None else regex.compile(form.head)
         self._next = 0  # length at which an object of JSON that is no call may be complete

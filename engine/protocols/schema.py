@@ -2,6 +2,9 @@
 
 Types are strict, as in JSON; ``null`` means a field's default. Clients of vLLM and of OpenAI also send options that
 this server does not have, with values that change nothing: `only` accepts these values and no others.
+
+The types of the clients (`openai.types`, dictionaries without bounds) are no substitute: they pass on unknown fields,
+``n: 0``, custom tools and options that ask for something, and have 34 of the 80 fields of a chat.
 """
 
 from __future__ import annotations

@@ -7,6 +7,10 @@ and the rest of its batch goes back to the queue; likewise if a worker dies or s
 blocks on one worker, neither sending nor receiving. Order is kept, and results do not depend on which worker computed
 them. Workers are started by ``exec``, not ``fork``, so they inherit nothing of torch.
 
+`pebble.ProcessPool` (5.2) is no substitute: what a verifier has started in a session of its own survives the kill, a
+worker survives the parent's, what a worker sends is unpickled in the parent, and bytes written to the pipes of the
+pool, which all workers share, end its service.
+
 Any number of threads may call the pool at once. It has no thread of its own: one of the waiting threads serves the
 workers for all of them, and another takes over once that thread has its own answers.
 """

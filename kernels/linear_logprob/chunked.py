@@ -64,7 +64,7 @@ class RowKernels(Protocol):
 
 @dataclass(frozen=True)
 class CompiledRowKernels:
-    """Row kernels of csrc/cpu/linear_logprob.cpp or csrc/cuda/linear_logprob.cu."""
+    """Row kernels of csrc/cpu/linear_logprob.cpp, or for half-precision logits of csrc/cuda/linear_logprob.cu."""
 
     statistics: Callable[..., None]
     gradient: Callable[..., None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -213,7 +214,15 @@ def row_kernels(backend: str) -> chunked.RowKernels:
     return reference if backend == "reference" else chunked.COMPILED[backend]
 
 
-def backend_of(op: str, values: Tensor) -> str:
-    """Return the name of the backend that runs ``op`` on ``values``; a GPU's backends do not take fp64."""
-    names = ("cpu", "reference") if values.dtype == torch.float64 else ("triton", "cuda", "cpu", "reference")
-    return dispatch.choose(op, {name: functools.partial(str, name) for name in names}, values.device)()
+BACKENDS = ("triton", "cpu", "reference")
+
+
+def backend_of(
+    op: str, values: Tensor, backends: Sequence[str] = BACKENDS, unfit: Mapping[str, str] | None = None
+) -> str:
+    """Return the name of the backend that runs ``op`` on ``values``; a GPU's backends do not take fp64.
+
+    ``unfit`` is that of `dispatch.choose`.
+    """
+    names = ("cpu", "reference") if values.dtype == torch.float64 else backends
+    return dispatch.choose(op, {name: functools.partial(str, name) for name in names}, values.device, unfit)()

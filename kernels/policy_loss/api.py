@@ -18,6 +18,8 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 class PolicyLossOutput(NamedTuple):
+    """The loss, and the sums that its metrics are made of."""
+
     loss: Tensor  # []
     metrics: Metrics  # {name: (sum [], count [])}, fp64, to be added up over micro-batches and ranks, then divided
 

@@ -1,7 +1,6 @@
 """The definition of the policy loss on elements, written with the functions of `elementwise`.
 
-PyTorch runs it (`terms`; on a CPU it is also the fast one), Triton compiles it (`triton`), and csrc/cuda/policy_loss.cu
-has its clipped-ratio case in CUDA C++.
+PyTorch runs it (`terms`; on a CPU it is also the fast one), and Triton compiles it (`triton`).
 """
 
 from __future__ import annotations

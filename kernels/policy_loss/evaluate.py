@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from . import cuda, elements, paths
+from . import elements, paths
 from .elements import SUMS, Elements, Kind
 from .elementwise import MAX_LOG_RATIO
 from .fields import PolicyFields
@@ -150,11 +150,8 @@ def _elements(
         mask=fields.mask,
     )
     kind = Kind(objective.elementwise, objective.kl, objective.kl_importance, objective.token_mismatch)
-    unfit = {}
-    if logprob.dtype != torch.float32:
-        unfit = dict.fromkeys(("triton", "cuda"), "its kernel computes in fp32, and the log-probs are fp64")
-    elif reason := cuda.unfit(x, kind):
-        unfit = {"cuda": reason}
+    fits = logprob.dtype == torch.float32
+    unfit = {} if fits else {"triton": "its kernel computes in fp32, and the log-probs are fp64"}
     run = dispatch.choose("policy_loss", _TERMS, logprob.device, unfit)
     total, d_logprob, d_entropy, sums = run(x, kind, _spec(objective))
     return Evaluation(total, d_logprob, None if entropy is None else d_entropy, sums)
@@ -186,7 +183,6 @@ def dynamic_bounds(old_logprob: Tensor, eps_low: float, eps_high: float) -> tupl
 
 
 _TERMS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]] = {
-    "cuda": cuda.terms,
     "triton": dispatch.imported(__package__, "triton", "terms"),
     "cpu": elements.terms,
     "reference": elements.terms,

@@ -12,7 +12,7 @@ from .. import dispatch
 from ..checks import Arguments
 from ..tree_attention.api import check_sink
 from ..tree_attention.op import with_sink
-from . import cuda, reference
+from . import reference
 from .plan import DecodePlan
 from .schedule import Nodes, Work
 
@@ -28,7 +28,6 @@ def _cpu(q: Tensor, k_pages: Tensor, v_pages: Tensor, nodes: Nodes, work: Work, 
 _BACKENDS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "invariant": dispatch.imported(__package__, "invariant", "tree_decode"),
     "triton": dispatch.imported(__package__, "triton", "tree_decode"),
-    "cuda": cuda.tree_decode,
     "cpu": _cpu,
     "reference": reference.tree_decode,
 }

@@ -29,7 +29,6 @@ HAS_NUMPY = importlib.util.find_spec("numpy") is not None
 because the other kernels need torch alone.
 """
 PROGRAMS_A_PROCESSOR = 4
-SAME_STRIDES = "tree_decode_attention: k_pages and v_pages must have the same strides; one address serves both."
 
 
 class Nodes(NamedTuple):

@@ -25,7 +25,7 @@ from .. import machine
 from ..tree_attention.blocks import padded_width
 from ..tree_attention.triton import LN2, log2_scores
 from .items import FIELDS, queries_of
-from .schedule import SAME_STRIDES, Nodes, Work, make_schedule, programs
+from .schedule import Nodes, Work, make_schedule, programs
 
 
 @triton.jit
@@ -193,7 +193,9 @@ def attend(
     if rows == 0 or work.partials == 0:
         return out.zero_(), lse.fill_(-float("inf"))
     if k_pages.stride() != v_pages.stride():
-        raise ValueError(SAME_STRIDES)
+        raise ValueError(
+            "tree_decode_attention: k_pages and v_pages must have the same strides; one address serves both."
+        )
     group = heads // kv_heads
     partial_begin, items, partials, _ = work
     partial_out = q.new_empty((partials, heads, dim), dtype=torch.float32)

@@ -318,15 +318,11 @@ def test_every_kernel_is_checked_first_at_two_shapes() -> None:
     """In the order of their worth; each Triton and CUDA kernel that an op has."""
     for small in (False, True):
         found = [(check.name.split()[0], tuple(check.backends)) for check in gpu_checks.checks(small)]
-        both, triton = ("triton", "cuda"), ("triton",)
-        heads = ("linear_logprob", both), ("linear_policy_loss", both), ("policy_loss", both)
-        others = (
-            ("tree_attention", triton),
-            ("tree_decode", both),
-            ("sample_tokens", triton),
-            ("tree_recurrence", triton),
-        )
-        assert found == [one for one in (*heads, *others) for _ in range(2)]
+        assert ("logprob_from_logits", ("triton", "cuda")) in found
+        heads = "linear_logprob", "linear_policy_loss", "logprob_from_logits", "policy_loss"
+        ops = (*heads, "tree_attention", "tree_decode", "sample_tokens", "tree_recurrence")
+        assert [op for op, _ in found] == [op for op in ops for _ in range(2)]
+        assert all(backends == ("triton",) for op, backends in found if op != "logprob_from_logits")
     cases = {op: [case.name for case in load(op).cases(torch.device("cuda"), False)] for op in gpu_first.ROWS}
     assert all(any(re.search(gpu_first.ROWS[op], name) for name in names) for op, names in cases.items())
 

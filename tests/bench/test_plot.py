@@ -100,9 +100,11 @@ def test_each_job_has_a_picture_by_its_configurations_name(tmp_path: Path, recor
     out = tmp_path / "docs"
     out.mkdir()
     readme.draw_jobs(tmp_path, out)
-    drawn = {path.name: path.read_text() for path in out.iterdir()}
-    assert drawn.keys() == {"job_sums-of-two.svg", "job_sums-of-three.svg"}
-    assert all(of in drawn[f"job_{name_of(of)}.svg"] for of in cases)
+    drawn = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert drawn.keys() == {"job_sums-of-two.png", "job_sums-of-three.png"}
+    assert all(f"Title\0{of}".encode() in drawn[f"job_{name_of(of)}.png"] for of in cases)
+    readme.draw_jobs(tmp_path, out)
+    assert drawn == {path.name: path.read_bytes() for path in out.iterdir()}
 
 
 @pytest.mark.check
@@ -111,8 +113,8 @@ def test_a_job_recorded_twice_has_no_one_picture(tmp_path: Path, recorded: list[
     first = replace(POINT, case=case("sums"))
     for point, folder in zip((first, replace(first, **differs)), recorded, strict=True):
         append_line(asdict(point), folder / "job.curves.jsonl")
-    with pytest.raises(ValueError, match=r"job_sums\.svg"):
+    with pytest.raises(ValueError, match=r"job_sums\.png"):
         readme.draw_jobs(tmp_path, tmp_path)
-    assert not list(tmp_path.glob("*.svg"))
+    assert not list(tmp_path.glob("*.png"))
     pictures = {path.name for path in plot.draw(recorded, tmp_path / "pictures")}
     assert len(pictures) == 3, "the page and one of each"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
-from rolltree.kernels import Objective, machine
+from rolltree.kernels import machine
 from rolltree.kernels.linear_logprob.head import has_equal_bits
 
 _interpreted = machine.has("triton") and machine.interpreting()
@@ -29,11 +29,6 @@ needs_interpreter = pytest.mark.skipif(not _interpreted, reason="needs Triton's 
 def device_of(backend: str) -> torch.device:
     on_gpu = backend in ("flash", "invariant", "triton", "cuda") and torch.cuda.is_available()
     return torch.device("cuda" if on_gpu else "cpu")
-
-
-def computes(backend: str, objective: Objective) -> bool:
-    """Return whether ``backend`` has the surrogate: CUDA C++ has one, `test_a_backend_without_this_loss_is_refused`."""
-    return backend != "cuda" or objective.elementwise == "ppo"
 
 
 def interpret_some(backends: Sequence[ParameterSet], cases: Sequence[Any], kept: Collection[int]) -> list[ParameterSet]:

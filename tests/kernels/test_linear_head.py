@@ -178,7 +178,7 @@ def test_the_backward_runs_on_the_backend_of_the_forward(backend: Backend) -> No
     with use_backend(backend):
         loss = linear_logprob(*leaves, given["target"]).logprob.sum()
         expected = torch.autograd.grad(loss, leaves, retain_graph=True)
-    other: Backend = "reference" if backend != "reference" else "cuda" if DEVICE.type == "cuda" else "cpu"
+    other: Backend = "reference" if backend != "reference" else "triton" if DEVICE.type == "cuda" else "cpu"
     with use_backend(other), ThreadPoolExecutor(1) as pool:
         got = pool.submit(torch.autograd.grad, loss, leaves).result()
     assert all(a.equal(b) for a, b in zip(got, expected, strict=True))

@@ -142,7 +142,6 @@ EVERY_CASE = [
     pytest.param(b.values[0], names, marks=b.marks, id=f"{b.values[0]}-{names}")
     for b in BACKENDS
     for names in (CASES if b.values[0] in COMPILED else ("policy+nll+kl+entropy", "sequence+kl", "policy+pairs"))
-    if b.values[0] != "cuda" or not {"nll", "nothing"} & set(names.split("+"))  # CUDA C++ has the clipped ratio alone
 ]
 
 

@@ -8,16 +8,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rolltree.kernels import dispatch, linear_logprob, logprob_from_logits, use_backend
 from rolltree.kernels.dispatch import Backend
-from rolltree.kernels.linear_logprob import LogprobOutput
+from rolltree.kernels.linear_logprob import LogprobOutput, op
 from rolltree.kernels.linear_logprob import logits as module
 
 from ..support.thinned import every, thinned
 from .test_linear_logprob import BACKENDS, DEVICE, HAS_GPU, ROW_KERNELS
 
 HALF = (torch.bfloat16, torch.float16)
+CUDA = ["cuda"] if dispatch.usable("cuda", DEVICE) else []  # beside the others in tests with a dtype
+
+
+@pytest.fixture(autouse=True)
+def half_precision_alone(request: pytest.FixtureRequest) -> None:
+    case = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    if case.get("backend") == "cuda" and case.get("dtype") == torch.float32:
+        pytest.skip("CUDA C++ is for half precision")
 
 
 def made(N: int, V: int, M: int | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
@@ -79,7 +88,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("case", "dtype", "inplace"), thinned(product(CASES, [torch.float32, *HALF], [False, True]), every(5))
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, *CUDA])
 def test_against_fp64(backend: Backend, case: str, dtype: torch.dtype, inplace: bool) -> None:
     """Twice the error of plain PyTorch in fp32 on the same, already rounded logits; a half-precision gradient is
     rounded once more, by half a unit of its dtype (a whole one where Triton's interpreter truncates to bf16)."""
@@ -100,7 +109,7 @@ def test_against_fp64(backend: Backend, case: str, dtype: torch.dtype, inplace: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, *CUDA])
 def test_in_place_is_the_same_gradient_in_the_memory_of_the_logits(backend: Backend, dtype: torch.dtype) -> None:
     given = made(7, 65, dtype=dtype)
     leaf = given["logits"].clone().requires_grad_()
@@ -164,7 +173,7 @@ def test_gradcheck(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", ROW_KERNELS)
+@pytest.mark.parametrize("backend", [*ROW_KERNELS, *CUDA])
 def test_rows_do_not_see_the_batch(backend: Backend, dtype: torch.dtype) -> None:
     """Bitwise: alone, permuted, and padded with other rows."""
     given = made(6, 4500, dtype=dtype, temperature="rows")
@@ -186,7 +195,7 @@ def test_rows_do_not_see_the_batch(backend: Backend, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, *CUDA])
 def test_a_bad_row_stays_alone(backend: Backend, poison: float, dtype: torch.dtype) -> None:
     given = made(7, 65, dtype=dtype)
     bad = given | {"logits": given["logits"].clone()}
@@ -200,7 +209,7 @@ def test_a_bad_row_stays_alone(backend: Backend, poison: float, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, *CUDA])
 def test_logits_far_below_zero_and_forbidden_tokens(backend: Backend, dtype: torch.dtype) -> None:
     given = made(5, 4500, dtype=torch.float32)
     given["logits"] = (given["logits"] - 3000).to(dtype)
@@ -246,6 +255,43 @@ def test_empty(backend: Backend, N: int, M: int | None) -> None:
     assert got["logprob"].shape == (0,)
     assert got["entropy"].shape == (N,)
     assert got["d_logits"].isfinite().all()
+
+
+CHOSEN = {torch.bfloat16: "cuda", torch.float16: "cuda", torch.float32: "triton", torch.float64: "reference"}
+
+
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("dtype", CHOSEN)
+def test_cuda_tensors_choose_what_was_measured_to_be_faster(
+    dtype: torch.dtype, built: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ops of the head have no CUDA C++."""
+    monkeypatch.delenv("ROLLTREE_BACKEND", raising=False)
+    monkeypatch.setattr(dispatch, "load_library", lambda name: built and name == "cuda")
+    monkeypatch.setattr(dispatch.machine, "has", lambda name: name == "triton")
+    chosen = CHOSEN[dtype] if built or CHOSEN[dtype] != "cuda" else "triton"
+    asked: list[str] = []
+    monkeypatch.setattr(module, "row_kernels", lambda name: asked.append(name))
+    with FakeTensorMode():
+        logits = torch.empty(3, 8, dtype=dtype, device="cuda")
+        module._row_kernels(logits)
+        others = [op.backend_of(name, logits) for name in ("linear_logprob", "linear_policy_loss")]
+    assert asked == [chosen]
+    assert others == ["reference" if dtype == torch.float64 else "triton"] * 2
+
+
+def test_cuda_is_refused_for_what_its_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32, and by `score_rows`, which promises the bits of `linear_logprob`."""
+    monkeypatch.setattr(dispatch, "load_library", lambda name: name == "cuda")
+    reason = (
+        r"cannot compute this logprob_from_logits: its kernels take bfloat16 and float16, .*; use triton, reference"
+    )
+    with FakeTensorMode(), use_backend("cuda"):
+        logits, of_rows = torch.empty(3, 8, device="cuda"), torch.empty(3, device="cuda")
+        with pytest.raises(dispatch.BackendError, match=reason):
+            module._row_kernels(logits)
+        with pytest.raises(dispatch.BackendError, match="linear_logprob has no 'cuda' backend; it has triton, cpu"):
+            module.score_rows(logits.bfloat16(), of_rows.long(), of_rows)
 
 
 def test_opcheck() -> None:

@@ -164,9 +164,9 @@ def literals(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_no_machinery_knows_a_method_by_its_name() -> None:
-    """The exceptions are the default of `Objective`, and csrc/cuda, which has the clipped ratio alone."""
+    """The exception is the default of `Objective`."""
     names = set(SURROGATES | RULES) | set(PRESETS)
-    own = {"rules.py", "surrogates.py", "presets.py", "cuda.py", "pairs.py"}
+    own = {"rules.py", "surrogates.py", "presets.py", "pairs.py"}
     files = [
         f for f in (*KERNELS.glob("policy_loss/*.py"), *KERNELS.glob("linear_policy_loss/*.py")) if f.name not in own
     ]

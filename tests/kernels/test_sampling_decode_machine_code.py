@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from . import decode_figures
-from .aot import machine_code
-from .aot.harness import AotResult, table_file, worse
+from .aot.harness import AotResult, table_file
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.aot
@@ -68,23 +65,3 @@ def test_sampling() -> None:
     assert all(row["ctas"] >= 2 for name, row in found.items() if not name.startswith(alone))
     written = {row["case"]: row for row in map(json.loads, table_file("sampling-").read_text().splitlines())}
     assert found == written
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
-def test_cuda_decode(tmp_path: Path) -> None:
-    """Every variant of the C++ kernel: a tile in flight, every product needed, no spill or small copy in the loop."""
-    kernels = [kernel for kernel in decode_figures.cuda_kernels(tmp_path) if "partial_kernel" in kernel.name]
-    assert len(kernels) == 24
-    for kernel in kernels:
-        dim = next(d for d in (64, 128, 256) if f"Li{d}E" in kernel.name)
-        keys = 64 if dim < 256 else 32
-        loop = max(kernel.main_loops, key=lambda loop: loop.count)
-        assert loop.faults(4, 2 * 64 * keys * dim) == [], kernel.name
-        assert min(loop.waits) == 1
-        shared = 3 * keys * (2 * (dim + 8) * 2 + 8)
-        assert machine_code.ctas_per_sm(kernel.registers, shared, 4) >= (3 if dim == 64 else 2), kernel.name
-        plain = "ELb0ELb0E" in kernel.name
-        assert not plain or loop.count <= {64: 610, 128: 815, 256: 750}[dim], (kernel.name, loop.count)
-    written = {row["case"]: AotResult.of(row) for row in map(json.loads, decode_figures.TABLE.read_text().splitlines())}
-    for found in decode_figures.cuda_figures(kernels):
-        assert worse(found, written[found.case]) == []

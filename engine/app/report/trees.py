@@ -63,6 +63,8 @@ def explorer_data(files: Sequence[Path], token_texts: TokenTexts | None, missing
             continue
         flat |= any("node_ids" not in rows[0] for rows in groups or [])
         for rows in (groups or [])[:TREES_PER_STEP]:
+            if tokens + max(len(_ids(row)) for row in rows) > MAX_TOKENS:
+                continue
             tree = build_tree(rows, token_texts)
             size = sum(len(node["tokens"]) for node in tree["nodes"])
             if tokens + size <= MAX_TOKENS:
@@ -233,26 +235,26 @@ def _spread(count: int, most: int) -> list[int]:
 def tokenizer_texts(candidates: Sequence[Path], missing: list[str]) -> TokenTexts | None:
     """Load the first tokenizer.json among ``candidates``; None if there is none that can be read."""
     from tokenizers import Tokenizer
-    from tokenizers.decoders import DecodeStream
+    from transformers import PreTrainedTokenizerFast
+
+    from ...chat.detokenize import Detokenizer
+    from ...chat.marks import marks_of
 
     found = next((path for path in candidates if path.is_file()), None)
     if found is None:
         missing.append("No tokenizer.json was found (export/ or model.path), so tokens are shown by their ids.")
         return None
     try:
-        tokenizer = Tokenizer.from_file(str(found))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(found)))
     except Exception as error:  # tokenizers raises bare Exception
         missing.append(f"The tokenizer {found.name} cannot be read ({error}), so tokens are shown by their ids.")
         return None
 
+    known = set(tokenizer.get_vocab().values())
+
     def texts(ids: Sequence[int]) -> list[str]:
-        stream = DecodeStream(skip_special_tokens=False)
-        out = []
-        for token in ids:
-            try:
-                out.append(stream.step(tokenizer, token) or "")  # None: the middle of a character
-            except Exception:  # an id that the tokenizer lacks (padded vocabularies): bare Exception as well
-                out.append(f"⟨{token}⟩")
-        return out
+        detokenizer = Detokenizer(tokenizer, marks_of(tokenizer).every)
+        # The text of a character stands at the token that ends it. Vocabularies are padded: an id may have no token.
+        return [detokenizer.add([token])[0] if token in known else f"⟨{token}⟩" for token in ids]
 
     return texts

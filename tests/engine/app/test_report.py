@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ import pytest
 
 from rolltree.engine.app.report import figures, trees, write_report
 from rolltree.engine.app.report.run_data import RunData, read_run
+from rolltree.engine.app.report.trees import tokenizer_texts
 from rolltree.engine.data.columns import COLUMNS, Column, declare
 from rolltree.engine.data.store import write_rollouts
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import RunError, UserError
 
 from ...support.fake_run import tree_rows, write_fake_run
+from ..chat.test_streamed import MAKERS
 
 
 @pytest.fixture
@@ -314,6 +317,20 @@ def test_caps_are_spread_over_the_run_and_said(run_dir: Path, monkeypatch: pytes
     assert "the other 16 are left out" in page
     monkeypatch.setattr(trees, "MAX_TOKENS", 1)
     assert "0 of 18 recorded trees" in missing(write_report(run_dir).read_text())
+
+
+@pytest.mark.parametrize("name", ["byte level", "sentencepiece, drops a blank", "sentencepiece"])
+def test_texts_of_tokens_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
+    """Special tokens, runs of bytes that are characters or none, and an id that the tokenizer lacks."""
+    made = MAKERS[name]()
+    made.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts_of = tokenizer_texts([tmp_path / "absent", tmp_path / "tokenizer.json"], [])
+    assert texts_of is not None
+    draw, last = random.Random(0), made.convert_tokens_to_ids("!")
+    for _ in range(50):
+        ids = [draw.randrange(len(made)) for _ in range(20)] + [last]
+        assert "".join(texts_of(ids)) == made.decode(ids, skip_special_tokens=False)
+    assert texts_of([last, len(made), last]) == ["!", f"⟨{len(made)}⟩", "!"]
 
 
 def test_rollouts_without_node_ids_are_drawn_whole(run_dir: Path) -> None:

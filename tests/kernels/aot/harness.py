@@ -249,7 +249,7 @@ def write_table(results: list[AotResult], arch: int) -> None:
     table_file(arch=arch).write_text("".join(json.dumps(asdict(rows[case])) + "\n" for case in sorted(rows)))
 
 
-TABLED = re.compile(r"(tree (forward|dq|dkdv)|decode (partial|cuda)) D(64|128|256) bf16")
+TABLED = re.compile(r"(tree (forward|dq|dkdv)|decode partial) D(64|128|256) bf16")
 PAGE = """# The main loops of attention and decoding on sm_90
 
 Machine code of the kernels in bf16, groups of 4 query heads, without window and softcap: a round of the loop over
@@ -285,12 +285,12 @@ GPU, and nothing is modelled. Written by `make aot-write`.
 
 
 def _rows(arch: int) -> Iterator[tuple[str, str, str, str, LoopFigures]]:
-    """Kernel, compiler, kind of loop, CTAs an SM and figures, of all versions of Triton, and of nvcc for what is CUDA
-    C++; of a kernel's second loop without what is said of the first."""
+    """Kernel, compiler, kind of loop, CTAs an SM and figures, of all versions of Triton; of a kernel's second loop
+    without what is said of the first."""
     folder = RESULTS / f"static-sm_{arch}"
     found = []
-    for file in (*folder.glob("triton-*.jsonl"), *folder.glob("decode.jsonl")):
-        compiler = "nvcc" if file.stem == "decode" else file.stem.replace("-", " ")
+    for file in folder.glob("triton-*.jsonl"):
+        compiler = file.stem.replace("-", " ")
         rows = [AotResult.of(row) for row in map(json.loads, file.read_text().splitlines())]
         found += [(row, compiler) for row in rows if TABLED.fullmatch(row.case)]
     for row, compiler in sorted(

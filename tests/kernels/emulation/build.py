@@ -19,7 +19,6 @@ FLAGS += ["-mfma"] if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX51
 def translate(source: str) -> str:
     """Rewrite what CUDA adds to the grammar of C++: launches and shared memory."""
     source = re.sub(r"([\w]+(?:<[\w, ]+>)?)<<<(.*?)>>>\(", r"emulator::Launch(\2)(\1, ", source, flags=re.DOTALL)
-    source = re.sub(r"extern __shared__ \S+ unsigned char (\w+)\[\];", r"auto* \1 = emulator::shared_memory();", source)
     source = source.replace("__shared__", "static")  # a block at a time
     return source.replace("rolltree_cuda, CUDA, m", "rolltree_cuda, CPU, m")
 

@@ -1,8 +1,7 @@
 // Runs the kernels of csrc/cuda on the CPU: one block at a time, a fiber for each thread, warps in step where they exchange.
 //
 // Fibers change turns where a thread waits for others, in an order that changes from round to round; now and then a warp
-// is held back, so a missing barrier shows. Shared memory begins as NaN. An asynchronous copy arrives at once, or only when
-// its thread waits for it.
+// is held back, so a missing barrier shows.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -13,7 +12,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -27,30 +25,19 @@ using __nv_bfloat16 = torch::headeronly::BFloat16;
 using __half = torch::headeronly::Half;
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 
 struct dim3 {
   unsigned x, y, z;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-struct alignas(16) float4 {
-  float x, y, z, w;
-};
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
 
-struct Copy {
-  void* to;
-  const void* from;
-};
-
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
-  std::deque<std::vector<Copy>> groups;  // of asynchronous copies; the last is still open
   bool done = false;
 };
 
@@ -63,7 +50,6 @@ struct Block {
   std::vector<Meeting> warps;
   Meeting all;
   std::vector<uint64_t> exchange;  // 8 words a thread
-  std::vector<unsigned char> shared;
   ucontext_t scheduler;
   int current = 0;
   std::function<void()> body;
@@ -103,16 +89,14 @@ inline void start() {
   yield();
 }
 
-inline void run_block(unsigned threads, size_t shared) {
+inline void run_block(unsigned threads) {
   Block& b = *block;
   b.fibers = std::vector<Fiber>(threads);
   b.warps.assign((threads + 31) / 32, {});
   b.all = {};
   b.exchange.assign(threads * 8, 0);
-  b.shared.assign(shared + 16, 0xff);
   for (Fiber& fiber : b.fibers) {
     fiber.stack.reset(new char[kStack]);
-    fiber.groups.resize(1);
     getcontext(&fiber.context);
     fiber.context.uc_stack = {.ss_sp = fiber.stack.get(), .ss_flags = 0, .ss_size = kStack};
     fiber.context.uc_link = nullptr;
@@ -135,15 +119,11 @@ inline void run_block(unsigned threads, size_t shared) {
   }
 }
 
-inline unsigned char* shared_memory() {
-  const auto address = reinterpret_cast<uintptr_t>(block->shared.data());
-  return block->shared.data() + (16 - address % 16) % 16;
-}
-
-// kernel<<<grid, threads, shared, stream>>>(arguments) is rewritten to Launch(grid, threads, shared, stream)(kernel, ...).
+// kernel<<<grid, threads, shared, stream>>>(arguments) is rewritten to Launch(grid, threads, shared, stream)(kernel, ...);
+// no kernel has shared memory whose size the launch tells.
 class Launch {
  public:
-  Launch(dim3 grid, dim3 threads, size_t shared, cudaStream_t) : grid_(grid), threads_(threads), shared_(shared) {}
+  Launch(dim3 grid, dim3 threads, int, cudaStream_t) : grid_(grid), threads_(threads) {}
 
   template <class... Parameters, class... Arguments>
   void operator()(void (*kernel)(Parameters...), Arguments&&... arguments) const {
@@ -151,17 +131,15 @@ class Launch {
     block = &own;
     own.body = [&] { kernel(arguments...); };
     gridDim = grid_, blockDim = threads_;
-    for (unsigned y = 0; y < grid_.y; ++y)
-      for (unsigned x = 0; x < grid_.x; ++x) {
-        blockIdx = dim3(x, y);
-        run_block(threads_.x, shared_);
-      }
+    for (unsigned x = 0; x < grid_.x; ++x) {
+      blockIdx = dim3(x);
+      run_block(threads_.x);
+    }
     block = nullptr;
   }
 
  private:
   dim3 grid_, threads_;
-  size_t shared_;
 };
 
 template <class T>
@@ -179,18 +157,11 @@ T shuffle(T value, int from) {
 inline void __syncthreads() { emulator::meet(emulator::block->all, static_cast<int>(emulator::block->fibers.size())); }
 template <class T>
 T __shfl_down_sync(unsigned, T value, int offset) { return emulator::shuffle(value, emulator::lane() + offset); }
-template <class T>
-T __shfl_xor_sync(unsigned, T value, int mask) { return emulator::shuffle(value, emulator::lane() ^ mask); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fmul_rn(float x, float y) {
   volatile float product = x * y;  // which the compiler does not contract
   return product;
 }
-inline int min(int a, int b) { return std::min(a, b); }
-using std::isfinite;
-
-template <class Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) { return cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return ""; }
