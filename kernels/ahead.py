@@ -125,9 +125,9 @@ def steps(
     if model.hidden:
         yield "layers", functools.partial(_layers, model)
     if model.recurrent is not None:
-        for given in (False, True):
-            name = f"recurrent layers{', states given' if given else ''}"
-            yield name, functools.partial(_recurrent, model.recurrent, model.dtype, given)
+        for with_states in (False, True):
+            name = f"recurrent layers{', states given' if with_states else ''}"
+            yield name, functools.partial(_recurrent, model.recurrent, model.dtype, with_states)
     yield "decode attention", functools.partial(_decode, model)
     for names in filters:
         yield f"sampling{''.join(f', {name}' for name in names)}", functools.partial(_sample, model, names)
@@ -244,7 +244,7 @@ def _layers(model: Model, rows: int = ROWS) -> None:
     silu_mul(empty(rows, 16), empty(rows, 16)).sum().backward()
 
 
-def _recurrent(of: Recurrent, dtype: torch.dtype, given: bool, rows: int = ROWS) -> None:
+def _recurrent(of: Recurrent, dtype: torch.dtype, with_states: bool, rows: int = ROWS) -> None:
     """Launch the pass over a tree of two segments and its convolution, whose rows are float32, both ways."""
     import numpy as np
 
@@ -255,9 +255,9 @@ def _recurrent(of: Recurrent, dtype: torch.dtype, given: bool, rows: int = ROWS)
 
     ends, start = np.zeros(1, np.int64), np.array([0, rows // 2])
     lengths = np.array([rows // 2, rows - rows // 2])
-    segments = Segments(start, lengths, np.array([-1, 0]), np.array([-1 + given, -1]))
-    plan = RecurrencePlan.make(segments, ends=ends, states=int(given))
-    history = empty(1, of.taps - 1, of.channels) if given else None
+    segments = Segments(start, lengths, np.array([-1, 0]), np.array([-1 + with_states, -1]))
+    plan = RecurrencePlan.make(segments, ends=ends, states=int(with_states))
+    history = empty(1, of.taps - 1, of.channels) if with_states else None
     weight, bias = empty(of.channels, of.taps), empty(of.channels)
     for b in (None, bias):
         tree_convolution(empty(rows, of.channels), weight, b, plan, history=history)[0].sum().backward()
@@ -266,7 +266,7 @@ def _recurrent(of: Recurrent, dtype: torch.dtype, given: bool, rows: int = ROWS)
         decay = empty(rows, of.heads, *([of.dim] if of.rule == "kimi" else []))
         beta = None if of.rule == "mamba" else empty(rows, of.heads)
         q, k, v = (empty(*shape, dtype=dtype) for shape in (key, key, (rows, of.heads, of.values)))
-        first = empty(1, of.heads, of.dim, of.values) if given else None
+        first = empty(1, of.heads, of.dim, of.values) if with_states else None
         out, _ = tree_recurrence(q, k, v, decay, beta, plan, initial=first)
         out.sum().backward()
 

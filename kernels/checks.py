@@ -52,8 +52,8 @@ class Arguments:
         if not condition:
             raise ValueError(f"{self.op}: {message if isinstance(message, str) else message()}.")
 
-    def wrong_type(self, name: str, wanted: str, value: object) -> NoReturn:
-        raise TypeError(f"{self.op}: {name} must be {wanted}, got {shown(value)}.")
+    def wrong_type(self, name: str, expected: str, value: object) -> NoReturn:
+        raise TypeError(f"{self.op}: {name} must be {expected}, got {shown(value)}.")
 
     def tensor(self, name: str, value: object, shape: Sequence[Size] | None = None, like: str = "") -> Tensor:
         """Return ``value``, a tensor on the device; ``like`` says, after the shape, which argument it comes from."""
@@ -64,8 +64,8 @@ class Arguments:
                 not isinstance(want, int) or size == want for size, want in zip(value.shape, shape, strict=True)
             )
             if not fits:
-                wanted = ", ".join(map(str, shape))
-                self.require(False, f"{name} must be [{wanted}]{like}, got {list(value.shape)}")
+                sizes = ", ".join(map(str, shape))
+                self.require(False, f"{name} must be [{sizes}]{like}, got {list(value.shape)}")
         self._whole(name, value)
         if value.device != self.device:
             self.require(False, f"{name} is on {value.device} and the rest on {self.device}; move one of them")
@@ -91,8 +91,8 @@ class Arguments:
         tensor = self.tensor(name, value, shape, like)
         if tensor.dtype not in dtypes:
             *most, last = (NAMES[d] for d in dtypes)
-            wanted = f"{', '.join(most)} or {last}" if most else last
-            self.require(False, f"{name} must be {wanted}, got {tensor.dtype}")
+            dtypes_named = f"{', '.join(most)} or {last}" if most else last
+            self.require(False, f"{name} must be {dtypes_named}, got {tensor.dtype}")
         return tensor
 
     def integers(self, name: str, value: object, shape: Sequence[Size] | None = None, like: str = "") -> Tensor:
@@ -103,8 +103,8 @@ class Arguments:
     def numbers(self, name: str, value: object, shape: Sequence[Size] | None = None, like: str = "") -> Tensor:
         """Check that ``value`` holds floats or integers."""
         tensor = self.tensor(name, value, shape, like)
-        known = tensor.dtype in FLOATS or tensor.dtype in INTEGERS
-        self.require(known, f"{name} must hold numbers, got {tensor.dtype}")
+        is_number = tensor.dtype in FLOATS or tensor.dtype in INTEGERS
+        self.require(is_number, f"{name} must hold numbers, got {tensor.dtype}")
         return tensor
 
     def mask(self, name: str, value: object, shape: Sequence[Size] | None = None, like: str = "") -> Tensor:
@@ -113,14 +113,14 @@ class Arguments:
         return tensor
 
     def number(
-        self, name: str, value: object, *, least: float = -math.inf, above: float = -math.inf, wanted: str = "finite"
+        self, name: str, value: object, *, least: float = -math.inf, above: float = -math.inf, expected: str = "finite"
     ) -> float:
         """Return ``value``, a finite number of at least ``least`` and more than ``above``; no bool."""
         if isinstance(value, bool) or not isinstance(value, Real | torch.SymInt | torch.SymFloat):
             self.wrong_type(name, "a number", value)
         number: Any = value
         if not (least <= number < math.inf and number > above):  # a compiler traces no message with numbers
-            self.require(False, f"{name} must be {wanted}, got {value}")
+            self.require(False, f"{name} must be {expected}, got {value}")
         return cast(float, number)
 
     def size(self, name: str, value: object, *, least: int = 0) -> None:
@@ -131,17 +131,17 @@ class Arguments:
         if not number >= least:
             self.require(False, f"{name} must be at least {least}, got {value}")
 
-    def names(self, name: str, values: object, known: Sequence[str]) -> None:
-        """Check that ``values`` is a list or set of ``known`` names."""
+    def names(self, name: str, values: object, allowed: Sequence[str]) -> None:
+        """Check that ``values`` is a list or set of ``allowed`` names."""
         if not isinstance(values, list | tuple | set | frozenset):
-            self.wrong_type(name, f"a list of {', '.join(known)}", values)
+            self.wrong_type(name, f"a list of {', '.join(allowed)}", values)
         for value in values:
-            self.require(value in known, f"{name} names {shown(value)}; it knows {', '.join(known)}")
+            self.require(value in allowed, f"{name} names {shown(value)}; it knows {', '.join(allowed)}")
 
     def scale_of_rows(self, name: str, value: float | Tensor, rows: int) -> None:
         """Check a positive number, or a constant tensor of one or one a row; `positive` checks its values."""
         if not isinstance(value, Tensor):
-            self.number(name, value, above=0, wanted="positive and finite")
+            self.number(name, value, above=0, expected="positive and finite")
             return
         fits = value.dim() == 0 or (value.dim() == 1 and value.shape[0] == rows)
         self.require(fits, lambda: f"{name} must be a number or [{rows}], got {list(value.shape)}")
@@ -165,7 +165,7 @@ class Arguments:
 
     def softcap(self, value: object) -> None:
         if value is not None:
-            self.number("softcap", value, above=0, wanted="positive and finite, or None for no cap")
+            self.number("softcap", value, above=0, expected="positive and finite, or None for no cap")
 
     def window(self, value: object) -> None:
         if value is not None:
@@ -173,7 +173,7 @@ class Arguments:
 
     def normalizer(self, value: float | Tensor) -> None:
         if not isinstance(value, Tensor):
-            self.number("normalizer", value, least=0, wanted="finite and not negative")
+            self.number("normalizer", value, least=0, expected="finite and not negative")
             return
         self.numbers("normalizer", self._here(value), ())
         self.constant("normalizer", value)

@@ -44,18 +44,18 @@ def used() -> Path:
     Packages lock and replace entries, so they must be able to write what they read. Logs once if it returns a copy, or
     if only other versions' kernels are there.
     """
-    wanted = directory()
-    if not wanted.exists() and (others := _other_versions(wanted.parent)):
-        log_once(f"The kernels in {wanted.parent} are of other versions and are compiled anew: {others}.")
+    cache = directory()
+    if not cache.exists() and (others := _other_versions(cache.parent)):
+        log_once(f"The kernels in {cache.parent} are of other versions and are compiled anew: {others}.")
     if (reason := why_not_kept()) is None:
-        (wanted / VERSIONS).write_text(json.dumps(versions()))
-        return wanted
+        (cache / VERSIONS).write_text(json.dumps(versions()))
+        return cache
     copy = Path(tempfile.mkdtemp(prefix="rolltree-kernels-"))
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
-    if wanted.is_dir():
-        shutil.copytree(wanted, copy, dirs_exist_ok=True)
+    if cache.is_dir():
+        shutil.copytree(cache, copy, dirs_exist_ok=True)
     log_once(
-        f"Kernels that are compiled are lost when the process ends: {wanted} cannot be written ({reason}); set "
+        f"Kernels that are compiled are lost when the process ends: {cache} cannot be written ({reason}); set "
         "ROLLTREE_CACHE_DIR to a folder that can."
     )
     return copy
@@ -65,12 +65,12 @@ def _other_versions(root: Path) -> str:
     """Return how the versions of the newest folder in ``root`` differ from these; "" if there is none."""
     try:
         newest = max(root.glob(f"*/{VERSIONS}"), key=lambda file: file.stat().st_mtime, default=None)
-        theirs = json.loads(newest.read_text()) if newest else {}
+        there = json.loads(newest.read_text()) if newest else {}
     except (OSError, ValueError):
         return ""
-    ours = versions() if theirs else {}
-    differ = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
-    return ", ".join(f"{name} {theirs.get(name, 'missing')} there, {ours.get(name, 'missing')} here" for name in differ)
+    ours = versions() if there else {}
+    differ = [name for name in ours | there if ours.get(name) != there.get(name)]
+    return ", ".join(f"{name} {there.get(name, 'missing')} there, {ours.get(name, 'missing')} here" for name in differ)
 
 
 def versions() -> dict[str, str]:

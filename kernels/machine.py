@@ -45,8 +45,8 @@ def platform_refused() -> str:
     if sys.maxsize < 2**32:
         return "This Python is 32-bit, which neither torch nor rolltree's compiled parts are; use a 64-bit Python."
     if sys.byteorder == "big":
-        found = platform.machine()
-        return f"{found} is big-endian, and rolltree's compiled parts are little-endian; use x86-64 or aarch64."
+        machine = platform.machine()
+        return f"{machine} is big-endian, and rolltree's compiled parts are little-endian; use x86-64 or aarch64."
     return ""
 
 
@@ -69,8 +69,8 @@ def cpu_level() -> str:
     """
     import torch
 
-    found = torch.backends.cpu.get_cpu_capability().lower()
-    has = next((level for level in CPU_LEVELS if found.startswith(level)), "default")
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    has = next((level for level in CPU_LEVELS if capability.startswith(level)), "default")
     return _lowered("ROLLTREE_CPU_LEVEL", CPU_LEVELS, has)
 
 
@@ -112,15 +112,15 @@ def gpu_capability(device: torch.device) -> tuple[int, int]:
     ``ROLLTREE_GPU_CAPABILITY`` lowers it, such as 8.0. On a CPU, where Triton's interpreter runs the kernels, it is
     `EMULATED_CAPABILITY` or whatever the variable names.
     """
-    asked = _asked_capability()
+    chosen = _asked_capability()
     if device.type != "cuda":
-        return asked or EMULATED_CAPABILITY
-    found = real_gpu_capability(device)
-    if asked is not None and asked > found:
+        return chosen or EMULATED_CAPABILITY
+    real = real_gpu_capability(device)
+    if chosen is not None and chosen > real:
         raise MachineError(
-            f"ROLLTREE_GPU_CAPABILITY is {_dotted(asked)}, and {device} has {_dotted(found)}; it can only be lowered."
+            f"ROLLTREE_GPU_CAPABILITY is {_dotted(chosen)}, and {device} has {_dotted(real)}; it can only be lowered."
         )
-    return asked or found
+    return chosen or real
 
 
 def real_gpu_capability(device: torch.device) -> tuple[int, int]:
@@ -171,37 +171,37 @@ def settings() -> dict[str, str]:
     return {name: value() for name, value in SETTINGS.items()}
 
 
-def _one_of(variable: str, known: Sequence[str]) -> str:
-    asked = os.environ.get(variable, "")
-    if asked and asked not in known:
-        raise MachineError(f"{variable} is '{asked}'; it must be {' or '.join(known)}, or not set.")
-    return asked
+def _one_of(variable: str, allowed: Sequence[str]) -> str:
+    chosen = os.environ.get(variable, "")
+    if chosen and chosen not in allowed:
+        raise MachineError(f"{variable} is '{chosen}'; it must be {' or '.join(allowed)}, or not set.")
+    return chosen
 
 
-def _lowered(variable: str, levels: Sequence[str], found: str) -> str:
-    """Return ``found``, or the lower one of ``levels`` (the best first) that the variable names."""
-    asked = _one_of(variable, levels) or found
-    if levels.index(asked) < levels.index(found):
-        there = ", ".join(levels[levels.index(found) :])
-        raise MachineError(f"{variable} is '{asked}', which this machine lacks; it has {there}.")
-    return asked
+def _lowered(variable: str, levels: Sequence[str], best: str) -> str:
+    """Return ``best``, or the lower one of ``levels`` (the best first) that the variable names."""
+    chosen = _one_of(variable, levels) or best
+    if levels.index(chosen) < levels.index(best):
+        there = ", ".join(levels[levels.index(best) :])
+        raise MachineError(f"{variable} is '{chosen}', which this machine lacks; it has {there}.")
+    return chosen
 
 
 def _without() -> tuple[str, ...]:
-    asked = os.environ.get("ROLLTREE_WITHOUT", "")
-    names = tuple(name.strip() for name in asked.split(",") if name.strip())
+    named = os.environ.get("ROLLTREE_WITHOUT", "")
+    names = tuple(name.strip() for name in named.split(",") if name.strip())
     if unknown := [name for name in names if name not in PARTS]:
         raise MachineError(f"ROLLTREE_WITHOUT names '{unknown[0]}'; it knows {', '.join(PARTS)}.")
     return names
 
 
 def _asked_capability() -> tuple[int, int] | None:
-    asked = os.environ.get("ROLLTREE_GPU_CAPABILITY", "")
-    if not asked:
+    chosen = os.environ.get("ROLLTREE_GPU_CAPABILITY", "")
+    if not chosen:
         return None
-    major, _, minor = asked.partition(".")
+    major, _, minor = chosen.partition(".")
     if not (major.isdecimal() and minor.isdecimal()):
-        raise MachineError(f"ROLLTREE_GPU_CAPABILITY is '{asked}'; it must be a number such as 8.0.")
+        raise MachineError(f"ROLLTREE_GPU_CAPABILITY is '{chosen}'; it must be a number such as 8.0.")
     return int(major), int(minor)
 
 
@@ -214,7 +214,7 @@ SETTINGS: Mapping[str, Callable[[], str]] = {
     "ROLLTREE_AMX": lambda: amx_asked() or "as the processor has it",
     "ROLLTREE_BF16": lambda: bf16_asked() or "as the processor has it",
     "ROLLTREE_FEW_ROWS": lambda: few_rows_asked() or "as the processor has it",
-    "ROLLTREE_GPU_CAPABILITY": lambda: _dotted(found) if (found := _asked_capability()) else "as the GPU has it",
+    "ROLLTREE_GPU_CAPABILITY": lambda: _dotted(chosen) if (chosen := _asked_capability()) else "as the GPU has it",
     "ROLLTREE_WITHOUT": lambda: ", ".join(_without()) or "nothing",
     "TRITON_INTERPRET": lambda: "on: kernels run on the CPU, slowly, for tests" if interpreting() else "off",
 }

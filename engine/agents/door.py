@@ -180,17 +180,17 @@ class Door:
 
     async def _answer(self, path: str, http: Request, episode: Episode, role: str) -> Response:
         raw = await read_body(http)
-        asked = await self._aside(partial(self._asked, path, raw))
+        parsed = await self._aside(partial(self._asked, path, raw))
         if http.headers.get("x-stainless-retry-count", "0") != "0" and (told := episode.repeated(raw)) is not None:
             return as_response(*told)
         number = episode.admit(raw)
         try:
-            call, form, ignored = await self._aside(partial(self._begin, episode, role, number, asked))
+            call, form, ignored = await self._aside(partial(self._begin, episode, role, number, parsed))
         except BaseException:
             episode.unmade(raw)
             raise
         headers = {"x-rolltree-ignored": ", ".join(ignored)} if ignored else {}
-        stream = bool(asked.chat.stream)
+        stream = bool(parsed.chat.stream)
         answering = Answering(call, form, raw, stream=stream, headers=headers, abort=self._abort)
         self._submit(call)
         return await answering.response(http)
@@ -218,15 +218,15 @@ class Door:
             raise ValueError("`stream_options` needs `stream` to be true.")
         return call
 
-    def _begin(self, episode: Episode, role: str, number: int, asked: Call) -> tuple[PendingCall, Any, list[str]]:
-        body = asked.chat
+    def _begin(self, episode: Episode, role: str, number: int, parsed: Call) -> tuple[PendingCall, Any, list[str]]:
+        body = parsed.chat
         tools = shown_tools(body)
         options, ignored = template_options(self.tokenizer, body, tools)
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or episode.job.params.stop)
-        form = asked.form(self.tokenizer, body.model or "policy", stop, episode.session.new_id)
+        form = parsed.form(self.tokenizer, body.model or "policy", stop, episode.session.new_id)
         params = partial(self._params, episode.job.params, body, stop)
         call = episode.begin(number, role, (plain_messages(body), tools, options), params, self.longest)
-        return call, form, [*ignored, *asked.ignored]
+        return call, form, [*ignored, *parsed.ignored]
 
     def _params(
         self, run: SamplingParams, body: ChatBody, stop: tuple[str, ...], room: int, seed: int
@@ -239,14 +239,14 @@ class Door:
                 "Engines in other processes have no answers that keep to a schema or must call a tool; leave out "
                 "`response_format` and a `tool_choice` that requires a call, or set rollout.engines to 0."
             )
-        given = {name: value for name in OWN if (value := getattr(body, name)) is not None}
-        if given.get("top_k") in (0, -1):
-            given["top_k"] = None
+        options = {name: value for name in OWN if (value := getattr(body, name)) is not None}
+        if options.get("top_k") in (0, -1):
+            options["top_k"] = None
         if schema is not None and self._grammars is not None:
-            given["prefix_allowed_tokens_fn"] = self._grammars.of_schema(schema, 1)
+            options["prefix_allowed_tokens_fn"] = self._grammars.of_schema(schema, 1)
         seed = seed if body.seed is None else int(child_seed(seed, body.seed % 2**31))
         return replace(
-            run, n=1, max_new_tokens=min(room, most or room), stop=stop, seed=parent_seed(seed), **given
+            run, n=1, max_new_tokens=min(room, most or room), stop=stop, seed=parent_seed(seed), **options
         )  # the engine gives the first branch child 0
 
 

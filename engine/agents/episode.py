@@ -124,13 +124,13 @@ class Episode:
         Raises:
             RefusedError: it is another episode's, or none.
         """
-        own, _, role = key.partition(b":")
-        if not same_key(own, self.key.encode()):
+        secret, _, role = key.partition(b":")
+        if not same_key(secret, self.key.encode()):
             raise RefusedError(WRONG_KEY, 401, "invalid_api_key")
         name = role.decode(errors="replace")
         if name and name not in self.program.roles[1:]:
-            known = ", ".join(self.program.roles[1:]) or "none"
-            raise RefusedError(f"The key ends with the role '{name}'; rollout.program_options.roles has {known}.")
+            roles = ", ".join(self.program.roles[1:]) or "none"
+            raise RefusedError(f"The key ends with the role '{name}'; rollout.program_options.roles has {roles}.")
         return name
 
     def admit(self, raw: bytes) -> int:
@@ -196,13 +196,13 @@ class Episode:
                         "data.max_prompt_tokens or episode_tokens); shorten it, or end.",
                         length, 1, max(length + room, 0),
                     )  # fmt: skip
-                asked = params(room, turn.chain.seed)
+                sampling = params(room, turn.chain.seed)
                 if self.ended:
                     raise RefusedError("This episode has ended.", 410, "episode_ended")
             except BaseException:
                 self.session.dropped(turn)
                 raise
-            call = PendingCall(self, turn, asked, turn.chain.drawn(length), role, number)
+            call = PendingCall(self, turn, sampling, turn.chain.drawn(length), role, number)
             self.open.append(call)
             return call
 
@@ -266,20 +266,20 @@ class Episode:
 
     # -- its end ----------------------------------------------------------------------------------------------------
 
-    def rewarded(self, given: Any) -> None:
+    def rewarded(self, reward: Any) -> None:
         """Take the agent's reward: a number, or a dict with ``reward`` and further numbers.
 
         Raises:
             ValueError: it is none.
         """
-        values = given if isinstance(given, Mapping) else {"reward": given}
+        values = reward if isinstance(reward, Mapping) else {"reward": reward}
         for name, value in values.items():
             if isinstance(value, bool):
                 value = float(value)
             if not isinstance(name, str) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"the reward {given!r} is no finite number, and no dict of such with 'reward'")
+                raise ValueError(f"the reward {reward!r} is no finite number, and no dict of such with 'reward'")
         if "reward" not in values:
-            raise ValueError(f"the reward {given!r} has no entry 'reward'")
+            raise ValueError(f"the reward {reward!r} has no entry 'reward'")
         with self.lock:
             numbers = {name: float(value) for name, value in values.items()}
             self.reward = numbers.pop("reward")
@@ -302,8 +302,8 @@ class Episode:
         if failure is not None and self._out_of_budget and failure.cause != "timeout":
             failure = None  # its agent did not get over a refusal: it ends as cut
         failure = self.outage or failure
-        mine = any(not call.role for call in self.calls)
-        if failure is None and not mine:
+        agent_called = any(not call.role for call in self.calls)
+        if failure is None and not agent_called:
             first = "" if self._refusal is None else f"; the first was refused: {self._refusal.rstrip('.')}"
             failure = Failure("silent", f"the agent made no call that was answered{first}")
         status = LeafStatus.LENGTH if self._out_of_budget or self._cut else LeafStatus.STOP

@@ -332,12 +332,12 @@ class AgentSampler:
         return [Kept(None, "agent") for _ in flights]
 
     def generate(self, jobs: Sequence[Job]) -> list[TokenTree]:
-        mine = self.submit(jobs)
-        while not all(flight.done for flight in mine):
+        flights = self.submit(jobs)
+        while not all(flight.done for flight in flights):
             self._advance(0.05)
-        self._landed = [flight for flight in self._landed if flight not in mine]
+        self._landed = [flight for flight in self._landed if flight not in flights]
         trees = []
-        for flight in mine:
+        for flight in flights:
             if flight.tree is None:
                 assert flight.error is not None
                 raise flight.error

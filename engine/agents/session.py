@@ -60,12 +60,12 @@ class Turn:
 
     Attributes:
         base: the call that it continues.
-        given: the tokens of the prompt after those of ``base``.
+        added: the tokens of the prompt after those of ``base``.
         chain: the chain that it belongs to.
     """
 
     base: Turn | None
-    given: list[int]
+    added: list[int]
     chain: Chain
     template: tuple[str, str]
     """The tools and the variables of the template, as texts."""
@@ -86,9 +86,9 @@ class Turn:
     @property
     def prompt(self) -> list[int]:
         """The token ids of the prompt."""
-        parts, turn = [self.given], self.base
+        parts, turn = [self.added], self.base
         while turn is not None:
-            parts += [turn.sampled, turn.given]
+            parts += [turn.sampled, turn.added]
             turn = turn.base
         return [token for part in reversed(parts) for token in part]
 
@@ -112,12 +112,12 @@ class Session:
         self._ids = 0
         self._shown: dict[str, str] = {}
 
-    def new_id(self, own: str | None, place: int) -> str:
+    def new_id(self, agent_id: str | None, place: int) -> str:
         """Return the id of a call of a tool: no other call of the episode has it. Templates are shown the one that the
         model wrote, or the place of the call in its turn, so that equal turns are written alike in every episode."""
         issued = call_id(self._ids)
         self._ids += 1
-        self._shown[issued] = own or call_id(place)
+        self._shown[issued] = agent_id or call_id(place)
         return issued
 
     def begin(
@@ -138,11 +138,11 @@ class Session:
         """
         talk = conversation(self.tokenizer, tools, self.ends, options)
         template = json.dumps(talk.tools), json.dumps(talk.options)
-        keys, given = [_key(message) for message in messages], [self._as_shown(message) for message in messages]
+        keys, as_shown = [_key(message) for message in messages], [self._as_shown(message) for message in messages]
         for base in self._bases(template, keys):
             length = len(base.messages)
             try:
-                shown = self._written(talk, given, length)
+                shown = self._written(talk, as_shown, length)
                 ids, written = talk.grow(shown[:length], base.written, shown[length:], base.end, base.turns)
             except ValueError:  # the template writes what was before in another way: an earlier answer may do
                 continue
@@ -152,7 +152,7 @@ class Session:
             if base.next is None:
                 base.next = turn
             return turn
-        shown = complete(self.tokenizer, given, talk.tools, talk.options).messages
+        shown = complete(self.tokenizer, as_shown, talk.tools, talk.options).messages
         ids = talk.ids(shown)
         ids = self._prompt if ids != self._prompt and self._is_prompt(talk, shown) else ids
         return Turn(None, ids, self._new_chain(), template, shown, keys, talk.begin(shown), [])
@@ -161,8 +161,8 @@ class Session:
         """Record what was sampled for a turn, and what its client gets."""
         function = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in answer.calls]
         calls = [
-            {"id": call.id, "type": "function", "function": made}
-            for call, made in zip(answer.calls, function, strict=True)
+            {"id": call.id, "type": "function", "function": function_call}
+            for call, function_call in zip(answer.calls, function, strict=True)
         ]
         message: Message = {"role": "assistant", "content": answer.text} | ({"tool_calls": calls} if calls else {})
         turn.sampled = list(sampled)
@@ -183,15 +183,15 @@ class Session:
     def _bases(self, template: tuple[str, str], keys: Sequence[Key]) -> list[Turn]:
         """Return the answered turns that the messages begin with, the longest first; of equal ones, those that no call
         continues, and then the newest."""
-        found = []
+        bases = []
         for number, turn in enumerate(self._answered):
             last = len(turn.keys) - 1
             if last >= len(keys) or turn.template != template or keys[last][1] not in (turn.keys[last][1], turn.also):
                 continue
             sampled = set(turn.turns)
             if all(turn.keys[i][i in sampled] == keys[i][i in sampled] for i in range(last)):
-                found.append((last, turn.next is None, number))
-        return [self._answered[number] for _, _, number in sorted(found, reverse=True)]
+                bases.append((last, turn.next is None, number))
+        return [self._answered[number] for _, _, number in sorted(bases, reverse=True)]
 
     def _written(self, talk: Conversation, messages: list[Message], since: int) -> list[Message]:
         """Return the messages in the form in which the template writes them whole from the place ``since`` on; what is
@@ -221,8 +221,8 @@ class Session:
                 else call
                 for call in calls
             ]
-        if isinstance(given := message.get("tool_call_id"), str):
-            message["tool_call_id"] = self._shown.get(given, given)
+        if isinstance(shown_id := message.get("tool_call_id"), str):
+            message["tool_call_id"] = self._shown.get(shown_id, shown_id)
         return message
 
 

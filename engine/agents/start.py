@@ -190,10 +190,10 @@ class Agents:
     def _why(self, error: BaseException) -> Failure:
         return error.failure if isinstance(error, _AgentError) else Failure("raised", failure(error, self._function))
 
-    def _take(self, episode: Episode, given: Any) -> None:
-        if given is not None:
+    def _take(self, episode: Episode, reward: Any) -> None:
+        if reward is not None:
             try:
-                episode.rewarded(given)
+                episode.rewarded(reward)
             except ValueError as error:
                 raise _AgentError("reward", f"ValueError: {error}") from error
 
@@ -314,12 +314,12 @@ def _end_all(process: subprocess.Popen[bytes], episode: Episode) -> None:
     if not Path("/proc/self").exists():
         return
     for _ in range(3):  # one may start another while it is looked for
-        found = False
+        killed = False
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit():
                 with suppress(OSError):
                     if f"{MARK}={episode.id}".encode() in (folder / "environ").read_bytes().split(b"\0"):
                         os.kill(int(folder.name), signal.SIGKILL)
-                        found = True
-        if not found:
+                        killed = True
+        if not killed:
             return

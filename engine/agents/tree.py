@@ -12,7 +12,7 @@ itself is stored for it alone, as other programs' branches are; `pack` computes 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,9 +44,9 @@ class _Run:
 
     def then(self, tokens: Segment, episode: int) -> _Run:
         """Return a new run after this one."""
-        made = _Run(self, tokens, episode)
-        self.following.append(made)
-        return made
+        run = _Run(self, tokens, episode)
+        self.following.append(run)
+        return run
 
     def cut(self, count: int) -> _Run:
         """Move the first ``count`` tokens to a run of their own, in this one's place, and return that."""
@@ -60,7 +60,7 @@ class _Run:
 
 
 @dataclass(eq=False)
-class _Leaf:
+class _Chain:
     """A chain, or a call by itself."""
 
     tip: _Run
@@ -72,6 +72,20 @@ class _Leaf:
     status: LeafStatus
 
 
+@dataclass(frozen=True)
+class _Leaf:
+    """A leaf of the group's tree."""
+
+    tip: _Run
+    """The run that it ends with."""
+    prompt: int
+    """Tokens before its response."""
+    episode: int
+    status: LeafStatus
+    answer: bool
+    """It ends with the episode's answer."""
+
+
 def episode_tree(
     prompt: Sequence[int],
     episodes: Sequence[EpisodeRecord],
@@ -80,6 +94,17 @@ def episode_tree(
     pictures: Sequence[Picture] = (),
 ) -> TokenTree:
     """Return the tree of a group: a leaf for each chain of each episode, or for each call.
+
+    An example of one episode, whose calls read O (observations) and sample A (actions)::
+
+        call  reads     samples
+        1     O1        A1
+        2     O1 A1 O2  A2       it continues the chain of call 1
+        3     O3        A3       it does not begin with O1: a chain of its own
+        4     O1 A1 O4  A4       call 2 has continued call 1: another chain, in which A1 is context
+
+    The tree has three leaves, here with ``|`` between prompt and response: ``O1 | A1 O2 A2``, ``O3 | A3`` and
+    ``O1 A1 O4 | A4``. It holds O1 and A1 once, and each A is in one response.
 
     The leaves follow episode after episode, in the order in which their chains began. Columns: ``episode``; ``answer``,
     true for the leaf that ends with the last answer of the agent itself; ``call``, the number from 1 of the call that
@@ -102,57 +127,78 @@ def episode_tree(
         raise ValueError("A tree needs at least one episode; none was given.")
     if any("reward" in record.extras for record in episodes):
         raise ValueError("An episode's reward is its `reward`; give further ones, of other names, in `extras`.")
-    calls = [sorted(record.calls, key=lambda call: call.number) for record in episodes]
-    first = next((call.tree.token_id[0] for mine in calls for call in mine), None)
-    fits = [all(call.tree.token_id[0] == first for call in mine) for mine in calls]
-    failures = [record.failure or (None if fit else OTHER_START) for record, fit in zip(episodes, fits, strict=True)]
-    calls = [mine if fit else [] for mine, fit in zip(calls, fits, strict=True)]
+    calls, failures = _fitting(episodes)
     top = _Run(None, Segment.make([]), -1)
     roles = {AGENT: 0}
-    leaves = [_leaves(top, mine, number, per_call, roles) for number, mine in enumerate(calls)]
-    if not top.following:
+    chains = [_chains(top, of_episode, number, per_call, roles) for number, of_episode in enumerate(calls)]
+    every = [call for of_episode in calls for call in of_episode]
+    if not every:
         top.then(Segment.prompt(prompt), -1)
-        pictures = distinct(pictures)
-    else:
-        pictures = distinct([*pictures, *(p for mine in calls for call in mine for p in call.tree.pictures)])
-    (root,) = top.following
+    (root,) = top.following  # all calls begin with the same token
     root.parent = None
+    leaves: list[_Leaf] = []
+    for number, (record, failure) in enumerate(zip(episodes, failures, strict=True)):
+        leaves += _leaves(root, chains[number], number, record.status if failure is None else LeafStatus.FAILED)
+    tree = _tree_of(root, leaves)
+    tree.pictures = tuple(distinct([*pictures, *(picture for call in every for picture in call.tree.pictures)]))
+    tree.meta |= _by_leaf(tree, episodes, failures)
+    tree.meta["agent"] = {
+        "calls": len(every),
+        "call_tokens": sum(call.tree.num_tokens for call in every),
+        "tool_s": sum(record.own_seconds for record in episodes),
+        **Counter(f"failed_{failure.cause}" for failure in failures if failure is not None),
+    }
+    tree.meta["timeline"] = [_timeline(record) for record in episodes]
+    if len(roles) > 1:
+        tree.meta["roles"] = list(roles)
+    return tree
+
+
+def _fitting(episodes: Sequence[EpisodeRecord]) -> tuple[list[list[SampledCall]], list[Failure | None]]:
+    """Return the calls of each episode, in order, and its failure. An episode with a call that begins with another
+    token than the first of the group has failed, and has no calls."""
+    calls = [sorted(record.calls, key=lambda call: call.number) for record in episodes]
+    start = next((call.tree.token_id[0] for of_episode in calls for call in of_episode), None)
+    failures = [record.failure for record in episodes]
+    for number, of_episode in enumerate(calls):
+        if any(call.tree.token_id[0] != start for call in of_episode):
+            failures[number] = failures[number] or OTHER_START
+            calls[number] = []
+    return calls, failures
+
+
+def _leaves(root: _Run, chains: Sequence[_Chain], episode: int, status: LeafStatus) -> list[_Leaf]:
+    """Return the leaves of an episode that ended with ``status``; one at the prompt if it has no chain."""
+    if not chains:
+        return [_Leaf(root, len(root.tokens), episode, status, answer=True)]
+    answering = _answering(chains)
+    failed = status == LeafStatus.FAILED
+    return [
+        _Leaf(
+            chain.tip,
+            chain.prompt,
+            episode,
+            status if failed or chain is answering else chain.status,
+            answer=chain is answering,
+        )
+        for chain in chains
+    ]
+
+
+def _tree_of(root: _Run, leaves: Sequence[_Leaf]) -> TokenTree:
+    """Return the tree of the runs below ``root``, with the columns of ``leaves``."""
     runs = list(_depth_first(root))
     place = {id(run): i for i, run in enumerate(runs)}
-    ends, prompts, statuses, of, answers = list[int](), list[int](), list[LeafStatus](), list[int](), list[bool]()
-    for number, (record, mine) in enumerate(zip(episodes, leaves, strict=True)):
-        failed = failures[number] is not None or record.status == LeafStatus.FAILED
-        main = _main(mine)
-        for leaf in mine:
-            ends.append(place[id(leaf.tip)])
-            prompts.append(leaf.prompt)
-            statuses.append(LeafStatus.FAILED if failed else record.status if leaf is main else leaf.status)
-            answers.append(leaf is main)
-        if not mine:
-            ends.append(0)
-            prompts.append(len(root.tokens))
-            statuses.append(LeafStatus.FAILED if failed else record.status)
-            answers.append(True)
-        of += [number] * max(len(mine), 1)
     tree = of_runs(
         [-1 if run.parent is None else place[id(run.parent)] for run in runs],
         [len(run.tokens) for run in runs],
         _joined([run.tokens for run in runs]),
-        ends,
-        np.array(statuses, np.int8),
-        np.array(prompts, np.int32),
+        [place[id(leaf.tip)] for leaf in leaves],
+        np.array([leaf.status for leaf in leaves], np.int8),
+        np.array([leaf.prompt for leaf in leaves], np.int32),
     )
-    tree.pictures = tuple(pictures)
-    tree.set("episode", of)
-    tree.set("answer", answers)
-    _describe(tree, episodes, failures)
-    every = [call.tree.num_tokens for mine in calls for call in mine]
-    own = sum(record.own_seconds for record in episodes)
-    tree.meta["agent"] = {"calls": len(every), "call_tokens": sum(every), "tool_s": own}
-    tree.meta["agent"] |= Counter(f"failed_{failure.cause}" for failure in failures if failure is not None)
-    tree.meta["timeline"] = [_timeline(record) for record in episodes]
-    if len(roles) > 1:
-        tree.meta["roles"] = list(roles)
+    tree.set("episode", [leaf.episode for leaf in leaves])
+    tree.set("answer", [leaf.answer for leaf in leaves])
     return tree
 
 
@@ -172,18 +218,18 @@ def _timeline(record: EpisodeRecord) -> dict[str, object]:
     return {"seconds": record.seconds, "calls": calls}
 
 
-def _main(leaves: Sequence[_Leaf]) -> _Leaf | None:
-    """Return the leaf that ends with the agent's last answer; with the last of all where it has none of its own."""
-    own = [leaf for leaf in leaves if leaf.last.role in ("", AGENT)] or leaves
-    return max(own, key=lambda leaf: leaf.last.number, default=None)
+def _answering(chains: Sequence[_Chain]) -> _Chain:
+    """Return the chain that ends with the agent's last answer; with the last of all where it has none of its own."""
+    of_agent = [chain for chain in chains if chain.last.role in ("", AGENT)]
+    return max(of_agent or chains, key=lambda chain: chain.last.number)
 
 
-def _leaves(
+def _chains(
     top: _Run, calls: Sequence[SampledCall], episode: int, per_call: bool, roles: dict[str, int]
-) -> list[_Leaf]:
-    """Add the calls of an episode below ``top`` and return their leaves."""
-    chains: list[_Leaf] = []
-    found: list[_Leaf] = []
+) -> list[_Chain]:
+    """Add the calls of an episode below ``top`` and return their chains; if ``per_call``, each call by itself."""
+    chains: list[_Chain] = []
+    alone: list[_Chain] = []
     for order, call in enumerate(calls, start=1):
         if call.tree.num_leaves != 1:
             raise ValueError(f"A call's tree has one leaf, got {call.tree.num_leaves}; submit calls with n = 1.")
@@ -193,7 +239,7 @@ def _leaves(
         chain = _continued(chains, ids[:length])
         if chain is None:
             tip = _place(top, read, episode)
-            chain = _Leaf(tip, length, ids, call, status)
+            chain = _Chain(tip, length, ids, call, status)
             chains.append(chain)
         elif chain.prompt == len(chain.ids):  # it has sampled nothing yet
             tip = _place(top, read, episode)
@@ -203,11 +249,11 @@ def _leaves(
         chain.tip = tip.then(sampled, episode) if len(sampled) else tip
         chain.ids, chain.last, chain.status = ids, call, status
         if per_call:
-            found.append(_Leaf(chain.tip, length, ids, call, status))
-    return found if per_call else chains
+            alone.append(_Chain(chain.tip, length, ids, call, status))
+    return alone if per_call else chains
 
 
-def _continued(chains: Sequence[_Leaf], prompt: Array) -> _Leaf | None:
+def _continued(chains: Sequence[_Chain], prompt: Array) -> _Chain | None:
     """Return the longest chain that ``prompt`` begins with, the first of several."""
     fitting = [
         chain
@@ -283,12 +329,17 @@ def _depth_first(root: _Run) -> Iterator[_Run]:
         waiting += reversed(run.following)
 
 
-def _describe(tree: TokenTree, episodes: Sequence[EpisodeRecord], failures: Sequence[Failure | None]) -> None:
-    """Write rewards and failures to the metadata, by leaf."""
-    of = tree.episode.tolist()
-    meta: dict[str, Mapping[int, object]] = {
-        "given_rewards": {i: r for i, n in enumerate(of) if (r := episodes[n].reward) is not None},
-        "given_named": {i: dict(episodes[n].extras) for i, n in enumerate(of) if episodes[n].extras},
-        "errors": {i: found.why for i, n in enumerate(of) if (found := failures[n]) is not None},
-    }
-    tree.meta |= {name: values for name, values in meta.items() if values}
+def _by_leaf(
+    tree: TokenTree, episodes: Sequence[EpisodeRecord], failures: Sequence[Failure | None]
+) -> dict[str, dict[int, object]]:
+    """Return the metadata of rewards and failures, by leaf; what no leaf has is left out."""
+    by_leaf: dict[str, dict[int, object]] = {"given_rewards": {}, "given_named": {}, "errors": {}}
+    for leaf, number in enumerate(tree.episode.tolist()):
+        record, failure = episodes[number], failures[number]
+        if record.reward is not None:
+            by_leaf["given_rewards"][leaf] = record.reward
+        if record.extras:
+            by_leaf["given_named"][leaf] = dict(record.extras)
+        if failure is not None:
+            by_leaf["errors"][leaf] = failure.why
+    return {name: values for name, values in by_leaf.items() if values}

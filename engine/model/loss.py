@@ -27,7 +27,7 @@ from rolltree.kernels import (
     policy_loss,
 )
 from rolltree.kernels.checks import Arguments
-from rolltree.kernels.linear_policy_loss.terms import named, statistics_of, wanted
+from rolltree.kernels.linear_policy_loss.terms import named, statistics_of, statistics_read
 
 from ..batches.batch import OldLogprob, TreeBatch
 from ..batches.pieces import Piece, PieceStore, depth_first
@@ -285,7 +285,7 @@ def _in_two_passes(
 ) -> TermsLossOutput:
     """Compute all log-probs and statistics first; the loss's derivatives with respect to them then weigh a linear
     objective, piece by piece."""
-    want, extra_ids = wanted(terms)
+    want, extra_ids = statistics_read(terms)
     known = statistics_of_pieces(model, batch, temperature, ("entropy", *want), extra_ids)
     of_entropy = "entropy" in want or any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
     for name, values in known.items():

@@ -42,7 +42,7 @@ class ContextLengthError(RefusedError):
 
     def told(self, path: str) -> str:
         words = anthropic.too_long if is_anthropic(path) else form.too_long
-        return f"{words(self.wrong.prompt, self.wrong.asked, self.wrong.limit)} {self.wrong}"
+        return f"{words(self.wrong.prompt, self.wrong.max_tokens, self.wrong.limit)} {self.wrong}"
 
 
 async def to_their_end(events: AsyncIterator[str], form: AnswerForm, path: str) -> AsyncIterator[str]:

@@ -17,13 +17,13 @@ from ..data.segment import LeafStatus, Origin, Segment
 from ..data.tree import TokenTree, of_runs
 from ..programs import BranchId, GroupState, RolloutProgram
 from .completions import Completion, StopText
-from .records import given, top_logprobs
+from .records import top_logprobs, unsampled
 from .sampling_params import SamplingParams
 
 Array = npt.NDArray[Any]
 
 
-NOTHING = given([])
+NOTHING = unsampled([])
 UNKNOWN = np.zeros((0, 0, 0), np.int16)
 
 
@@ -201,7 +201,7 @@ class Request:
         """Return leaves and unfinished branches in depth-first order; the bare prompt before the request starts."""
         tips = {**self.leaves, **self.sampling, **self.resting}
         if not tips:
-            root = Node(None, 0, given(self.prompt), Origin.PROMPT, sealed=True)
+            root = Node(None, 0, unsampled(self.prompt), Origin.PROMPT, sealed=True)
             tips[()] = Branch(self, (), root, self.seed, 0, (0,), self.params.temperature)
         return [tips[key] for key in sorted(tips)]
 
@@ -229,8 +229,8 @@ class Request:
             tree.set("trained", [leaf.trained for leaf in ordered])
         if any(leaf.turn_rewards for leaf in ordered):
             tree.set("token_reward", _rewards_of_turns(tree, [leaf.turn_rewards for leaf in ordered]))
-        if given := {i: leaf.reward for i, leaf in enumerate(ordered) if leaf.reward is not None}:
-            tree.meta["given_rewards"] = given
+        if rewards := {i: leaf.reward for i, leaf in enumerate(ordered) if leaf.reward is not None}:
+            tree.meta["given_rewards"] = rewards
         if self.errors:
             tree.meta["errors"] = {i: self.errors[leaf.id] for i, leaf in enumerate(ordered) if leaf.id in self.errors}
         if self.stopped:
@@ -238,14 +238,14 @@ class Request:
         return tree
 
 
-def _rewards_of_turns(tree: TokenTree, given: Sequence[Sequence[tuple[int, float]]]) -> Array:  # [P]
+def _rewards_of_turns(tree: TokenTree, turn_rewards: Sequence[Sequence[tuple[int, float]]]) -> Array:  # [P]
     """Return each turn's reward at its last token, those of one token added up; NaN elsewhere."""
-    found = COLUMNS["token_reward"].filled(int(tree.response_length.sum()))
+    rewards = COLUMNS["token_reward"].filled(int(tree.response_length.sum()))
     first = np.cumsum(tree.response_length) - tree.response_length
-    for begin, of_leaf in zip(first.tolist(), given, strict=True):
+    for begin, of_leaf in zip(first.tolist(), turn_rewards, strict=True):
         for length, value in of_leaf:
-            found[begin + length - 1] = np.nan_to_num(found[begin + length - 1]) + value
-    return found
+            rewards[begin + length - 1] = np.nan_to_num(rewards[begin + length - 1]) + value
+    return rewards
 
 
 def _tokens_of(nodes: Sequence[Node], in_loss: Sequence[bool]) -> Segment:
@@ -270,8 +270,8 @@ def _tokens_of(nodes: Sequence[Node], in_loss: Sequence[bool]) -> Segment:
     for name in ("role", "model"):
         if any(getattr(node, name) for node in nodes):
             columns[name] = np.repeat(np.array([getattr(node, name) for node in nodes], np.int8), length)
-    if known := [node.routes for node in nodes if len(node.routes)]:
-        routes = COLUMNS["routes"].filled(sum(length), known[0])
+    if recorded := [node.routes for node in nodes if len(node.routes)]:
+        routes = COLUMNS["routes"].filled(sum(length), recorded[0])
         for node, begin in zip(nodes, np.cumsum([0, *length]).tolist(), strict=False):
             if len(node.routes):
                 routes[begin : begin + len(node.routes)] = node.routes

@@ -49,9 +49,9 @@ def token_ids(
     words = ids[ids < FIRST_ID] if len(pictures) else ids
     if (ids.min() < 0 or words.max(initial=0) >= vocabulary) or ids.max() >= 2**31:
         raise ValueError(f"Prompt {index} has token ids outside the model's vocabulary of {vocabulary}.")
-    if len(found := np.intersect1d(words, list(placeholders))):
+    if len(misplaced := np.intersect1d(words, list(placeholders))):
         raise ValueError(
-            f"Prompt {index} holds token {found[0]}, which stands for a picture and is no text; put the ids of a "
+            f"Prompt {index} holds token {misplaced[0]}, which stands for a picture and is no text; put the ids of a "
             "picture's rows in its place (media.expand) and pass the picture, or leave it out."
         )
     return ids.astype(np.int32)

@@ -62,5 +62,5 @@ def find_stop(tokenizer: PreTrainedTokenizerBase, response: Array, stops: Sequen
     if not stops or not len(response):
         return None
     text = text_of(tokenizer, np.asarray(response)[-tail_of(stops) :])
-    found = min(((at, stop) for stop in stops if (at := text.find(stop)) >= 0), default=None)
-    return None if found is None else StopText(found[1], text[found[0] :])
+    first = min(((at, stop) for stop in stops if (at := text.find(stop)) >= 0), default=None)
+    return None if first is None else StopText(first[1], text[first[0] :])

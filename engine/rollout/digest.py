@@ -28,12 +28,12 @@ class Held(NamedTuple):
 def digests(weights: Mapping[str, Tensor]) -> dict[str, Held]:
     """Return the digest of each tensor; the host waits once for each device."""
     sums = {name: _sum(tensor.detach()) for name, tensor in weights.items()}
-    found: dict[str, Held] = {}
+    held: dict[str, Held] = {}
     for device in {value.device for value in sums.values()}:
         here = [name for name, value in sums.items() if value.device == device]
         values = torch.stack([sums[name] for name in here]).tolist()
-        found |= {name: Held(weights[name].dtype, value) for name, value in zip(here, values, strict=True)}
-    return {name: found[name] for name in weights}
+        held |= {name: Held(weights[name].dtype, value) for name, value in zip(here, values, strict=True)}
+    return {name: held[name] for name in weights}
 
 
 def _sum(tensor: Tensor) -> Tensor:  # -> [] int64

@@ -387,32 +387,32 @@ class RolloutEngine(ABC):
         pictures: Sequence[Sequence[Picture]] | None,
     ) -> list[Request]:
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        given = (("SamplingParams", each), ("seeds", seeds), ("contexts", contexts), ("lists of pictures", pictures))
-        for name, values in given:
+        per_prompt = {"SamplingParams": each, "seeds": seeds, "contexts": contexts, "lists of pictures": pictures}
+        for name, values in per_prompt.items():
             if values is not None and len(values) != len(prompts):
                 raise ValueError(f"Got {len(values)} {name} for {len(prompts)} prompts; give one a prompt.")
         program = make_program(program) if isinstance(program, str) else program
         requests = []
-        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+        for i, (prompt, of_prompt) in enumerate(zip(prompts, each, strict=True)):
             if isinstance(prompt, Request):
                 requests.append(prompt)
                 continue
-            if own is None:
+            if of_prompt is None:
                 raise ValueError("New prompts need SamplingParams; only aborted requests bring their own.")
             shown = () if pictures is None else pictures[i]
             tokens = self._token_ids(i, prompt, shown)
-            self._check_length(i, len(tokens), own.max_new_tokens)
-            check_params(own, self.vocabulary)
-            mine = copy.deepcopy(program)
-            mine.tokenizer, mine.end_token_ids = self.tokenizer, self.end_token_ids
-            mine.context = None if contexts is None else contexts[i]
-            if self.tokenizer is None and (own.stop or mine.segment_stop):
+            self._check_length(i, len(tokens), of_prompt.max_new_tokens)
+            check_params(of_prompt, self.vocabulary)
+            copied = copy.deepcopy(program)
+            copied.tokenizer, copied.end_token_ids = self.tokenizer, self.end_token_ids
+            copied.context = None if contexts is None else contexts[i]
+            if self.tokenizer is None and (of_prompt.stop or copied.segment_stop):
                 raise ValueError(
                     "Stops are given as texts but the engine has no tokenizer; pass one, or use stop_token_ids."
                 )
-            seed = own.seed if seeds is None else seeds[i]
+            seed = of_prompt.seed if seeds is None else seeds[i]
             check_integer(f"The seed of prompt {i}", seed, *SEEDS)
-            request = Request(self._numbers, tokens, signed(seed), own, mine, media_of(i, tokens, shown))
+            request = Request(self._numbers, tokens, signed(seed), of_prompt, copied, media_of(i, tokens, shown))
             self._check(i, request)
             self._numbers += 1
             requests.append(request)

@@ -14,13 +14,13 @@ class TooLongError(ValueError):
     Args:
         message: one sentence that names the limit and the remedy.
         prompt: length of the prompt, in tokens.
-        asked: length of the response that is asked for, in tokens.
+        max_tokens: length of the response that is asked for, in tokens.
         limit: tokens that both may have together.
     """
 
-    def __init__(self, message: str, prompt: int, asked: int, limit: int) -> None:
+    def __init__(self, message: str, prompt: int, max_tokens: int, limit: int) -> None:
         super().__init__(message)
-        self.prompt, self.asked, self.limit = prompt, asked, limit
+        self.prompt, self.max_tokens, self.limit = prompt, max_tokens, limit
 
 
 def check_prompt(prompt: int, longest: int | None) -> None:

@@ -18,7 +18,7 @@ from ..data.segment import LeafStatus, Origin
 from ..programs import BranchId, Fork, Given, Rewind, SegmentReport
 from .branch import Branch, Node, Request
 from .completions import find_stop
-from .records import child_seed, given
+from .records import child_seed, unsampled
 from .sampling_params import TEMPERATURES
 
 Array = npt.NDArray[Any]
@@ -115,8 +115,8 @@ class Growing(ABC):
 
         def child(id_: BranchId, seed: int, order: int) -> Branch:
             node = Node(parent.node, start, temperature=parent.temperature, trained=parent.trained, role=parent.role)
-            own = parent.boundaries, parent.temperature, parent.trained, parent.role
-            return Branch(parent.request, id_, node, seed, order, *own, turn_rewards=parent.turn_rewards)
+            inherited = parent.boundaries, parent.temperature, parent.trained, parent.role
+            return Branch(parent.request, id_, node, seed, order, *inherited, turn_rewards=parent.turn_rewards)
 
         if ids == [parent.id]:
             only = child(parent.id, parent.seed, parent.order)
@@ -183,12 +183,12 @@ class Growing(ABC):
         start = branch.node.start + len(branch.node.records)
         versions: Any = self.version if append.versions is None else append.versions
         temperature = branch.temperature if append.temperature is None else append.temperature
-        records = given(tokens, versions, logprobs)
+        records = unsampled(tokens, versions, logprobs)
         node = Node(branch.node, start, records, origin, True, temperature, branch.trained, role=branch.role)
         self._append(branch, node)
         branch.node = node
 
-    def _come_back(self, parent: Branch, number: int, found: list[Sampled]) -> list[tuple[Request, SegmentReport]]:
+    def _come_back(self, parent: Branch, number: int, samples: list[Sampled]) -> list[tuple[Request, SegmentReport]]:
         """Append what policy ``number`` sampled to ``parent``, or to the branches that it becomes."""
         request, (n, _), ended = parent.request, parent.away or (1, 0), []
         parent.away = None
@@ -201,10 +201,10 @@ class Growing(ABC):
                 self._open(branch, parent, length)
                 request.sampling[branch.id] = branch
             self._drop(parent)
-        for branch, (records, status, stop, error) in zip(branches, found, strict=True):
+        for branch, (records, status, stop, error) in zip(branches, samples, strict=True):
             start = branch.node.start + len(branch.node.records)
-            own = branch.temperature, branch.trained
-            node = Node(branch.node, start, records, Origin.SAMPLED, True, *own, role=branch.role, model=number)
+            sampling = branch.temperature, branch.trained
+            node = Node(branch.node, start, records, Origin.SAMPLED, True, *sampling, role=branch.role, model=number)
             if len(records):
                 self._append(branch, node)
                 branch.node = node
@@ -241,8 +241,8 @@ class Growing(ABC):
         del request.sampling[branch.id]
         request.resting[branch.id] = branch
         if status is LeafStatus.STOP and stop in request.params.stop and request.program.tokenizer is not None:
-            found = find_stop(request.program.tokenizer, report.response_ids, request.params.stop)
-            request.stopped |= {} if found is None else {branch.id: found}
+            stop_text = find_stop(request.program.tokenizer, report.response_ids, request.params.stop)
+            request.stopped |= {} if stop_text is None else {branch.id: stop_text}
         if status is None:
             branch.boundaries = (*branch.boundaries, length)
         else:
@@ -272,8 +272,8 @@ class Growing(ABC):
         boundaries = tuple(b for b in source.boundaries if b <= length)
         seed = int(child_seed(source.seed, index))
         id_, order = (*source.id, index), request.next_order()
-        own = source.temperature, source.trained, source.role
-        branch = Branch(request, id_, node, seed, order, boundaries, *own)
+        inherited = source.temperature, source.trained, source.role
+        branch = Branch(request, id_, node, seed, order, boundaries, *inherited)
         branch.turn_rewards = tuple(turn for turn in source.turn_rewards if turn[0] <= length)
         self._open(branch, source, length)
         request.resting[branch.id] = branch
@@ -310,8 +310,8 @@ def _role(request: Request, name: str) -> int:
     """Return the place of a role among those of the request's program."""
     roles = list(request.program.roles)
     if name not in roles:
-        known = f"its roles are {', '.join(roles)}" if roles else "it has one role, without a name"
-        raise RuntimeError(f"{program_name(request)} gives a branch the role '{name}'; {known}.")
+        choice = f"its roles are {', '.join(roles)}" if roles else "it has one role, without a name"
+        raise RuntimeError(f"{program_name(request)} gives a branch the role '{name}'; {choice}.")
     return roles.index(name)
 
 

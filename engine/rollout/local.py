@@ -97,8 +97,8 @@ class LocalSampler:
         """Return the tokens so far of an unfinished job of one response; None before the engine begins with it."""
         if not (request := self._flights[flight]).started:
             return None
-        found = self.engine.progress(request)
-        return next((records["token"] for records in found.values()), np.zeros(0, np.int32))
+        records_of = self.engine.progress(request)
+        return next((records["token"] for records in records_of.values()), np.zeros(0, np.int32))
 
     def kept(self, flights: Sequence[Flight]) -> list[Kept]:
         requests = [self._flights[flight] for flight in flights]

@@ -76,8 +76,8 @@ class Others:
         player = self._player[request.program.roles[branch.role]]
         params = replace(request.params, n=n, max_new_tokens=end - length, temperature=branch.temperature)
         seed = int(child_seed(branch.seed, SEGMENTS + length))
-        (asked,) = player.engine.submit([path.tolist()], params, OneSegment(request.program), seeds=[seed])
-        self._waiting[branch] = player, asked
+        (submitted,) = player.engine.submit([path.tolist()], params, OneSegment(request.program), seeds=[seed])
+        self._waiting[branch] = player, submitted
 
     def step(self) -> list[tuple[Branch, int, list[Sampled] | Exception]]:
         """Compute a step of every engine that has work; return the branches whose segments have ended.
@@ -87,27 +87,27 @@ class Others:
         """
         for engine in {id(player.engine): player.engine for player, _ in self._waiting.values()}.values():
             engine.step()
-        done = [branch for branch, (_, asked) in self._waiting.items() if asked.done]
-        found: list[tuple[Branch, int, list[Sampled] | Exception]] = []
+        done = [branch for branch, (_, request) in self._waiting.items() if request.done]
+        samples: list[tuple[Branch, int, list[Sampled] | Exception]] = []
         for branch in done:
-            player, asked = self._waiting.pop(branch)
-            found.append((branch, player.number, _sampled(asked) if asked.error is None else asked.error))
-        return found
+            player, request = self._waiting.pop(branch)
+            samples.append((branch, player.number, _sampled(request) if request.error is None else request.error))
+        return samples
 
     def drop(self, branches: Iterable[Branch]) -> None:
         """Stop sampling those of ``branches`` that another policy samples."""
         for branch in branches:
             if branch in self._waiting:
-                player, asked = self._waiting.pop(branch)
-                player.engine.abort([asked])
+                player, request = self._waiting.pop(branch)
+                player.engine.abort([request])
 
 
-def _sampled(asked: Request) -> list[Sampled]:
-    program = asked.program
+def _sampled(request: Request) -> list[Sampled]:
+    program = request.program
     assert isinstance(program, OneSegment)
-    found = []
-    for key in sorted(asked.leaves):
-        records = join([node.records for node in asked.leaves[key].node.path() if node.parent is not None][::-1])
+    samples = []
+    for key in sorted(request.leaves):
+        records = join([node.records for node in request.leaves[key].node.path() if node.parent is not None][::-1])
         report = program.reports[key]
-        found.append(Sampled(records, report.status, report.stop, asked.errors.get(key)))
-    return found
+        samples.append(Sampled(records, report.status, report.stop, request.errors.get(key)))
+    return samples

@@ -72,19 +72,19 @@ def pack_weights(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Packed]]:
 
 def pack_changes(before: Mapping[str, Packed], after: Mapping[str, Packed]) -> dict[str, Packed]:
     """Return what turns ``before`` into ``after``, to the bit; a tensor that is smaller whole, or new, is whole."""
-    found: dict[str, Packed] = {}
+    changes: dict[str, Packed] = {}
     for name, new in after.items():
         old = before.get(name)
-        found[name] = new
+        changes[name] = new
         if old is not None and (old.dtype, old.shape) == (new.dtype, new.shape):
             bits = f"u{getattr(torch, new.dtype).itemsize}"
             values = new.data.view(bits)
             places = np.flatnonzero(old.data.view(bits) != values)
             places = places.astype(np.uint32 if len(values) <= 2**32 else np.int64)
-            some = Packed(values[places].view(np.uint8), new.dtype, new.shape, places)
-            if some.nbytes < new.nbytes:
-                found[name] = some
-    return found
+            sparse = Packed(values[places].view(np.uint8), new.dtype, new.shape, places)
+            if sparse.nbytes < new.nbytes:
+                changes[name] = sparse
+    return changes
 
 
 def unpack_weights(bucket: Mapping[str, Packed]) -> Iterator[tuple[str, Tensor | Changes]]:

@@ -79,14 +79,15 @@ def join(parts: Sequence[Array]) -> Array:  # records
 
 def top_logprobs(records: Array) -> list[dict[int, float]]:  # [n]
     """Return each record's likeliest tokens under softmax(logits); the sampled token keeps its own ``raw_logprob``."""
-    found = []
+    likeliest = []
     columns = (records[name].tolist() for name in ("top_id", "top_raw", "token", "raw_logprob"))
-    for ids, logprobs, token, own in zip(*columns, strict=True):
-        found.append({id_: own if id_ == token else value for id_, value in zip(ids, logprobs, strict=True)})
-    return found
+    for ids, logprobs, token, raw_logprob in zip(*columns, strict=True):
+        of_ids = zip(ids, logprobs, strict=True)
+        likeliest.append({id_: raw_logprob if id_ == token else value for id_, value in of_ids})
+    return likeliest
 
 
-def given(tokens: npt.ArrayLike, version: int = 0, logprobs: npt.ArrayLike = np.nan) -> Array:  # [n] records
+def unsampled(tokens: npt.ArrayLike, version: int = 0, logprobs: npt.ArrayLike = np.nan) -> Array:  # [n] records
     """Return records of tokens that were not sampled, or that a program chose among likely ones."""
     ids = np.asarray(tokens, np.int32).reshape(-1)
     records = np.zeros(len(ids), sample_dtype(0))

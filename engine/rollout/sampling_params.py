@@ -127,5 +127,5 @@ class SamplingParams:
     @property
     def constrained(self) -> bool:
         """True if some tokens are biased or forbidden."""
-        given = self.allowed_token_ids is not None or self.prefix_allowed_tokens_fn is not None
-        return given or bool(self.logit_bias)
+        restricted = self.allowed_token_ids is not None or self.prefix_allowed_tokens_fn is not None
+        return restricted or bool(self.logit_bias)

@@ -12,26 +12,26 @@ GIVEN = ("tokenizer", "end_token_ids", "context", "verify")
 """Attributes of a program that the engine or the run sets."""
 
 
-def request_state(request: Request, made: RolloutProgram) -> dict[str, Any]:
+def request_state(request: Request, program: RolloutProgram) -> dict[str, Any]:
     """Return the state that `restore_request` needs: arrays and Python values, the program's own attributes unchanged.
 
     Args:
         request: started and aborted; its program repeats the calls that were under way.
-        made: the program from which every request gets a copy, in its initial state.
+        program: the one from which every request gets a copy, in its initial state.
     """
     branches = {"leaves": request.leaves, "sampling": request.sampling, "resting": request.resting}
-    every = [branch for some in branches.values() for branch in some.values()]
+    every = [branch for by_id in branches.values() for branch in by_id.values()]
     nodes = {id(node): node for branch in every for node in branch.node.path()}
     ordered = sorted(nodes.values(), key=lambda node: (node.start, len(list(node.path()))))
     index = {id(node): i for i, node in enumerate(ordered)}
-    same = vars(made)
+    same = vars(program)
 
     def is_set_anew(name: str, value: Any) -> bool:
-        if name in GIVEN or value is made.verify:
+        if name in GIVEN or value is program.verify:
             return True
         return name in same and (same[name] is value or isinstance(value, partial))  # copies have partials of their own
 
-    own = {name: v for name, v in vars(request.program).items() if not is_set_anew(name, v)}
+    attributes = {name: v for name, v in vars(request.program).items() if not is_set_anew(name, v)}
     return {
         "forks": request.forks,
         "errors": dict(request.errors),
@@ -39,7 +39,7 @@ def request_state(request: Request, made: RolloutProgram) -> dict[str, Any]:
         "orders": request.branches_made,
         "calls": [key for key, _ in request.calls],
         "away": {branch.id: branch.away for branch in every if branch.away is not None},
-        "program": request.program.state_dict(own),
+        "program": request.program.state_dict(attributes),
         "nodes": [
             (
                 -1 if n.parent is None else index[id(n.parent)],
@@ -55,7 +55,7 @@ def request_state(request: Request, made: RolloutProgram) -> dict[str, Any]:
             )
             for n in ordered
         ],
-        **{where: [_branch_state(b, index[id(b.node)]) for b in some.values()] for where, some in branches.items()},
+        **{where: [_branch_state(b, index[id(b.node)]) for b in by_id.values()] for where, by_id in branches.items()},
     }
 
 
@@ -75,13 +75,13 @@ def restore_request(request: Request, state: dict[str, Any]) -> None:
     request.lost_calls = state["calls"]
     request.program.load_state_dict(state["program"])
     nodes: list[Node] = []
-    for parent, *own in state["nodes"]:
-        nodes.append(Node(None if parent < 0 else nodes[parent], *own))
+    for parent, *facts in state["nodes"]:
+        nodes.append(Node(None if parent < 0 else nodes[parent], *facts))
     for where in ("leaves", "sampling", "resting"):
         place: dict[Any, Branch] = getattr(request, where)
         place.clear()  # an engine may have begun the request before it was aborted
-        for key, node, seed, order, boundaries, status, length, rewinds, saved, reward, *own, turns in state[where]:
-            branch = Branch(request, key, nodes[node], seed, request.number << 32 | order, boundaries, *own)
+        for key, node, seed, order, boundaries, status, length, rewinds, saved, reward, *facts, turns in state[where]:
+            branch = Branch(request, key, nodes[node], seed, request.number << 32 | order, boundaries, *facts)
             branch.status, branch.length, branch.rewinds, branch.saved = status, length, rewinds, saved
             branch.reward, branch.turn_rewards = reward, turns
             branch.away = state.get("away", {}).get(key)

@@ -140,22 +140,22 @@ class Steering(Growing):
             self._fail(request, RuntimeError(f"{program_name(request)} called sys.exit({error.code!r})."))
 
     def _act(self, request: Request, actions: Iterable[Action]) -> None:
-        answers, made = iter(actions), None
+        answers, result = iter(actions), None
         while True:
             try:  # a generator gets the result of each action
-                action = answers.send(made) if isinstance(answers, Generator) else next(answers)
+                action = answers.send(result) if isinstance(answers, Generator) else next(answers)
             except StopIteration:
                 break
-            made = None
+            result = None
             match action:
                 case Fork(key, n, append) if n >= 1 or append:
-                    made = self._go_on(self._resting(request, key), action)
+                    result = self._go_on(self._resting(request, key), action)
                 case Finish(key, status, train):
                     branch = self._resting(request, key)
                     branch.trained = branch.trained if train is None else train
                     self._finish(branch, status)
                 case Rewind(key, length, n, append) if n >= 1 or append:
-                    made = self._go_on(self._rewind(request, key, length), action)
+                    result = self._go_on(self._rewind(request, key, length), action)
                 case Prune(key):
                     self._prune(request, key)
                 case Reward(key, value, None) if key in request.resting or key in request.leaves:
@@ -184,11 +184,11 @@ class Steering(Growing):
         if self.others is None:
             return
         ended: list[tuple[Request, SegmentReport]] = []
-        for branch, number, found in self.others.step():
+        for branch, number, samples in self.others.step():
             with self._alone(branch.request):
-                if isinstance(found, Exception):
-                    raise found
-                ended += self._come_back(branch, number, found)
+                if isinstance(samples, Exception):
+                    raise samples
+                ended += self._come_back(branch, number, samples)
         self._report(ended)
 
     # -- calls ---------------------------------------------------------------------------------------------------------

@@ -52,21 +52,21 @@ def parts(model: PreTrainedModel) -> dict[str, list[str]]:
     """
     tower = {id(parameter) for _, parameter in tower_parameters(model)}
     head = model.get_output_embeddings()
-    found: dict[str, list[str]] = {"attn": [], "mlp": [], "unembed": []}
+    names: dict[str, list[str]] = {"attn": [], "mlp": [], "unembed": []}
     layers = {name for name, _ in adapted_layers(model)}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{layer}.") for layer in layers)
         if inside or not (isinstance(module, nn.Linear) or name in layers) or id(module.weight) in tower:
             continue
         if module is head:
-            found["unembed"].append(name)
+            names["unembed"].append(name)
         elif any(word in name for word in ("attn", "attention")):
-            found["attn"].append(name)
+            names["attn"].append(name)
         elif any(word in name for word in ("mlp", "feed_forward", "ffn", "expert")):
-            found["mlp"].append(name)
+            names["mlp"].append(name)
         else:
             raise FaultError(f"The layer '{name}' is part of neither attention nor MLP, so no adapter can be made.")
-    return found
+    return names
 
 
 def targets(model: PreTrainedModel, lora: Lora) -> list[str]:
@@ -80,10 +80,10 @@ def targets(model: PreTrainedModel, lora: Lora) -> list[str]:
     if lora.train_mlp and (tensors or any(".experts." in name for name in names["mlp"])):
         raise FaultError("The experts of this model get no adapter here; set train_mlp=False.")
     chosen: list[str] = []
-    for part, wanted in (("attn", lora.train_attn), ("mlp", lora.train_mlp), ("unembed", lora.train_unembed)):
-        if wanted and not names[part]:
+    for part, trained in (("attn", lora.train_attn), ("mlp", lora.train_mlp), ("unembed", lora.train_unembed)):
+        if trained and not names[part]:
             raise FaultError(f"The model has no linear layer for train_{part}; set train_{part}=False.")
-        chosen += names[part] if wanted else []
+        chosen += names[part] if trained else []
     if not chosen:
         raise FaultError("The adapter would train nothing; set train_attn, train_mlp or train_unembed.")
     return chosen
@@ -182,13 +182,13 @@ class Adapters:
         Raises:
             FaultError: the shapes differ.
         """
-        own = self.parameters(name)
-        given = {n.removeprefix(PREFIX): t for n, t in load_file(directory / FILE).items()}
-        if {n: t.shape for n, t in given.items()} != {n: p.shape for n, p in own.items()}:
+        parameters = self.parameters(name)
+        stored = {n.removeprefix(PREFIX): t for n, t in load_file(directory / FILE).items()}
+        if {n: t.shape for n, t in stored.items()} != {n: p.shape for n, p in parameters.items()}:
             raise FaultError("The saved adapter has other layers or another rank than the model.")
         with torch.no_grad():
-            for n, parameter in own.items():
-                parameter.copy_(given[n])
+            for n, parameter in parameters.items():
+                parameter.copy_(stored[n])
 
     # -- in the event loop --------------------------------------------------------------------------------------------
 

@@ -95,8 +95,8 @@ def score(model: PreTrainedModel, share: Share, loss: Loss, data: Sequence[Datum
     Raises:
         FaultError: the loss is not finite, or a custom one fails.
     """
-    own, device = [data[i] for i in share.data], model.device
-    term: AnyTerm = to_device(loss.term(own), device)
+    of_share, device = [data[i] for i in share.data], model.device
+    term: AnyTerm = to_device(loss.term(of_share), device)
     with torch.no_grad():
         hidden = decode(model, share.batch.to(device)).hidden
         logprob = _logprob(hidden, head(model), share.row.to(device), share.target.to(device))
@@ -104,7 +104,7 @@ def score(model: PreTrainedModel, share: Share, loss: Loss, data: Sequence[Datum
             value = policy_loss(logprob, term.fields, term.objective, normalizer=term.normalizer).loss
         else:
             value = term.loss(logprob).loss
-    return Scored(_finite(value), _of_data(logprob, own))
+    return Scored(_finite(value), _of_data(logprob, of_share))
 
 
 def differentiate(
@@ -117,28 +117,28 @@ def differentiate(
     Raises:
         FaultError: the loss is not finite, or a custom one fails.
     """
-    own, device = [data[i] for i in share.data], model.device
-    term: AnyTerm = to_device(loss.term(own), device)
+    of_share, device = [data[i] for i in share.data], model.device
+    term: AnyTerm = to_device(loss.term(of_share), device)
     row, target = share.row.to(device), share.target.to(device)
-    hidden, its = decode(model, share.batch.to(device)).hidden, head(model)
-    out = linear_terms_loss(hidden, its.weight, target, [term], row=row, **its.options())
+    hidden, lm_head = decode(model, share.batch.to(device)).hidden, head(model)
+    out = linear_terms_loss(hidden, lm_head.weight, target, [term], row=row, **lm_head.options())
     value = _finite(out.loss)
     assert out.logprob is not None
     logprob = out.logprob
     rest = torch.isnan(logprob).nonzero()[:, 0]  # those that the term does not need
     if len(rest):
         with torch.no_grad():
-            logprob = logprob.index_copy(0, rest, _logprob(hidden.detach(), its, row[rest], target[rest]))
+            logprob = logprob.index_copy(0, rest, _logprob(hidden.detach(), lm_head, row[rest], target[rest]))
     gradients = [torch.zeros_like(p) for p in parameters]
     if out.loss.requires_grad:
-        found = torch.autograd.grad(out.loss, parameters, allow_unused=True)
-        gradients = [zero if g is None else g for zero, g in zip(gradients, found, strict=True)]
-    return Scored(value, _of_data(logprob, own)), gradients
+        computed = torch.autograd.grad(out.loss, parameters, allow_unused=True)
+        gradients = [zero if g is None else g for zero, g in zip(gradients, computed, strict=True)]
+    return Scored(value, _of_data(logprob, of_share)), gradients
 
 
-def _logprob(hidden: Tensor, its: Head, row: Tensor, target: Tensor) -> Tensor:  # [T, H], [M], [M] -> [M]
+def _logprob(hidden: Tensor, lm_head: Head, row: Tensor, target: Tensor) -> Tensor:  # [T, H], [M], [M] -> [M]
     rows, index = row.unique(return_inverse=True)
-    return linear_logprob(hidden.index_select(0, rows), its.weight, target, row=index, **its.options()).logprob
+    return linear_logprob(hidden.index_select(0, rows), lm_head.weight, target, row=index, **lm_head.options()).logprob
 
 
 def _finite(loss: Tensor) -> float:

@@ -11,22 +11,11 @@ from ..protocols.http import RefusedError
 Body = TypeVar("Body", bound=BaseModel)
 
 
-class FaultError(Exception):
-    """A request that cannot be carried out; the message is one sentence.
+class FaultError(RefusedError):
+    """A request that cannot be carried out; the message is one sentence that names the thing and the remedy.
 
-    Args:
-        message: names the thing and the remedy.
-        status: of the reply, where the request is refused at once.
+    It is the reply to a request that is refused at once, and the answer to a future otherwise.
     """
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-def refused(fault: FaultError) -> RefusedError:
-    """Return the fault as the refusal of a request."""
-    return RefusedError(str(fault), fault.status)
 
 
 def read(kind: type[Body], raw: bytes) -> Body:

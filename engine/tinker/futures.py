@@ -78,10 +78,10 @@ class Futures:
         """The number of unfinished requests."""
         return len(self._futures) - len(self._finished)
 
-    def known(self, request_id: str, owner: str) -> Future | None:
+    def find(self, request_id: str, owner: str) -> Future | None:
         """Return the future of a request that was sent before."""
-        found = self._futures.get(request_id)
-        return found if found is not None and found.owner == owner else None
+        future = self._futures.get(request_id)
+        return future if future is not None and future.owner == owner else None
 
     def open(self, request_id: str, owner: str, size: int, **extra: Any) -> Future:
         """Return a new future.
@@ -92,9 +92,9 @@ class Futures:
         self._prune()
         if self.waiting >= MOST_WAITING or self._bytes + size > MOST_BYTES:
             raise FaultError(f"{self.waiting} requests wait already; send this one again later.", 429)
-        made = self._futures[request_id] = Future(request_id, owner, size, extra)
+        future = self._futures[request_id] = Future(request_id, owner, size, extra)
         self._bytes += size
-        return made
+        return future
 
     def settle(self, future: Future, reply: Reply) -> None:
         """Give a future its answer."""
@@ -121,10 +121,10 @@ class Futures:
 
     def once(self, name: str, owner: str, size: int, work: Coroutine[Any, Any, Reply], **extra: Any) -> Future:
         """Return the future of a request without a place in an order, which is begun unless it was before."""
-        known = self.known(f"{name}:0", owner)
-        if known is not None:
+        earlier = self.find(f"{name}:0", owner)
+        if earlier is not None:
             work.close()
-            return known
+            return earlier
         try:
             future = self.open(f"{name}:0", owner, size, **extra)
         except FaultError:
@@ -139,7 +139,7 @@ class Futures:
 
     def cancel(self, request_id: str, owner: str) -> None:
         """Stop a request that has a task of its own; others, and finished ones, stay as they are."""
-        future = self.known(request_id, owner)
+        future = self.find(request_id, owner)
         if future is not None and future.task is not None and not future.done.is_set():
             self.settle(future, failure(CANCELLED, "user"))  # a task that has not begun ends without a word
             future.task.cancel()
@@ -150,7 +150,7 @@ class Futures:
         Raises:
             FaultError: there is none; the client sends the request again.
         """
-        future = self.known(request_id, owner)
+        future = self.find(request_id, owner)
         if future is None:
             raise FaultError("There is no such request; it was answered long ago or lost when the server ended.", 410)
         try:

@@ -48,16 +48,17 @@ ATTRIBUTES = {"shape", "ndim", "dtype", "device"}
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()}
-    found |= {f"torch.{name}": getattr(torch, name) for name in _TORCH.split() if hasattr(torch, name)}
-    found |= {f"math.{name}": getattr(math, name) for name in _MATH.split()}
+    functions: dict[str, Callable[..., Any]] = {}
+    functions |= {f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()}
+    functions |= {f"torch.{name}": getattr(torch, name) for name in _TORCH.split() if hasattr(torch, name)}
+    functions |= {f"math.{name}": getattr(math, name) for name in _MATH.split()}
     for name in _FUNCTIONAL.split():
         function = getattr(functional, name)
-        found |= {f"torch.nn.functional.{name}": function, f"torch._C._nn.{name}": function}
-    found["torch._C._nn.log_sigmoid"] = functional.logsigmoid
+        functions |= {f"torch.nn.functional.{name}": function, f"torch._C._nn.{name}": function}
+    functions["torch._C._nn.log_sigmoid"] = functional.logsigmoid
     # a power of numbers could have as many digits as memory holds; one of tensors is a tensor
-    found |= {"operator.pow": _power, "torch.pow": _power, "getattr": _attribute, "builtins.getattr": _attribute}
-    return found
+    functions |= {"operator.pow": _power, "torch.pow": _power, "getattr": _attribute, "builtins.getattr": _attribute}
+    return functions
 
 
 def _power(base: Any, exponent: Any) -> Any:
@@ -95,17 +96,17 @@ class Graph:
             raise FaultError(f"The custom loss '{name}' must read logprobs [T] or [T, K] first.")
         if not 0 < len(self._nodes) <= MOST_NODES:
             raise FaultError(f"The custom loss '{name}' has {len(self._nodes)} nodes; give 1 to {MOST_NODES}.")
-        known: set[str] = set()
+        defined: set[str] = set()
         for node in self._nodes:
-            self._check(node, known)
-            known.add(node.name)
+            self._check(node, defined)
+            defined.add(node.name)
         read = [node.target for node in self._nodes if node.op == "placeholder"]
-        if read != [key for key, _ in self.inputs] or len(known) != len(self._nodes):
+        if read != [key for key, _ in self.inputs] or len(defined) != len(self._nodes):
             raise FaultError(f"The inputs of the custom loss '{name}' are not those that its graph reads.")
         if self._nodes[-1].op != "output" or sum(node.op == "output" for node in self._nodes) != 1:
             raise FaultError(f"The graph of the custom loss '{name}' must end with its one output.")
 
-    def _check(self, node: CustomLossNode, known: set[str]) -> None:
+    def _check(self, node: CustomLossNode, defined: set[str]) -> None:
         if node.op == "call_function" and node.target not in FUNCTIONS:
             raise FaultError(
                 f"The custom loss '{self.name}' calls {node.target}, which this server does not allow; it allows "
@@ -120,7 +121,7 @@ class Graph:
             raise FaultError(f"The custom loss '{self.name}' has a node '{node.op}', which this server does not allow.")
         for value in (*node.args, *node.kwargs.values()):
             for name in _refs(value):
-                if name not in known:
+                if name not in defined:
                     raise FaultError(f"The custom loss '{self.name}' uses '{name}' before it is computed.")
 
     def check(self, i: int, datum: Datum) -> None:
@@ -144,16 +145,16 @@ class Graph:
         Raises:
             FaultError: an operation fails, a tensor becomes too large, or the result is no loss.
         """
-        given = {"logprobs": logprob}
+        inputs = {"logprobs": logprob}
         for key, rank in self.inputs[1:]:
-            own = torch.from_numpy(datum.inputs[key].copy()).to(logprob.device)
-            given[key] = own.reshape(()) if rank == 0 else own
+            tensor = torch.from_numpy(datum.inputs[key].copy()).to(logprob.device)
+            inputs[key] = tensor.reshape(()) if rank == 0 else tensor
         values: dict[str, Any] = {}
         size = 0
         for node in self._nodes:
             try:
                 if node.op == "placeholder":
-                    values[node.name] = given[node.target]
+                    values[node.name] = inputs[node.target]
                     continue
                 args = [_value(arg, values) for arg in node.args]
                 kwargs = {key: _value(arg, values) for key, arg in node.kwargs.items()}
@@ -163,8 +164,8 @@ class Graph:
                 if node.op == "call_method" and not (args and isinstance(args[0], Tensor)):
                     raise FaultError(f"The custom loss '{self.name}' calls {node.target} on what is no tensor.")
                 _check_arguments(node.target, args, kwargs)
-                made = values[node.name] = function(*args, **kwargs)
-                size += made.numel() if isinstance(made, Tensor) else 0
+                result = values[node.name] = function(*args, **kwargs)
+                size += result.numel() if isinstance(result, Tensor) else 0
                 if size > MOST_VALUES:
                     raise FaultError(f"The tensors of the custom loss '{self.name}' have over {MOST_VALUES} values.")
             except FaultError:
@@ -180,15 +181,15 @@ class Graph:
         loss, metrics = output if isinstance(output, list | tuple) and len(output) == 2 else (None, None)
         if not isinstance(loss, Tensor) or loss.shape != () or not isinstance(metrics, dict):
             raise FaultError(f"The custom loss '{self.name}' must return a tensor of one number and a dict of metrics.")
-        found = {}
+        results = {}
         for name, value in metrics.items():
             if not METRIC.fullmatch(name) or not isinstance(value, Tensor) or value.numel() != 1:
                 raise FaultError(
                     f"The metric '{name}' of the custom loss '{self.name}' must be one number named "
                     "custom/<name>:sum or custom/<name>:mean."
                 )
-            found[name] = float(value.detach())
-        return loss, found
+            results[name] = float(value.detach())
+        return loss, results
 
 
 def _refs(value: Any) -> list[str]:
@@ -202,21 +203,21 @@ def _refs(value: Any) -> list[str]:
     return []
 
 
-def _value(value: Any, known: Mapping[str, Any]) -> Any:
+def _value(value: Any, values: Mapping[str, Any]) -> Any:
     """Return the argument that an encoded one stands for."""
     if isinstance(value, list):
-        return [_value(each, known) for each in value]
+        return [_value(each, values) for each in value]
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
     if kind == "ref":
-        return known[inner]
+        return values[inner]
     if kind == "tuple":
-        return tuple(_value(each, known) for each in inner)
+        return tuple(_value(each, values) for each in inner)
     if kind == "dict":
-        return {key: _value(each, known) for key, each in inner.items()}
+        return {key: _value(each, values) for key, each in inner.items()}
     if kind == "slice":
-        return slice(*(_value(each, known) for each in inner))
+        return slice(*(_value(each, values) for each in inner))
     if kind == "ellipsis":
         return ...
     if kind == "float" and inner in ("inf", "-inf", "nan"):
@@ -250,17 +251,17 @@ def _check_arguments(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _leaves(values: Sequence[Any]) -> list[Any]:
-    found: list[Any] = []
+    leaves: list[Any] = []
     for value in values:
         if isinstance(value, list | tuple):
-            found += _leaves(value)
+            leaves += _leaves(value)
         elif isinstance(value, dict):
-            found += _leaves(list(value.values()))
+            leaves += _leaves(list(value.values()))
         elif isinstance(value, slice):
-            found += _leaves([value.start, value.stop, value.step])
+            leaves += _leaves([value.start, value.stop, value.step])
         elif value is not None:
-            found.append(value)
-    return found
+            leaves.append(value)
+    return leaves
 
 
 def _listed(names: Any) -> str:

@@ -98,8 +98,8 @@ class Named:
         """
         for key, value in config.items():
             if key not in self.defaults:
-                known = ", ".join(self.defaults) or "none"
-                raise FaultError(f"loss_fn_config has '{key}', and {self.name} has these keys: {known}.")
+                keys = ", ".join(self.defaults) or "none"
+                raise FaultError(f"loss_fn_config has '{key}', and {self.name} has these keys: {keys}.")
             if isinstance(value, str) or not np.isfinite(value):
                 raise FaultError(f"loss_fn_config['{key}'] is {value!r}; give a finite number.")
         chosen: dict[str, float] = {}
@@ -211,9 +211,9 @@ class Custom:
     def _loss(self, logprob: Tensor, *, data: Sequence[Datum]) -> PolicyLossOutput:  # [M]
         total, first = logprob.new_zeros(()), 0
         for datum in data:
-            own = logprob[first : first + datum.target.size].view(datum.target.shape)
+            of_datum = logprob[first : first + datum.target.size].view(datum.target.shape)
             first += datum.target.size
-            loss, metrics = self.graph.run(own, datum)
+            loss, metrics = self.graph.run(of_datum, datum)
             total = total + loss
             for name, value in metrics.items():
                 self.sums[name] = self.sums.get(name, 0.0) + value

@@ -67,14 +67,14 @@ class Models:
             return {"type": "create_model", "model_id": name}
         self.check_base(body.base_model)
         self.check_optimizer(body.optimizer_config)
-        asked = body.lora_config or LoraConfig(rank=0)
-        self.check_rank(asked.rank)
-        if asked.rank == 0 and not (asked.train_attn and asked.train_mlp and asked.train_unembed):
+        config = body.lora_config or LoraConfig(rank=0)
+        self.check_rank(config.rank)
+        if config.rank == 0 and not (config.train_attn and config.train_mlp and config.train_unembed):
             raise FaultError("rank 0 trains all weights; leave train_attn, train_mlp and train_unembed on.")
-        seed = secrets.randbits(31) if asked.seed is None else asked.seed
+        seed = secrets.randbits(31) if config.seed is None else config.seed
         if not -(2**63) <= seed < 2**63:
             raise FaultError(f"seed is {seed}; give one of 64 bits.")
-        lora = Lora(asked.rank, seed, asked.train_attn, asked.train_mlp, asked.train_unembed)
+        lora = Lora(config.rank, seed, config.train_attn, config.train_mlp, config.train_unembed)
         await self.add(session, name, lora, body.user_metadata)
         return {"type": "create_model", "model_id": name}
 
@@ -89,11 +89,11 @@ class Models:
         if len(self.all) >= MOST_MODELS:
             raise FaultError(f"The server trains {MOST_MODELS} models already; close a session with models of its own.")
 
-        def made() -> tuple[str, Any]:
+        def add_adapter() -> tuple[str, Any]:
             adapter = self._adapters.create(lora)
             return adapter, new_trainer(self._adapters, adapter)
 
-        adapter, trainer = await self._rollouts.call(made)
+        adapter, trainer = await self._rollouts.call(add_adapter)
         facts = {
             "owner": session.owner,
             "base_model": self.name,
@@ -138,15 +138,15 @@ class Models:
         Raises:
             FaultError: there is none of that name and owner.
         """
-        found = None if name is None else self.all.get(name)
-        if found is None or found.owner != owner:
+        model = None if name is None else self.all.get(name)
+        if model is None or model.owner != owner:
             raise FaultError(
                 f"There is no model '{str(name)[:80]}' in training; one whose server has ended goes on from a saved "
                 "state.",
                 404,
             )
-        self._sessions.find(found.name.partition(":")[0], owner).beat = time.monotonic()
-        return found
+        self._sessions.find(model.name.partition(":")[0], owner).beat = time.monotonic()
+        return model
 
     def info(self, owner: str, name: str) -> dict[str, Any]:
         model = self.find(name, owner)

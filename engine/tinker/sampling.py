@@ -58,7 +58,7 @@ def params_of(request: SampleRequest, room: int, prompt_tokens: int, vocabulary:
     Raises:
         FaultError: something cannot be done; the message names it.
     """
-    asked = request.sampling_params
+    sampling = request.sampling_params
     if not 1 <= request.num_samples <= MOST_SAMPLES:
         raise FaultError(f"num_samples is {request.num_samples}; give 1 to {MOST_SAMPLES}.")
     if request.record_stability_info:
@@ -67,7 +67,7 @@ def params_of(request: SampleRequest, room: int, prompt_tokens: int, vocabulary:
         raise FaultError("prompt_alt_tokens_k is not served; sample after each prefix of the prompt instead.")
     if request.target_prompt_logprobs is not None:
         raise FaultError("target_prompt_logprobs is not served; use forward with cross_entropy and 2-D target_tokens.")
-    most = room if asked.max_tokens is None else asked.max_tokens
+    most = room if sampling.max_tokens is None else sampling.max_tokens
     if most < 1:
         raise FaultError(f"The prompt of {prompt_tokens} tokens leaves room for {most} more; shorten it.")
     for name, k in (("prompt", request.topk_prompt_logprobs), ("sample", request.topk_sample_logprobs)):
@@ -78,21 +78,21 @@ def params_of(request: SampleRequest, room: int, prompt_tokens: int, vocabulary:
         raise FaultError(
             f"prompt_logprobs_last_n is {last}; give 1 to {prompt_tokens - 1}, and prompt_logprobs with it."
         )
-    stop = [asked.stop] if isinstance(asked.stop, str) else list(asked.stop or ())
+    stop = [sampling.stop] if isinstance(sampling.stop, str) else list(sampling.stop or ())
     texts = [one for one in stop if isinstance(one, str)]
     ids = [one for one in stop if not isinstance(one, str)]
     try:
         return SamplingParams(
             n=request.num_samples,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=None if asked.top_k == -1 else asked.top_k,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=None if sampling.top_k == -1 else sampling.top_k,
             max_new_tokens=most,
             stop=texts,
             stop_token_ids=ids,
             top_logprobs=request.topk_sample_logprobs,
-            ignore_eos=asked.stop is not None and not stop,
-            seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+            ignore_eos=sampling.stop is not None and not stop,
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
         )
     except ValueError as wrong:
         raise FaultError(str(wrong)) from None
@@ -140,8 +140,8 @@ class Sampling:
                 top = request.topk_prompt_logprobs
                 scored = await self._rollouts.call(partial(self._engine.prompt_logprobs, ids, top, name))
             sequences = await self._sampled(ids, pictures, replace(params, adapter=name))
-        known, likeliest = _of_prompt(scored, request)
-        return write_samples(sequences, known, likeliest, request.topk_sample_logprobs, request.topk_prompt_logprobs)
+        logprobs, likeliest = _of_prompt(scored, request)
+        return write_samples(sequences, logprobs, likeliest, request.topk_sample_logprobs, request.topk_prompt_logprobs)
 
     async def _sampled(self, ids: Sequence[int], pictures: Sequence[Picture], params: SamplingParams) -> list[Sampled]:
         try:
@@ -174,12 +174,13 @@ def _of_prompt(scored: Array | None, request: SampleRequest) -> tuple[Array | No
     """Return the log-probs of the prompt's tokens, NaN where there are none, and the likeliest tokens."""
     if scored is None:
         return None, None
-    known = np.concatenate([[np.nan], scored["raw_logprob"]]).astype(np.float32)
+    logprobs = np.concatenate([[np.nan], scored["raw_logprob"]]).astype(np.float32)
     k = request.topk_prompt_logprobs
     top: list[dict[int, float]] = [{}]
     for record in scored if k else ():
         top.append(dict(zip(record["top_id"].tolist(), record["top_raw"].tolist(), strict=True)))
     if request.prompt_logprobs_last_n is not None:
-        known[: -request.prompt_logprobs_last_n] = np.nan
-        top = [{} if i < len(known) - request.prompt_logprobs_last_n else likeliest for i, likeliest in enumerate(top)]
-    return (known if request.prompt_logprobs else None), (top if k else None)
+        logprobs[: -request.prompt_logprobs_last_n] = np.nan
+        first = len(logprobs) - request.prompt_logprobs_last_n
+        top = [{} if i < first else likeliest for i, likeliest in enumerate(top)]
+    return (logprobs if request.prompt_logprobs else None), (top if k else None)

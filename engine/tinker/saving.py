@@ -142,11 +142,11 @@ class Saving:
 
     async def _loaded(self, model: Model, body: LoadWeightsRequest) -> Reply:
         checkpoint = self._trainable(body, model.owner)
-        theirs, ours = checkpoint.meta["lora"], vars(model.lora)
-        differ = [key for key in ours if key != "seed" and ours[key] != theirs[key]]
+        saved, ours = checkpoint.meta["lora"], vars(model.lora)
+        differ = [key for key in ours if key != "seed" and ours[key] != saved[key]]
         if differ:
             raise FaultError(
-                f"The checkpoint has {differ[0]} {theirs[differ[0]]}, and the model has {ours[differ[0]]}; create a "
+                f"The checkpoint has {differ[0]} {saved[differ[0]]}, and the model has {ours[differ[0]]}; create a "
                 "model from the checkpoint."
             )
         await self._rollouts.call(partial(model.read, checkpoint.place, checkpoint.meta, body.optimizer))
@@ -172,8 +172,8 @@ class Saving:
         base = self._models.source, self._models.name
         runs = [run for run, _ in self._store.runs(owner)]
         saved = [one for run in runs for one in self._store.checkpoints(run) if one.kind == "sampler_weights"]
-        own = [one for one in saved if one.meta["base_model"] in base]
-        return sorted(own, key=lambda one: -one.meta["saved"])
+        usable = [one for one in saved if one.meta["base_model"] in base]
+        return sorted(usable, key=lambda one: -one.meta["saved"])
 
     async def delete(self, checkpoint: Checkpoint) -> None:
         """Delete a checkpoint, also from the module."""

@@ -7,6 +7,7 @@ are answered like ids that do not exist.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,7 @@ class Service:
         self.sampling = Sampling(engine, rollouts, self.adapters)
         self.models = Models(name, source, self.store, self.sessions, self.futures, self.adapters, rollouts)
         self.saving = Saving(self.models, self.store, self.sessions, self.futures, self.adapters, rollouts)
+        self.secret = secrets.token_bytes(32)  # signs the addresses of files
         self._sweeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -220,8 +222,8 @@ class Service:
         body, ids, pictures = await asyncio.to_thread(parsed)
         sampler = self.sessions.sampler(body.sampling_session_id, owner)
         request_id = f"{body.sampling_session_id}:{body.seq_id}"
-        if (known := self.futures.known(request_id, owner)) is not None:
-            return known
+        if (earlier := self.futures.find(request_id, owner)) is not None:
+            return earlier
         path = sampler.path if sampler.inflight is None else self.models.published.get(sampler.inflight, sampler.path)
         weights = None if path is None else self.saving.weights(path, owner)
         params = params_of(body, self.engine.room(len(ids)), len(ids), vocabulary)

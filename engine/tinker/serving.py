@@ -12,7 +12,7 @@ from ..fleet.rollouts import Rollouts
 from ..protocols.http import RefusedError
 from ..rollout import NativeEngine
 from .adapters import Lora
-from .faults import FaultError, refused
+from .faults import FaultError
 from .routes import add_routes, owner_of
 from .service import Service
 from .store import SCHEME, Checkpoint
@@ -74,13 +74,10 @@ class ServedTraining:
         """Return the engine's name of a saved adapter, and the function that ends its use.
 
         Raises:
-            RefusedError: the sender of the key has no such adapter.
+            FaultError: the sender of the key has no such adapter.
         """
-        try:
-            checkpoint = self._find(model, key)
-            return await self._service.adapters.lend(checkpoint.place, Lora(**checkpoint.meta["lora"]))
-        except FaultError as fault:
-            raise refused(fault) from None
+        checkpoint = self._find(model, key)
+        return await self._service.adapters.lend(checkpoint.place, Lora(**checkpoint.meta["lora"]))
 
     def _find(self, model: str, key: bytes) -> Checkpoint:
         saving, owner = self._service.saving, owner_of(key)

@@ -68,9 +68,9 @@ class Sessions:
             "display_name": display_name,
             "finished": False,
         }
-        made = self.all[name] = Session(name, owner, facts)
-        self.keep(made)
-        return made
+        session = self.all[name] = Session(name, owner, facts)
+        self.keep(session)
+        return session
 
     def keep(self, session: Session) -> None:
         """Write a session that has changed."""
@@ -83,10 +83,10 @@ class Sessions:
         Raises:
             FaultError: there is none of that name and owner.
         """
-        found = self.all.get(name)
-        if found is None or found.owner != owner:
+        session = self.all.get(name)
+        if session is None or session.owner != owner:
             raise FaultError(f"There is no session '{name[:80]}'.", 404)
-        return found
+        return session
 
     def alive(self, name: str, owner: str) -> Session:
         """Return a session that has not finished.
@@ -101,8 +101,8 @@ class Sessions:
 
     def of(self, owner: str) -> list[Session]:
         """Return the sessions of an owner, the newest first."""
-        mine = [session for session in self.all.values() if session.owner == owner]
-        return sorted(mine, key=lambda session: -session.facts["created"])
+        sessions = [session for session in self.all.values() if session.owner == owner]
+        return sorted(sessions, key=lambda session: -session.facts["created"])
 
     def sampler(self, name: str, owner: str) -> Sampler:
         """Return a sampler.
@@ -111,10 +111,10 @@ class Sessions:
             FaultError: there is none of that name and owner.
         """
         session = self.all.get(name.partition(":")[0])
-        found = None if session is None or session.owner != owner else session.samplers.get(name)
-        if found is None:
+        sampler = None if session is None or session.owner != owner else session.samplers.get(name)
+        if sampler is None:
             raise FaultError(f"There is no sampling session '{name[:80]}'.", 404)
-        return found
+        return sampler
 
     def add_sampler(self, session: Session, seq_id: int, sampler: Sampler) -> str:
         """Return the name of a new sampler; one that was asked for before stays as it is."""

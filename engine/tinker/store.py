@@ -126,9 +126,9 @@ class Store:
 
     def runs(self, owner: str) -> list[tuple[str, dict[str, Any]]]:
         """Return the runs of an owner, the newest first."""
-        found = [(file.parent.name, _read_json(file)) for file in self.root.glob("runs/*/run.json")]
-        mine = [(run, facts) for run, facts in found if facts is not None and facts["owner"] == owner]
-        return sorted(mine, key=lambda one: -one[1]["created"])
+        runs = [(file.parent.name, _read_json(file)) for file in self.root.glob("runs/*/run.json")]
+        of_owner = [(run, facts) for run, facts in runs if facts is not None and facts["owner"] == owner]
+        return sorted(of_owner, key=lambda one: -one[1]["created"])
 
     def write_session(self, session: str, facts: Mapping[str, Any]) -> None:
         """Record a session and its samplers."""
@@ -213,14 +213,14 @@ class Store:
 
     def checkpoints(self, run: str) -> list[Checkpoint]:
         """Return the checkpoints of a run, the newest first, without those saved for one session of sampling."""
-        found = []
+        checkpoints = []
         for kind in KINDS:
             for file in self.root.glob(f"runs/{run}/{kind}/*/{META}"):
                 meta = _read_json(file)
                 shown = NAME.fullmatch(file.parent.name) and meta is not None and not meta.get("ephemeral")
                 if meta is not None and shown and not self._expired(meta):
-                    found.append(Checkpoint(run, kind, file.parent.name, file.parent, meta))
-        return sorted(found, key=lambda one: -one.meta["saved"])
+                    checkpoints.append(Checkpoint(run, kind, file.parent.name, file.parent, meta))
+        return sorted(checkpoints, key=lambda one: -one.meta["saved"])
 
     def set_ttl(self, checkpoint: Checkpoint, ttl: int | None) -> None:
         """Let a checkpoint expire ``ttl`` seconds from now, or never.
@@ -240,13 +240,13 @@ class Store:
 
     def expired(self) -> list[Checkpoint]:
         """Return the checkpoints whose time is over."""
-        found = []
+        checkpoints = []
         for file in self.root.glob(f"runs/*/*/*/{META}"):
             meta = _read_json(file)
             if meta is not None and NAME.fullmatch(file.parent.name) and self._expired(meta):
                 kind = file.parent.parent
-                found.append(Checkpoint(kind.parent.name, kind.name, file.parent.name, file.parent, meta))
-        return found
+                checkpoints.append(Checkpoint(kind.parent.name, kind.name, file.parent.name, file.parent, meta))
+        return checkpoints
 
     def _expired(self, meta: Mapping[str, Any]) -> bool:
         return meta["expires"] is not None and meta["expires"] <= self.clock()

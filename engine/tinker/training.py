@@ -99,8 +99,8 @@ class Model:
         if seq_id is None or seq_id < 1:
             raise FaultError(f"seq_id is {seq_id}; number the requests of a model from 1 on.")
         request_id = f"{self.name}:{seq_id}"
-        if (known := self._futures.known(request_id, self.owner)) is not None:
-            return known
+        if (earlier := self._futures.find(request_id, self.owner)) is not None:
+            return earlier
         if seq_id < self._next:
             raise FaultError(f"Request {seq_id} of model {self.name} was answered already.")
         if seq_id >= self._next + MOST_AHEAD:
@@ -145,12 +145,12 @@ class Model:
         total, sums = 0.0, None
         for part in parts:
             if batch.forward_only:
-                found = await self._rollouts.call(partial(self._score, part, loss, batch))
+                scored = await self._rollouts.call(partial(self._score, part, loss, batch))
             else:
-                found, gradients = await self._rollouts.call(partial(self._differentiate, part, loss, batch))
+                scored, gradients = await self._rollouts.call(partial(self._differentiate, part, loss, batch))
                 sums = gradients if sums is None else [a + b for a, b in zip(sums, gradients, strict=True)]
-            total += found.loss
-            for i, values in zip(part.data, found.logprobs, strict=True):
+            total += scored.loss
+            for i, values in zip(part.data, scored.logprobs, strict=True):
                 logprobs[i] = values
         if sums is not None:
             await self._rollouts.call(partial(self._add, total, sums))
@@ -200,8 +200,8 @@ class Model:
         adapter = self._adapters.writer(self.adapter, self.lora, base)
         tensors, counters = self.trainer.state_dict()
         copied = {f"{WEIGHT}{name}" for name in self.trainer.copied}
-        own = {name: tensor for name, tensor in tensors.items() if name in copied or not name.startswith(WEIGHT)}
-        plain = {name.replace(f".{self.adapter}.", "."): t.detach().cpu().contiguous() for name, t in own.items()}
+        held = {name: tensor for name, tensor in tensors.items() if name in copied or not name.startswith(WEIGHT)}
+        plain = {name.replace(f".{self.adapter}.", "."): t.detach().cpu().contiguous() for name, t in held.items()}
 
         def write(directory: Path) -> dict[str, Any]:
             adapter(directory)

@@ -95,10 +95,10 @@ class Whole:
 
     def read(self, name: str, directory: Path) -> None:
         """Copy the weights of a directory into the model in training."""
-        given = dict(self._read(directory).named_parameters())
+        stored = dict(self._read(directory).named_parameters())
         with torch.no_grad():
             for n, parameter in self.model.named_parameters():
-                parameter.copy_(given[n])
+                parameter.copy_(stored[n])
 
     def _read(self, directory: str | Path) -> PreTrainedModel:
         model: PreTrainedModel = load_model(directory)
@@ -114,15 +114,15 @@ class Whole:
             place: directory of the weights; None for the base model.
             lora: what they are.
         """
-        wanted = self._source if place is None else str(place)
+        source = self._source if place is None else str(place)
         async with self._turn:  # which later requests for the weights of now wait for, too
-            if wanted != self._held:
+            if source != self._held:
                 while self._users:
                     self._free.clear()
                     await self._free.wait()
                 self._held = CHANGED  # and stays so if the request is cancelled meanwhile
-                await self._rollouts.call(partial(self._hold, wanted))
-                self._held = wanted
+                await self._rollouts.call(partial(self._hold, source))
+                self._held = source
             self._users += 1
         return None, self._give_back
 

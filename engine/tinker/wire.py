@@ -208,11 +208,11 @@ def write_outputs(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> by
     """
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
     for trailing, group in groupby(logprobs, key=lambda values: values.shape[1:]):  # a record is rectangular
-        some = [np.ascontiguousarray(values, np.float32) for values in group]
-        record = message.loss_fn_outputs.add(num_datums=len(some))
+        arrays = [np.ascontiguousarray(values, np.float32) for values in group]
+        record = message.loss_fn_outputs.add(num_datums=len(arrays))
         tensor = record.fields["logprobs"]
-        tensor.data = b"".join(values.tobytes() for values in some)
-        tensor.offsets = np.cumsum([0, *(values.nbytes for values in some)]).astype(np.int64).tobytes()
+        tensor.data = b"".join(values.tobytes() for values in arrays)
+        tensor.offsets = np.cumsum([0, *(values.nbytes for values in arrays)]).astype(np.int64).tobytes()
         tensor.dtype = pb.DTYPE_FLOAT32
         tensor.trailing_shape.extend(trailing)
     written: bytes = message.SerializeToString()

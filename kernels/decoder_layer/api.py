@@ -53,10 +53,10 @@ def add_rms_norm_(
     check = Arguments("add_rms_norm_", "residual", residual)
     N, H = check.floats("residual", residual, ("N", "H"), dtypes=DTYPES).shape
     check.floats("weight", weight, (H,), " like residual", (residual.dtype,))
-    given = {"residual": residual, "weight": weight}
+    arguments = {"residual": residual, "weight": weight}
     if x is not None:
-        given["x"] = check.floats("x", x, (N, H), " like residual", (residual.dtype,))
-    check_contiguous(check, given)
+        arguments["x"] = check.floats("x", x, (N, H), " like residual", (residual.dtype,))
+    check_contiguous(check, arguments)
     run = _choose("add_rms_norm_", _ADD_RMS_NORM, residual)
     return run(residual, x, weight, check.number("eps", eps, least=0.0))
 
@@ -101,7 +101,7 @@ def rotate_and_store_(
     same = (q.dtype,)
     _, heads, _ = check.floats("k", k, (N, "Hkv", D), " like q", same).shape
     P, page, _, _ = check.floats("k_pages", k_pages, ("P", "page", heads, D), " like k", same).shape
-    given = {"q": q, "k": k, "k_pages": k_pages}
+    arguments = {"q": q, "k": k, "k_pages": k_pages}
     for name, tensor, shape, like in (
         ("v", v, (N, heads, D), " like k"),
         ("v_pages", v_pages, (P, page, heads, D), " like k_pages"),
@@ -111,10 +111,10 @@ def rotate_and_store_(
         ("k_weight", k_weight, (D,), " like q"),
     ):
         if tensor is not None or not name.endswith("weight"):
-            given[name] = check.floats(name, tensor, shape, like, same)
-    given["slots"] = check.tensor("slots", slots, (N,))
+            arguments[name] = check.floats(name, tensor, shape, like, same)
+    arguments["slots"] = check.tensor("slots", slots, (N,))
     check.require(slots.dtype == torch.int64, f"slots must be int64, got {slots.dtype}")
-    check_contiguous(check, given)
+    check_contiguous(check, arguments)
     _below(check, "slots", slots, P * page)
     run = _choose("rotate_and_store_", _ROTATE_AND_STORE, q)
     run(q, k, v, q_weight, k_weight, check.number("eps", eps, least=0.0), cos, sin, slots, k_pages, v_pages)

@@ -79,8 +79,8 @@ class LayerWeights:
             return f"layers must take rows of {H} {rows.dtype} numbers on {rows.device} like the embedding's"
         queries, keys = len(self.q), len(self.k)
         if keys != heads * D or queries % keys:
-            wanted = f"keys of {heads} x {D} numbers and a multiple for queries"
-            return f"layers must produce {wanted}, not {keys} and {queries}"
+            expected = f"keys of {heads} x {D} numbers and a multiple for queries"
+            return f"layers must produce {expected}, not {keys} and {queries}"
         if any(norm is not None and len(norm) != D for norm in (self.q_norm, self.k_norm)):
             return f"norms of heads must have {D} numbers"
         return None
@@ -104,11 +104,11 @@ class DecoderAdapters:
     def does_not_fit(self, layers: Sequence[LayerWeights]) -> str | None:
         """Return why these adapters are not of the products of ``layers``, or None."""
         weights = [[getattr(layer, name) for name in PRODUCTS] for layer in layers]
-        for n, (own, given) in enumerate(zip(self.layers, weights, strict=False)):
-            for name, adapters, weight in zip(PRODUCTS, own, given, strict=False):
+        for n, (of_layer, of_weights) in enumerate(zip(self.layers, weights, strict=False)):
+            for name, adapters, weight in zip(PRODUCTS, of_layer, of_weights, strict=False):
                 if adapters.shape != weight.shape or (adapters.dtype, adapters.device) != (weight.dtype, weight.device):
                     return f"the adapters of {name} in layer {n} are of another shape, dtype or device than its weight"
-        if [len(own) for own in self.layers] != [len(PRODUCTS)] * len(weights):
+        if [len(of_layer) for of_layer in self.layers] != [len(PRODUCTS)] * len(weights):
             return f"adapters must be of {len(PRODUCTS)} products of {len(weights)} layers"
         return None
 
@@ -120,8 +120,8 @@ class Adapted(NamedTuple):
     runs: Runs
 
 
-def check_contiguous(check: Arguments, given: Mapping[str, Tensor]) -> None:
-    for name, tensor in given.items():
+def check_contiguous(check: Arguments, arguments: Mapping[str, Tensor]) -> None:
+    for name, tensor in arguments.items():
         if not tensor.is_contiguous():
             check.require(False, f"{name} must be contiguous, got strides {list(tensor.stride())}")
 

@@ -101,5 +101,5 @@ def _agrees(width: int, depth: int, dtype: torch.dtype, biased: bool, threads: i
         rows = torch.cat([rows, rows[:, order], rest.expand(len(rows), -1)], 1).to(dtype)
         weight = torch.cat([weight, -weight[:, order], rest.expand(width, -1)], 1).to(dtype)
         bias = (2**-20 * torch.randn(width, generator=random)).to(dtype) if biased else None
-        own = _own(rows, weight, bias)
-        return all(torch.equal(F.linear(rows[:n], weight, bias), own[:n]) for n in (most + 1, len(rows)))
+        invariant = _own(rows, weight, bias)
+        return all(torch.equal(F.linear(rows[:n], weight, bias), invariant[:n]) for n in (most + 1, len(rows)))

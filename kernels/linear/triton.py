@@ -59,23 +59,23 @@ def linear_kernel(
     row = (first + place % together) * ROWS + tl.arange(0, ROWS)
     column = place // together * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
-    own = x + row.to(tl.int64)[:, None] * K + k[None, :]
-    theirs = weight + column.to(tl.int64)[:, None] * K + k[None, :]
-    exists, known = (row < M)[:, None], (column < N)[:, None]
+    x_tile = x + row.to(tl.int64)[:, None] * K + k[None, :]
+    weight_tile = weight + column.to(tl.int64)[:, None] * K + k[None, :]
+    has_row, has_column = (row < M)[:, None], (column < N)[:, None]
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(0, K, DEPTH):
         if EVEN:
-            left = tl.load(own + begin, mask=exists, other=0.0)
-            right = tl.load(theirs + begin, mask=known, other=0.0)
+            left = tl.load(x_tile + begin, mask=has_row, other=0.0)
+            right = tl.load(weight_tile + begin, mask=has_column, other=0.0)
         else:
             inside = (begin + k < K)[None, :]
-            left = tl.load(own + begin, mask=exists & inside, other=0.0)
-            right = tl.load(theirs + begin, mask=known & inside, other=0.0)
+            left = tl.load(x_tile + begin, mask=has_row & inside, other=0.0)
+            right = tl.load(weight_tile + begin, mask=has_column & inside, other=0.0)
         acc = tl.dot(left, right.T, acc, input_precision="ieee")
     if HAS_BIAS:
         acc += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
     to = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=exists & (column < N)[None, :])
+    tl.store(to, acc.to(out.dtype.element_ty), mask=has_row & (column < N)[None, :])
 
 
 def linear(

@@ -76,16 +76,17 @@ def kept_logprob(
     entropy = torch.where(keeps, log_sum - total(p * d), 0)
 
     of_target = torch.arange(len(target), device=target.device) if row is None else row
-    wanted = of_target * V + target
-    place = torch.searchsorted(key, wanted).clamp(max=max(len(key) - 1, 0))
-    among = key[place] == wanted if len(key) else torch.zeros_like(wanted, dtype=torch.bool)
+    target_key = of_target * V + target
+    place = torch.searchsorted(key, target_key).clamp(max=max(len(key) - 1, 0))
+    among = key[place] == target_key if len(key) else torch.zeros_like(target_key, dtype=torch.bool)
     if target.device.type == "cpu" and not bool(among.all()):
         m = int((~among).nonzero()[0])
         raise ValueError(
             f"linear_logprob: target {int(target[m])} in place {m} is not among the kept ids of row "
             f"{int(of_target[m])}; keep every sampled token."
         )
-    logprob = torch.where(among, d[place] - log_sum[of_target], torch.nan) if len(key) else wanted.double() * torch.nan
+    no_key = target_key.double() * torch.nan
+    logprob = torch.where(among, d[place] - log_sum[of_target], torch.nan) if len(key) else no_key
     return logprob.to(dtype), logsumexp.to(dtype), entropy.to(dtype), total(p * p).to(dtype)
 
 

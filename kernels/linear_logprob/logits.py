@@ -151,9 +151,9 @@ def _logprob_from_logits(
 
 @_logprob_from_logits.register_fake
 def _(
-    logits: Tensor, target: Tensor, row: Tensor | None, temperature: Tensor, softcap: float, *wanted: bool
+    logits: Tensor, target: Tensor, row: Tensor | None, temperature: Tensor, softcap: float, *want: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    want_entropy, want_sum_p2, _ = wanted
+    want_entropy, want_sum_p2, _ = want
     N, new = logits.shape[0], temperature.new_empty
     return new(target.shape[0]), new(N), new(N), new(N if want_entropy else 0), new(N if want_sum_p2 else 0)
 
@@ -192,10 +192,10 @@ def _fill_gradient(
     row: Tensor | None,  # [M] int64
     temperature: Tensor,  # [N]
     softcap: float,
-    found: Sequence[Tensor],  # logsumexp, correction, entropy, sum_p2
+    statistics: Sequence[Tensor],  # logsumexp, correction, entropy, sum_p2
     grads: Sequence[Tensor],  # of logprob, logsumexp, entropy, sum_p2
 ) -> None:
-    logsumexp, correction, entropy, sum_p2 = found
+    logsumexp, correction, entropy, sum_p2 = statistics
     grad_logprob, *others = grads
     targets = group_by_row(target, row, len(logits))
     if targets.order is not None:
@@ -238,7 +238,7 @@ def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, 
     logits, target, row, temperature, logsumexp, correction, entropy, sum_p2 = ctx.saved_tensors
     grad_logprob, grad_logsumexp, _, grad_entropy, grad_sum_p2 = grads
 
-    def given(grad: Tensor | None, absent: Tensor) -> Tensor:
+    def or_absent(grad: Tensor | None, absent: Tensor) -> Tensor:
         return absent if grad is None else grad.contiguous()
 
     rest = (
@@ -250,10 +250,10 @@ def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, 
         correction,
         entropy,
         sum_p2,
-        given(grad_logprob, logsumexp.new_zeros(target.shape)),
-        given(grad_logsumexp, torch.zeros_like(logsumexp)),
-        given(grad_entropy if ctx.want_entropy else None, logsumexp.new_empty(0)),
-        given(grad_sum_p2 if ctx.want_sum_p2 else None, logsumexp.new_empty(0)),
+        or_absent(grad_logprob, logsumexp.new_zeros(target.shape)),
+        or_absent(grad_logsumexp, torch.zeros_like(logsumexp)),
+        or_absent(grad_entropy if ctx.want_entropy else None, logsumexp.new_empty(0)),
+        or_absent(grad_sum_p2 if ctx.want_sum_p2 else None, logsumexp.new_empty(0)),
     )
     with dispatch.restored_backend(ctx.backend):
         if ctx.inplace:

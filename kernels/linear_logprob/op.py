@@ -127,28 +127,18 @@ def linear_logprob_backward_op(
         d_hidden = frozen.backward(head, targets, temperature, softcap, logprob, logsumexp, kept, a, grad_logsumexp)
     else:
         backend = backend_of("linear_logprob", hidden)
-        arguments = (
-            hidden,
-            head,
-            targets,
-            temperature,
-            softcap,
-            logsumexp,
-            correction,
-            entropy,
-            sum_p2,
-            absent if frozen_head else kept,
+        inputs = hidden, head, targets, temperature, softcap
+        statistics = logsumexp, correction, entropy, sum_p2, absent if frozen_head else kept
+        upstream = (
             a,
             torch.zeros_like(logsumexp) if grad_logsumexp is None else grad_logsumexp.contiguous(),
             absent if grad_entropy is None else grad_entropy.contiguous(),
             absent if grad_sum_p2 is None else grad_sum_p2.contiguous(),
-            need_hidden,
-            need,
         )
         if backend == "reference":
-            d_hidden = reference.backward(*arguments)
+            d_hidden = reference.backward(*inputs, *statistics, *upstream, need_hidden, need)
         else:
-            d_hidden = chunked.backward(row_kernels(backend), *arguments)
+            d_hidden = chunked.backward(row_kernels(backend), *inputs, *statistics, *upstream, need_hidden, need)
     dtype = weight.dtype
     d_weight, *d_others = need.results()
     d_weight = temperature.new_empty(0) if weight_grad is not None else d_weight
@@ -176,7 +166,7 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, bias, a, b, ctx.lora_scale, target, row, temperature, ctx.softcap, *rest = inputs
-    *ctx.wanted, ctx.frozen_head, ctx.weight_grad = rest
+    *ctx.want_flags, ctx.frozen_head, ctx.weight_grad = rest
     ctx.backend = dispatch.current_override()
     ctx.save_for_backward(hidden, weight, bias, a, b, target, row, temperature, *output)
     ctx.mark_non_differentiable(output[2], output[5])
@@ -190,7 +180,7 @@ def _autograd_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | Non
     grad_logprob, grad_logsumexp, _, grad_entropy, grad_sum_p2, _ = upstream
     need = list(ctx.needs_input_grad[:5])
     need[3] = need[4] = need[3] or need[4]  # the adapter's two gradients come together
-    of_wanted = [grad if w else None for w, grad in zip(ctx.wanted, (grad_entropy, grad_sum_p2), strict=True)]
+    of_wanted = [grad if w else None for w, grad in zip(ctx.want_flags, (grad_entropy, grad_sum_p2), strict=True)]
     grads = grad_logprob, grad_logsumexp, *of_wanted
     head = hidden, weight, bias, lora_a, lora_b, ctx.lora_scale
     statistics = logprob, logsumexp, correction, entropy, sum_p2, kept, ctx.frozen_head

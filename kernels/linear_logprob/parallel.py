@@ -78,8 +78,8 @@ class _ShardedLogprob(torch.autograd.Function):
                 f"rank {rank}; gather the shards again."
             )
         check_values("linear_logprob", hidden, target, row, temperature, edges[-1])
-        mine = (target >= edges[rank]) & (target < edges[rank + 1])  # [M]
-        local_target = torch.where(mine, target - edges[rank], 0)
+        in_shard = (target >= edges[rank]) & (target < edges[rank + 1])  # [M]
+        local_target = torch.where(in_shard, target - edges[rank], 0)
         head = (hidden, weight, bias, None, None, 0.0)
         *local, kept = linear_logprob_op(
             *head, local_target, row, temperature, softcap, want_entropy, want_sum_p2, False, None
@@ -87,7 +87,7 @@ class _ShardedLogprob(torch.autograd.Function):
         logprob, logsumexp, correction, entropy, sum_p2 = _combine(local, target, row, shards)
         ctx.shards, ctx.softcap = shards, softcap
         ctx.save_for_backward(
-            hidden, weight, bias, local_target, row, temperature, logsumexp, correction, entropy, sum_p2, kept, mine
+            hidden, weight, bias, local_target, row, temperature, logsumexp, correction, entropy, sum_p2, kept, in_shard
         )
         ctx.set_materialize_grads(False)
         return logprob, logsumexp, entropy, sum_p2
@@ -95,14 +95,14 @@ class _ShardedLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, row, temperature, *rest = ctx.saved_tensors
-        logsumexp, correction, entropy, sum_p2, kept, mine = rest
+        logsumexp, correction, entropy, sum_p2, kept, in_shard = rest
         grad_logprob, grad_logsumexp, grad_entropy, grad_sum_p2 = grads
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         if grad_logprob is None:
-            grad_logprob = logsumexp.new_zeros(mine.shape)
+            grad_logprob = logsumexp.new_zeros(in_shard.shape)
         # d logprob = onehot - p: where another rank owns the target, - p remains, a gradient of the log-sum-exp.
         targets = group_by_row(target, row, len(hidden))
-        elsewhere = torch.where(mine, 0.0, grad_logprob)
+        elsewhere = torch.where(in_shard, 0.0, grad_logprob)
         elsewhere = sum_by_row(targets, elsewhere if targets.order is None else elsewhere[targets.order])
         d_hidden, d_weight, d_bias, _, _ = linear_logprob_backward_op(
             hidden,
@@ -122,7 +122,7 @@ class _ShardedLogprob(torch.autograd.Function):
             sum_p2,
             kept,
             False,
-            torch.where(mine, grad_logprob, 0.0),
+            torch.where(in_shard, grad_logprob, 0.0),
             -elsewhere if grad_logsumexp is None else grad_logsumexp - elsewhere,
             grad_entropy if len(entropy) else None,
             grad_sum_p2 if len(sum_p2) else None,
@@ -146,10 +146,10 @@ def _combine(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Combine the five outputs of `linear_logprob_op` of all shards, with one all_gather."""
     ranks, sizes = len(shards.edges) - 1, [len(part) for part in local]
-    mine = torch.cat(local)
-    gathered = mine.new_empty(ranks * len(mine))
-    dist.all_gather_into_tensor(gathered, mine, group=shards.group)
-    of_rank = [part.double().split(sizes) for part in gathered.split(len(mine))]
+    local_values = torch.cat(local)
+    gathered = local_values.new_empty(ranks * len(local_values))
+    dist.all_gather_into_tensor(gathered, local_values, group=shards.group)
+    of_rank = [part.double().split(sizes) for part in gathered.split(len(local_values))]
     # [ranks, N]; the correction of a shard whose every token has probability zero is inf - inf
     lse_of_rank = torch.stack([torch.where(lse == -torch.inf, lse, lse + low) for _, lse, low, _, _ in of_rank])
     lse = torch.logsumexp(lse_of_rank, 0)
@@ -167,6 +167,6 @@ def _combine(
             entropy += torch.where(w[r] == 0, 0.0, w[r] * (entropy_r - log_w[r]))
         if len(sum_p2):
             sum_p2 += torch.where(w[r] == 0, 0.0, w[r].square() * sum_p2_r)
-    dtype = mine.dtype
+    dtype = local_values.dtype
     rounded = lse.to(dtype)
     return logprob.to(dtype), rounded, (lse - rounded).to(dtype), entropy.to(dtype), sum_p2.to(dtype)

@@ -56,15 +56,15 @@ def linear_statistics(
     targets, rows = target, row
     if "extra_logprob" in want:
         assert extra_ids is not None
-        own = torch.arange(M, device=target.device) if row is None else row.long()
+        row_of_target = torch.arange(M, device=target.device) if row is None else row.long()
         absent = extra_ids == ABSENT
         targets = torch.cat([target.long(), extra_ids.long().masked_fill(absent, 0).flatten()])
-        rows = torch.cat([own, own[:, None].expand(extra_ids.shape).flatten()])
+        rows = torch.cat([row_of_target, row_of_target[:, None].expand(extra_ids.shape).flatten()])
     out = linear_logprob(
         hidden, weight, targets, row=rows, bias=bias, temperature=temperature, softcap=softcap, lora=lora,
         weight_grad=weight_grad, want=[name for name in ("entropy", "sum_p2") if name in want], **options,
     )  # fmt: skip
-    found = {"logprob": out.logprob[:M]}
+    statistics = {"logprob": out.logprob[:M]}
     by_row = {"entropy": out.entropy, "sum_p2": out.sum_p2}
     if "mean_logprob" in want:
         if softcap or options.get("tp_group") is not None:
@@ -75,10 +75,10 @@ def linear_statistics(
         by_row["mean_logprob"] = mean / of_rows(temperature, out.logsumexp.dtype, hidden) - out.logsumexp
     for name, values in by_row.items():
         if values is not None:
-            found[name] = values if row is None else values[row]
+            statistics[name] = values if row is None else values[row]
     if "extra_logprob" in want:
-        found["extra_logprob"] = out.logprob[M:].view(absent.shape).masked_fill(absent, 0)
-    return found
+        statistics["extra_logprob"] = out.logprob[M:].view(absent.shape).masked_fill(absent, 0)
+    return statistics
 
 
 def _mean_logit(

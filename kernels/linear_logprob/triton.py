@@ -56,6 +56,50 @@ def _scaled(u, bias, columns, inside, inverse_temperature, softcap, HAS_BIAS: tl
     return u * inverse_temperature, slope
 
 
+@triton.jit
+def _row_sums(
+    logits, stride, bias, V, inverse_temperature, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SUM_P2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the largest of a row's scaled logits z, and the sums of e = exp(d), e d and e^2 with d = z - the largest;
+    the last two are 0 where they are not needed."""
+    most = tl.full((), float("-inf"), tl.float32)
+    e_sum = tl.full((), 0.0, tl.float32)  # of e = exp(d), d = z - most
+    ed_sum = tl.full((), 0.0, tl.float32)  # of e d
+    e2_sum = tl.full((), 0.0, tl.float32)  # of e^2
+    for begin in range(0, V, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        inside = columns < V
+        z, _ = _scaled(
+            tl.where(inside, tl.load(logits + columns, mask=columns < stride, other=0.0), 0.0),
+            bias,
+            columns,
+            inside,
+            inverse_temperature,
+            softcap,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+        )
+        z = tl.where(inside, z, float("-inf"))
+        larger = tl.maximum(most, tl.max(z, 0))
+        shift = tl.where(larger == float("-inf"), 0.0, larger)
+        step = most - shift
+        fresh = step <= -100.0  # the sums so far vanish relative to the new maximum
+        step = tl.where(fresh, 0.0, step)
+        rescale = tl.where(fresh, 0.0, tl.exp(step))
+        d = z - shift
+        none = d <= -100.0  # false for NaN, which has to propagate
+        d = tl.where(none, 0.0, d)
+        e = tl.where(none, 0.0, tl.exp(d))
+        if ENTROPY:
+            ed_sum = rescale * (ed_sum + step * e_sum) + tl.sum(e * d, 0)
+        if SUM_P2:
+            e2_sum = rescale * rescale * e2_sum + tl.sum(e * e, 0)
+        e_sum = rescale * e_sum + tl.sum(e, 0)
+        most = larger
+    return most, e_sum, ed_sum, e2_sum
+
+
 @triton.jit(do_not_specialize=["temperature_stride"], do_not_specialize_on_alignment=UNALIGNED)
 def _statistics(
     logits,  # [C, V] fp32, bf16 or fp16
@@ -83,40 +127,9 @@ def _statistics(
     logits += row * stride
     inverse = 1.0 / tl.load(temperature + row * temperature_stride)
 
-    most = tl.full((), float("-inf"), tl.float32)
-    e_sum = tl.full((), 0.0, tl.float32)  # of e = exp(d), d = z - most
-    ed_sum = tl.full((), 0.0, tl.float32)  # of e d
-    e2_sum = tl.full((), 0.0, tl.float32)  # of e^2
-    for begin in range(0, V, BLOCK):
-        columns = begin + tl.arange(0, BLOCK)
-        inside = columns < V
-        z, _ = _scaled(
-            tl.where(inside, tl.load(logits + columns, mask=columns < stride, other=0.0), 0.0),
-            bias,
-            columns,
-            inside,
-            inverse,
-            softcap,
-            HAS_BIAS,
-            HAS_SOFTCAP,
-        )
-        z = tl.where(inside, z, float("-inf"))
-        larger = tl.maximum(most, tl.max(z, 0))
-        shift = tl.where(larger == float("-inf"), 0.0, larger)
-        step = most - shift
-        fresh = step <= -100.0  # the sums so far vanish relative to the new maximum
-        step = tl.where(fresh, 0.0, step)
-        rescale = tl.where(fresh, 0.0, tl.exp(step))
-        d = z - shift
-        none = d <= -100.0  # false for NaN, which has to propagate
-        d = tl.where(none, 0.0, d)
-        e = tl.where(none, 0.0, tl.exp(d))
-        if ENTROPY:
-            ed_sum = rescale * (ed_sum + step * e_sum) + tl.sum(e * d, 0)
-        if SUM_P2:
-            e2_sum = rescale * rescale * e2_sum + tl.sum(e * e, 0)
-        e_sum = rescale * e_sum + tl.sum(e, 0)
-        most = larger
+    most, e_sum, ed_sum, e2_sum = _row_sums(
+        logits, stride, bias, V, inverse, softcap, HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_P2, BLOCK
+    )
     shift = tl.where(most == float("-inf"), 0.0, most)
     log_sum = tl.log(e_sum)
     rounded = shift + log_sum
@@ -133,9 +146,9 @@ def _statistics(
         place = begin + tl.arange(0, TARGETS)
         present = place < last
         y = tl.load(target + place, mask=present, other=0)
-        known = present & (y >= 0) & (y < V)
-        u = tl.load(logits + y, mask=known, other=float("nan"))
-        z, _ = _scaled(u, bias, y, known, inverse, softcap, HAS_BIAS, HAS_SOFTCAP)
+        in_vocabulary = present & (y >= 0) & (y < V)
+        u = tl.load(logits + y, mask=in_vocabulary, other=float("nan"))
+        z, _ = _scaled(u, bias, y, in_vocabulary, inverse, softcap, HAS_BIAS, HAS_SOFTCAP)
         tl.store(logprob + place, (z - shift) - log_sum, mask=present)
 
 

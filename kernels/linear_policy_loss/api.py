@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..linear_logprob import STATISTICS, HeadLora, linear_statistics
 from ..linear_logprob.api import check_accumulator, prepare
 from ..policy_loss import Objective, PolicyFields, PolicyLossOutput
 from ..policy_loss.api import Metrics, check, finish, policy_loss_op
-from .op import AccumulatedLoss, encoded, linear_terms_loss_op
+from .op import AccumulatedLoss, HeadPass, linear_terms_loss_op
 from .plan import ONE_PASS, HeadPlan, plan_everything, plan_terms_loss
 from .terms import (
     AnyTerm,
@@ -32,7 +32,7 @@ from .terms import (
     named,
     own_normalizers,
     statistics_of,
-    wanted,
+    statistics_read,
 )
 
 
@@ -148,74 +148,77 @@ def linear_terms_loss(
     if row is not None:
         call.index("row", row, len(hidden), remedy="it names rows of hidden")
     terms = _checked(call, terms, target, temperature)
-    check_accumulator("linear_policy_loss", weight, weight_grad, temperature.dtype)
-    if in_forward:
-        call.require(weight_grad is not None, "in_forward adds to weight_grad in the forward; give weight_grad")
-    if in_forward and weight_grad is not None:
-        call.require(weight_grad.is_contiguous(), "with in_forward=True weight_grad must be contiguous")
-        call.require(
-            hidden.dtype != torch.float16, "fp16 cannot hold gradients divided by normalizer; leave in_forward out"
-        )
-    for name, option in (("lora", lora), ("weight_grad", weight_grad)):
-        if tp_group is not None and option is not None:
-            raise ValueError(f"linear_policy_loss: tp_group does not combine with {name}.")
-    head = (weight, bias, *((None, None) if lora is None else lora[:2]))
-    options: dict[str, Any] = {"bias": bias, "softcap": softcap}
-    if tp_group is not None:
-        options |= {"temperature": temperature, "tp_group": tp_group}
-        return _by_autograd(hidden, weight, target, terms, M=len(target), place=None, row=row, **options)
-    grad = torch.is_grad_enabled()
-    need = [grad and t is not None and t.requires_grad for t in (hidden, *head)]
-    compiling = torch.compiler.is_compiling()
-    if plan is None and compiling and (row is not None or not all(map(_of_tokens, terms))):
-        options |= {"temperature": temperature, "lora": lora, "weight_grad": weight_grad}
-        return _by_autograd(hidden, weight, target, terms, M=len(target), place=None, row=row, **options)
+    head = _Head(weight, bias, lora, softcap, tp_group, weight_grad)
+    _check_head(call, head, temperature.dtype, in_forward)
+    rows = _Rows(hidden, temperature, target, row, None, len(target))
+    if tp_group is not None or (plan is None and torch.compiler.is_compiling() and not _reads_no_data(row, terms)):
+        return _by_autograd(rows, head, terms)
+    need = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, *head.tensors)]
     if plan is None:
         plan = _plan(hidden, weight, row, terms, gradient=any(need), frozen=not any(need[1:]))
+    elif not isinstance(plan, HeadPlan):
+        call.wrong_type("plan", "a HeadPlan", plan)
     else:
-        if not isinstance(plan, HeadPlan):
-            call.wrong_type("plan", "a HeadPlan", plan)
         plan.check(terms, row, hidden, weight)
-    if plan.row is not None:
-        hidden, temperature = hidden.index_select(0, plan.row), temperature[plan.row]
-    target = target.long().contiguous() if plan.place is None else target.long()[plan.place]
-    policy_terms = [t for t in terms if isinstance(t, Term)]
-    if plan.schedule not in ONE_PASS or not any(need) or len(policy_terms) < len(terms):
-        options |= {"temperature": temperature, "lora": lora, "weight_grad": weight_grad}
-        options |= {"M": plan.size[1], "place": plan.place, "row": plan.row_of_target()}
-        return _by_autograd(hidden, weight, target, terms, **options)
-    tensors, names, objectives = encoded(policy_terms)
-    n, scale = None, None
+    of_policy = [t for t in terms if isinstance(t, Term)]
+    if plan.schedule in ONE_PASS and any(need) and len(of_policy) == len(terms):
+        return _in_one_pass(rows, head, of_policy, plan, need, in_forward)
+    return _by_autograd(rows.planned(plan)._replace(row=plan.row_of_target()), head, terms)
+
+
+class _Head(NamedTuple):
+    """The head of a call, and what becomes of its gradient."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    lora: HeadLora | None
+    softcap: float | None
+    tp_group: Any
+    weight_grad: Tensor | None  # [V, H]
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Weight, bias, and a and b of the adapter."""
+        return self.weight, self.bias, *((None, None) if self.lora is None else self.lora[:2])
+
+
+class _Rows(NamedTuple):
+    """Rows of hidden states with their targets: the caller's, or those of a plan."""
+
+    hidden: Tensor  # [R, H]
+    temperature: Tensor  # [R]
+    target: Tensor  # [P] int
+    row: Tensor | None  # [P] int, row of each target; None: one a row, in order
+    place: Tensor | None  # [P] int64, place of each target among the caller's; None: the same order
+    M: int  # targets of the caller
+
+    def planned(self, plan: HeadPlan) -> _Rows:
+        """Return the rows and targets of a plan, made from the caller's; ``plan.start`` stands for ``row``."""
+        hidden, temperature = self.hidden, self.temperature
+        if plan.row is not None:
+            hidden, temperature = hidden.index_select(0, plan.row), temperature[plan.row]
+        target = self.target.long().contiguous() if plan.place is None else self.target.long()[plan.place]
+        return _Rows(hidden, temperature, target, None, plan.place, plan.size[1])
+
+    def by_caller(self, values: Tensor, absent: float) -> Tensor:
+        """Return values of the targets ``[P, ...]`` in the caller's order ``[M, ...]``; ``absent`` for the others."""
+        if self.place is None:
+            return values
+        return values.new_full((self.M, *values.shape[1:]), absent).index_copy(0, self.place, values)
+
+
+def _check_head(call: Arguments, head: _Head, accumulator: torch.dtype, in_forward: bool) -> None:
+    check_accumulator("linear_policy_loss", head.weight, head.weight_grad, accumulator)
     if in_forward:
-        n, scale = own_normalizers(policy_terms, temperature)
-    elif hidden.dtype == torch.float16:
-        n, scale = half_normalizer(policy_terms, temperature)
-    elif len(terms) > 1:
-        n, scale = common_normalizer(policy_terms, temperature)
-    with torch.autocast(hidden.device.type, enabled=False):
-        total, totals, sums, scores, *_ = (AccumulatedLoss.apply if in_forward else linear_terms_loss_op)(
-            hidden,
-            *head,
-            0.0 if lora is None else lora.scale,
-            plan.start,
-            target,
-            plan.place,
-            temperature,
-            softcap or 0.0,
-            tensors,
-            names,
-            objectives,
-            scale,
-            plan.row_cuts,
-            plan.target_cuts,
-            plan.path_cuts,
-            need,
-            weight_grad,
+        call.require(head.weight_grad is not None, "in_forward adds to weight_grad in the forward; give weight_grad")
+    if in_forward and head.weight_grad is not None:
+        call.require(head.weight_grad.is_contiguous(), "with in_forward=True weight_grad must be contiguous")
+        call.require(
+            head.weight.dtype != torch.float16, "fp16 cannot hold gradients divided by normalizer; leave in_forward out"
         )
-    out = finish_terms(total, totals, sums, n, policy_terms)
-    if plan.place is not None:
-        scores = scores.new_full((2, plan.size[1]), torch.nan).index_copy(1, plan.place, scores)
-    return out._replace(logprob=scores[0], entropy=scores[1])
+    for name, option in (("lora", head.lora), ("weight_grad", head.weight_grad)):
+        if head.tp_group is not None and option is not None:
+            raise ValueError(f"linear_policy_loss: tp_group does not combine with {name}.")
 
 
 def _checked(call: Arguments, terms: Sequence[AnyTerm], target: Tensor, temperature: Tensor) -> list[AnyTerm]:
@@ -248,15 +251,16 @@ def _checked(call: Arguments, terms: Sequence[AnyTerm], target: Tensor, temperat
     return checked
 
 
-def _of_tokens(term: AnyTerm) -> bool:
-    return isinstance(term, Term) and term.objective.scope == "token"
+def _reads_no_data(row: Tensor | None, terms: Sequence[AnyTerm]) -> bool:
+    """Return whether `plan_everything` can plan the call: terms of tokens, one target a row."""
+    return row is None and all(isinstance(t, Term) and t.objective.scope == "token" for t in terms)
 
 
 def _plan(
     hidden: Tensor, weight: Tensor, row: Tensor | None, terms: Sequence[AnyTerm], *, gradient: bool, frozen: bool
 ) -> HeadPlan:
     (N, H), V = hidden.shape, len(weight)
-    if torch.compiler.is_compiling() or (gradient and hidden.is_cuda and row is None and all(map(_of_tokens, terms))):
+    if torch.compiler.is_compiling() or (gradient and hidden.is_cuda and _reads_no_data(row, terms)):
         return plan_everything(N, V, H, hidden.device, frozen)
     return plan_terms_loss(
         terms,
@@ -270,38 +274,64 @@ def _plan(
     )
 
 
-def _by_autograd(
-    hidden: Tensor,  # [R, H]
-    weight: Tensor,  # [V, H]
-    target: Tensor,  # [P] int
-    terms: Sequence[AnyTerm],  # on M targets
-    *,
-    M: int,
-    place: Tensor | None,  # [P] int64: of each target in the terms; None: the same order
-    row: Tensor | None,  # [P] int
-    **options: Any,
+def _in_one_pass(
+    rows: _Rows, head: _Head, terms: Sequence[Term], plan: HeadPlan, need: Sequence[bool], in_forward: bool
 ) -> TermsLossOutput:
-    """Compute the terms from one `linear_statistics`, which takes ``options``, and leave the gradients to autograd.
+    """Compute the terms and their gradients in one pass of the head over the rows of ``plan``."""
+    rows = rows.planned(plan)
+    n, scale = None, None
+    if in_forward:
+        n, scale = own_normalizers(terms, rows.temperature)
+    elif rows.hidden.dtype == torch.float16:
+        n, scale = half_normalizer(terms, rows.temperature)
+    elif len(terms) > 1:
+        n, scale = common_normalizer(terms, rows.temperature)
+    head_pass = HeadPass(
+        hidden=rows.hidden,
+        weight=head.weight,
+        bias=head.bias,
+        lora=head.lora,
+        softcap=head.softcap,
+        target=rows.target,
+        temperature=rows.temperature,
+        terms=terms,
+        scale=scale,
+        plan=plan,
+        need=need,
+        weight_grad=head.weight_grad,
+    )
+    compute = AccumulatedLoss.apply if in_forward else linear_terms_loss_op
+    with torch.autocast(rows.hidden.device.type, enabled=False):
+        total, totals, sums, scores, *_ = compute(*head_pass.encoded())
+    logprob, entropy = (rows.by_caller(values, torch.nan) for values in scores)
+    return finish_terms(total, totals, sums, n, terms)._replace(logprob=logprob, entropy=entropy)
+
+
+def _by_autograd(rows: _Rows, head: _Head, terms: Sequence[AnyTerm]) -> TermsLossOutput:
+    """Compute the terms from one `linear_statistics`, and leave the gradients to autograd.
 
     For losses of preference pairs, objectives of the whole batch and a vocabulary split over ranks, where every
     log-prob is needed before any derivative is known. The backward forms the logits again for the rows that have a
     gradient (`linear_logprob` does not with a frozen head).
     """
-    want, ids = wanted(terms)
-    if ids is not None and place is not None:
-        ids = ids[place]
-    found = linear_statistics(hidden, weight, target, row=row, want=("entropy", *want), extra_ids=ids, **options)
+    names, ids = statistics_read(terms)
+    if ids is not None and rows.place is not None:
+        ids = ids[rows.place]
+    of_targets = linear_statistics(
+        rows.hidden, head.weight, rows.target, row=rows.row, want=("entropy", *names), extra_ids=ids, bias=head.bias,
+        temperature=rows.temperature, softcap=head.softcap, lora=head.lora, weight_grad=head.weight_grad,
+        tp_group=head.tp_group,
+    )  # fmt: skip
+    scores = [rows.by_caller(of_targets[name].detach(), torch.nan) for name in ("logprob", "entropy")]
+    statistics = {name: rows.by_caller(values, 0) for name, values in of_targets.items()}
     scored = None
-    scores = [found[name].detach() for name in ("logprob", "entropy")]
-    if place is not None:
-        scores = [t.new_full((M,), torch.nan).index_copy(0, place, t) for t in scores]
-        found = {name: t.new_zeros((M, *t.shape[1:])).index_copy(0, place, t) for name, t in found.items()}
-        scored = torch.zeros(M, dtype=torch.bool, device=place.device).index_fill_(0, place, True)
-    logprob, entropy = found["logprob"], found["entropy"]
+    if rows.place is not None:
+        scored = torch.zeros(rows.M, dtype=torch.bool, device=rows.place.device).index_fill_(0, rows.place, True)
+    logprob, entropy = statistics["logprob"], statistics["entropy"]
     loss: Tensor | None = None
     metrics: Metrics = {}
     losses = {}
-    for t, statistics in statistics_of(terms, found):
+    for t, of_term in statistics_of(terms, statistics):
         if isinstance(t, Term):
             # detached unless needed: even a gradient of zeros by the entropy would be computed
             term_entropy = entropy if t.objective.needs_entropy else entropy.detach()
@@ -310,7 +340,7 @@ def _by_autograd(
             total, _, _, sums = policy_loss_op(logprob, term_entropy, *fields.tensors(), t.objective.encoded)
             value = finish(total, sums, t.normalizer, t.fields, t.objective, has_entropy=True)
         else:
-            value = t.loss(logprob, **statistics)
+            value = t.loss(logprob, **of_term)
             if not isinstance(value, PolicyLossOutput) or value.loss.shape != ():
                 raise TypeError(
                     f"linear_policy_loss: the loss of term '{t.name}' must return a PolicyLossOutput whose loss is a "

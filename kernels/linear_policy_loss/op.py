@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -19,15 +20,53 @@ from ..linear_logprob.op import backend_of, check_values, row_kernels
 from ..linear_logprob.targets import Targets
 from ..policy_loss import SUMS, Objective, PolicyFields
 from . import fused
-from .plan import even_cuts
+from .plan import HeadPlan, even_cuts
 from .terms import Term, TermEvaluator
 
 
-def encoded(terms: Sequence[Term]) -> tuple[list[Tensor], str, str]:
-    """Return the terms' tensors, and their names and objectives, a line a term: ops of torch take no objects."""
-    tensors, names = zip(*(t.fields.tensors() for t in terms), strict=True)
-    flat = [tensor for of_term in tensors for tensor in of_term]
-    return flat, "\n".join(names), "\n".join(t.objective.encoded for t in terms)
+@dataclass(frozen=True)
+class HeadPass:
+    """One pass of the head over the rows of a plan; the arguments of `linear_terms_loss_op`."""
+
+    hidden: Tensor  # [R, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    lora: HeadLora | None
+    softcap: float | None
+    target: Tensor  # [P] int64, by row
+    temperature: Tensor  # [R]
+    terms: Sequence[Term]  # K, on M targets
+    scale: Tensor | None  # [K], of the terms in the sum; None: one term
+    plan: HeadPlan
+    need: Sequence[bool]  # [5], gradients of hidden, weight, bias, a, b
+    weight_grad: Tensor | None  # [V, H], to which weight's gradient is added
+
+    def encoded(self) -> tuple[Any, ...]:
+        """Return the arguments in the order of `_one_pass`, without objects: ops of torch take none."""
+        lora_a, lora_b, lora_scale = (None, None, 0.0) if self.lora is None else self.lora
+        tensors, names = zip(*(t.fields.tensors() for t in self.terms), strict=True)
+        return (
+            self.hidden,
+            self.weight,
+            self.bias,
+            lora_a,
+            lora_b,
+            lora_scale,
+            self.plan.start,
+            self.target,
+            self.plan.place,
+            self.temperature,
+            self.softcap or 0.0,
+            [tensor for of_term in tensors for tensor in of_term],
+            "\n".join(names),
+            "\n".join(t.objective.encoded for t in self.terms),
+            self.scale,
+            self.plan.row_cuts,
+            self.plan.target_cuts,
+            self.plan.path_cuts,
+            self.need,
+            self.weight_grad,
+        )
 
 
 def _decoded(tensors: Sequence[Tensor], names: str, objectives: str) -> list[tuple[PolicyFields, Objective]]:
@@ -39,7 +78,7 @@ def _decoded(tensors: Sequence[Tensor], names: str, objectives: str) -> list[tup
     return terms
 
 
-def _one_pass(
+def _one_pass(  # `HeadPass.encoded` makes the arguments
     hidden: Tensor,  # [R, H]
     weight: Tensor,  # [V, H]
     bias: Tensor | None,  # [V]
@@ -51,9 +90,9 @@ def _one_pass(
     place: Tensor | None,  # [P] int64, of each target in the fields
     temperature: Tensor,  # [R]
     softcap: float,  # 0: none
-    fields: Sequence[Tensor],  # `encoded`, of K terms on M targets
-    names: str,
-    objectives: str,
+    fields: Sequence[Tensor],  # of K terms on M targets
+    names: str,  # of the fields, a line a term
+    objectives: str,  # `Objective.encoded`, a line a term
     scale: Tensor | None,  # [K], of the terms in the sum; None: one term
     row_cuts: Sequence[int],
     target_cuts: Sequence[int],

@@ -32,7 +32,7 @@ from torch import Tensor
 from ..checks import Arguments
 from ..linear_logprob.chunked import chunk_rows
 from ..policy_loss import Objective, PolicyFields
-from .align import align
+from .align import Alignment, align
 from .terms import AnyTerm, Term, live
 
 ONE_PASS = ("fused_forward", "sequence_aligned")
@@ -98,8 +98,8 @@ class HeadPlan:
         """
         V, H = self.head
         scored = self.schedule == "logprob_only"
-        own = self.row_cuts[-1] - self.row_cuts[0]
-        tiles = (own * (2 if scored else 4) + self.shared * (4 + 2)) * V * 4
+        apart = self.row_cuts[-1] - self.row_cuts[0]  # rows that no two chunks share
+        tiles = (apart * (2 if scored else 4) + self.shared * (4 + 2)) * V * 4
         chunks = len(self.row_cuts) - 1 + (-(-self.shared // self._most()) if self.shared else 0)
         head = 0 if self.frozen or scored else chunks * V * H * 8
         return float(tiles + head)
@@ -205,6 +205,49 @@ def plan_terms_loss(
         ValueError: a shape, dtype or device does not fit; without ``row`` there must be as many targets as rows.
         IndexError: a row is out of range (CPU only; on a GPU the program stops).
     """
+    alive = _checked(terms, num_rows, vocabulary, hidden_size, row, gradient_share)
+    C = chunk_rows(num_rows, vocabulary, torch.device(device))
+    place = alive.nonzero().flatten()
+    of_target = place if row is None else row[place].long()
+    if row is not None:
+        of_target, order = torch.sort(of_target, stable=True)
+        place = place[order]
+    rows, rank, count = torch.unique_consecutive(of_target, return_inverse=True, return_counts=True)
+    schedule, aligned = _schedule(terms, place, rank, C, frozen=frozen, gradient=gradient)
+    if aligned is not None and not aligned.in_order:
+        rows, count = rows[aligned.row], count[aligned.row]
+        new_rank = torch.empty_like(aligned.row)
+        new_rank[aligned.row] = torch.arange(len(rows), device=rows.device)
+        place = place[torch.sort(new_rank[rank], stable=True).indices]
+    start = torch.cat([count.new_zeros(1), count.cumsum(0)])
+    row_cuts = even_cuts(len(rows), C) if aligned is None else aligned.row_cuts
+    whole = len(rows) == num_rows and (aligned is None or aligned.in_order)
+    return HeadPlan(
+        schedule=schedule,
+        row=None if whole else rows,
+        place=None if whole and row is None else place,
+        start=start,
+        row_cuts=row_cuts,
+        target_cuts=tuple(start[list(row_cuts)].tolist()),
+        path_cuts=() if aligned is None else aligned.path_cuts,
+        shared=0 if aligned is None else aligned.shared,
+        size=(num_rows, len(alive)),
+        head=(vocabulary, hidden_size),
+        frozen=frozen,
+        gradient_share=gradient_share,
+        batch=int(fingerprint(terms, row)),
+    )
+
+
+def _checked(
+    terms: Sequence[AnyTerm],
+    num_rows: int,
+    vocabulary: int,
+    hidden_size: int,
+    row: Tensor | None,
+    gradient_share: float,
+) -> Tensor:  # [M] bool
+    """Check the arguments of `plan_terms_loss`; return the targets that some term needs."""
     of_terms = [live(t) for t in terms]
     check = Arguments("plan_policy_loss", "the terms", of_terms[0])
     for of_term in of_terms:
@@ -222,54 +265,28 @@ def plan_terms_loss(
     else:
         check.integers("row", row, (M,), " like the terms")
         check.index("row", row, num_rows)
-    C = chunk_rows(num_rows, vocabulary, torch.device(device))
-    place = alive.nonzero().flatten()
-    of_target = place if row is None else row[place].long()
-    if row is not None:
-        of_target, order = torch.sort(of_target, stable=True)
-        place = place[order]
-    rows, rank, count = torch.unique_consecutive(of_target, return_inverse=True, return_counts=True)
-    start = torch.cat([count.new_zeros(1), count.cumsum(0)])
+    return alive
 
-    schedule: Schedule = "logprob_only"
-    row_cuts = even_cuts(len(rows), C)
-    path_cuts: tuple[int, ...] = ()
-    shared = 0
-    in_order = True
+
+def _schedule(
+    terms: Sequence[AnyTerm],
+    place: Tensor,  # [P] int64, of each target in the terms, by row
+    rank: Tensor,  # [P] int64, of the target's row among those that are needed
+    chunk: int,
+    *,
+    frozen: bool,
+    gradient: bool,
+) -> tuple[Schedule, Alignment | None]:
+    """Return the schedule, and the chunks of whole paths where that is `sequence_aligned`."""
     scopes = {t.objective.scope if isinstance(t, Term) else "batch" for t in terms}
-    if gradient and scopes == {"token"}:
-        schedule = "fused_forward"
-    elif gradient:
-        aligned = None if "batch" in scopes else align(terms, place, rank, C)
-        if frozen and not _need_entropy(terms) and (aligned is None or aligned.shared):
-            schedule = "frozen_head"
-        elif aligned is None:
-            schedule = "two_phase"
-        else:
-            schedule, in_order = "sequence_aligned", aligned.in_order
-            shared, row_cuts, path_cuts = aligned.shared, aligned.row_cuts, aligned.path_cuts
-            if not in_order:
-                rows, count = rows[aligned.row], count[aligned.row]
-                new_rank = torch.empty_like(aligned.row)
-                new_rank[aligned.row] = torch.arange(len(rows), device=rows.device)
-                place = place[torch.sort(new_rank[rank], stable=True).indices]
-                start = torch.cat([count.new_zeros(1), count.cumsum(0)])
-    whole = len(rows) == num_rows and in_order
-    return HeadPlan(
-        schedule=schedule,
-        row=None if whole else rows,
-        place=None if whole and row is None else place,
-        start=start,
-        row_cuts=row_cuts,
-        target_cuts=tuple(start[list(row_cuts)].tolist()),
-        path_cuts=path_cuts,
-        shared=shared,
-        size=(num_rows, M),
-        head=(vocabulary, hidden_size),
-        frozen=frozen,
-        gradient_share=gradient_share,
-        batch=int(fingerprint(terms, row)),
-    )
+    if not gradient:
+        return "logprob_only", None
+    if scopes == {"token"}:
+        return "fused_forward", None
+    aligned = None if "batch" in scopes else align(terms, place, rank, chunk)
+    if frozen and not _need_entropy(terms) and (aligned is None or aligned.shared):
+        return "frozen_head", None
+    return ("two_phase" if aligned is None else "sequence_aligned"), aligned
 
 
 def fingerprint(terms: Sequence[AnyTerm], row: Tensor | None) -> Tensor:  # [] int64

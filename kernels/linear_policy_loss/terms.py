@@ -62,7 +62,7 @@ class TermsLossOutput(NamedTuple):
     entropy: Tensor | None = None  # [M], likewise
 
 
-def wanted(terms: Sequence[AnyTerm]) -> tuple[tuple[str, ...], Tensor | None]:
+def statistics_read(terms: Sequence[AnyTerm]) -> tuple[tuple[str, ...], Tensor | None]:
     """Return the statistics that the terms read, in the order of `STATISTICS`, and their further ids ``[M, K]``."""
     of_logprobs = [t for t in terms if isinstance(t, LogprobTerm)]
     names = tuple(name for name in STATISTICS if any(name in t.want for t in of_logprobs))
@@ -73,17 +73,17 @@ def wanted(terms: Sequence[AnyTerm]) -> tuple[tuple[str, ...], Tensor | None]:
 def statistics_of(
     terms: Sequence[AnyTerm], statistics: Mapping[str, Tensor]
 ) -> Iterator[tuple[AnyTerm, dict[str, Tensor]]]:
-    """Yield each term with its own statistics, from those of all; see `wanted`."""
+    """Yield each term with its own statistics, from those of all; see `statistics_read`."""
     first = 0
     for term in terms:
-        own = {} if isinstance(term, Term) else {name: statistics[name] for name in term.want}
-        if "extra_logprob" in own:
+        of_term = {} if isinstance(term, Term) else {name: statistics[name] for name in term.want}
+        if "extra_logprob" in of_term:
             assert isinstance(term, LogprobTerm)
             assert term.extra_ids is not None
             K = term.extra_ids.shape[1]
-            own["extra_logprob"] = own["extra_logprob"][:, first : first + K]
+            of_term["extra_logprob"] = of_term["extra_logprob"][:, first : first + K]
             first += K
-        yield term, own
+        yield term, of_term
 
 
 def live(term: AnyTerm) -> Tensor:

@@ -42,21 +42,21 @@ class Adapters:
         width, depth = check.tensor("weight", weight, ("M", "K")).shape
         self.dtype = weight.dtype if dtype is None else dtype
         check.require(self.dtype in DTYPES, f"adapters cannot be {self.dtype}")
-        own: list[LowRank | None] = []
+        checked: list[LowRank | None] = []
         for one in of:
             if one is not None:
                 rank = len(check.floats("a", one.a, ("r", depth), " like weight"))
                 check.floats("b", one.b, (width, rank), " like weight and a")
                 a, b = (t.detach().to(self.dtype).contiguous() for t in (one.a, one.b))
                 one = LowRank(a, b, check.number("scale", one.scale))
-            own.append(one)
-        self.of = tuple(own)
+            checked.append(one)
+        self.of = tuple(checked)
         self.shape = width, depth
         self.device = weight.device
-        rows = [(0, 0, 0) if one is None else (one.a.data_ptr(), one.b.data_ptr(), len(one.a)) for one in own]
+        rows = [(0, 0, 0) if one is None else (one.a.data_ptr(), one.b.data_ptr(), len(one.a)) for one in checked]
         self.matrices = torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(self.device)
         """[G, 3] int64: the addresses of a and b, and the rank; zeros where there is none."""
-        scales = [0.0 if one is None else one.scale for one in own]
+        scales = [0.0 if one is None else one.scale for one in checked]
         self.scales = torch.tensor(scales, dtype=torch.float32, device=self.device)
         """[G] float32."""
         self.most_rank = max((rank for *_, rank in rows), default=0)

@@ -11,5 +11,5 @@ from .runs import Runs
 
 def add_low_rank(out: Tensor, x: Tensor, adapters: Adapters, runs: Runs) -> None:  # [N, M], [N, K]
     for begin, end, number in runs:
-        if (own := adapters.of[number]) is not None:
-            out[begin:end] += F.linear(F.linear(x[begin:end], own.a), own.b) * own.scale
+        if (adapter := adapters.of[number]) is not None:
+            out[begin:end] += F.linear(F.linear(x[begin:end], adapter.a), adapter.b) * adapter.scale

@@ -31,8 +31,8 @@ class Runs:
     def of(adapter: Array) -> Runs:  # [N] int
         """Return the runs of rows with the numbers ``adapter``, -1 for rows without one."""
         first = np.flatnonzero(np.diff(adapter, prepend=adapter[:1] - 1))
-        last, some = np.append(first, len(adapter))[1:], adapter[first] >= 0
-        columns = first[some], last[some], adapter[first[some]]
+        last, adapted = np.append(first, len(adapter))[1:], adapter[first] >= 0
+        columns = first[adapted], last[adapted], adapter[first[adapted]]
         return Runs(len(adapter), np.stack(columns, 1).reshape(-1).tolist())
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:

@@ -132,7 +132,7 @@ def finish(
     """
     total_of = dict(zip(SUMS, sums.unbind(), strict=True))
     weight = fields.weight if fields.mask is None else torch.where(fields.mask, fields.weight, 0)
-    everything, count, known = weight.sum(dtype=torch.float64), total_of["tokens"], total_of["behaviour_count"]
+    everything, count, compared = weight.sum(dtype=torch.float64), total_of["tokens"], total_of["behaviour_count"]
     metrics = {
         "actor/pg_loss": (total_of["pg_loss"], everything),
         "actor/pg_clipfrac": (total_of["clipped"], everything),
@@ -144,8 +144,8 @@ def finish(
     if fields.ref_logprob is not None:
         metrics["actor/kl_loss"] = (total_of["kl"], count)
     if fields.behaviour_logprob is not None:
-        metrics["training/mismatch_k3_kl"] = (total_of["mismatch_k3"], known)
-        metrics["training/rollout_probs_diff_mean"] = (total_of["mismatch_probability"], known)
+        metrics["training/mismatch_k3_kl"] = (total_of["mismatch_k3"], compared)
+        metrics["training/rollout_probs_diff_mean"] = (total_of["mismatch_probability"], compared)
     if objective.token_mismatch != "none":
         metrics["training/rollout_is_mean"] = (total_of["mismatch_weight"], count)
         metrics["training/rollout_is_rejected"] = (total_of["mismatch_rejected"], count)

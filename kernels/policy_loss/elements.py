@@ -113,7 +113,7 @@ class _Mismatch(NamedTuple):
     factor: Tensor | float = 1.0  # of the surrogate
     k3: Tensor | float = 0.0
     probability: Tensor | float = 0.0
-    known: Tensor | float = 0.0
+    compared: Tensor | float = 0.0
     weight: Tensor | float = 0.0
     rejected: Tensor | float = 0.0
 
@@ -163,7 +163,7 @@ def losses(
         mismatch_probability=sampler.probability,
         mismatch_weight=sampler.weight,
         mismatch_rejected=sampler.rejected,
-        behaviour_count=sampler.known,
+        behaviour_count=sampler.compared,
         tokens=x.weight,
     )
     return grad, d_entropy, sums
@@ -208,19 +208,19 @@ def _mismatch(x: Elements, n: Spec, old: Tensor, mismatch: str) -> _Mismatch:
         finite = isfinite(x.behaviour_logprob)
         behaviour = where(finite, x.behaviour_logprob, old)
         gap = clamp(old - behaviour, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        known = where(finite, x.weight, 0.0)
-        k3 = where(known != 0, known * (expm1(gap) - gap), 0.0)
-        probability = where(known != 0, known * abs(exp(old) - exp(behaviour)), 0.0)
+        compared = where(finite, x.weight, 0.0)
+        k3 = where(compared != 0, compared * (expm1(gap) - gap), 0.0)
+        probability = where(compared != 0, compared * abs(exp(old) - exp(behaviour)), 0.0)
         if mismatch == "none":
-            return _Mismatch(1.0, k3, probability, known)
+            return _Mismatch(1.0, k3, probability, compared)
         elif mismatch == "truncate":
             w = clamp(exp(gap), n.mismatch_low, n.mismatch_cap)
-            return _Mismatch(w, k3, probability, known, x.weight * w)
+            return _Mismatch(w, k3, probability, compared, x.weight * w)
         else:
             w = exp(gap)
             outside = (w > n.mismatch_cap) | (w < n.mismatch_low)
             w = where(outside, 0.0, w)
-            return _Mismatch(w, k3, probability, known, x.weight * w, where(outside, x.weight, 0.0))
+            return _Mismatch(w, k3, probability, compared, x.weight * w, where(outside, x.weight, 0.0))
 
 
 def _kl(

@@ -182,23 +182,7 @@ class PolicyFields:
                 size == S or size == M,  # noqa: SIM109
                 lambda name=name, size=size: f"{name} must be [{M}], or [{S}] with cu_seqlens, got [{size}]",  # type: ignore[misc]
             )
-        sequence = torch.searchsorted(cu[1:], torch.arange(M, device=cu.device), right=True)
-        leaf_weight = torch.ones_like(advantage[:S]) if weight is None else weight if len(weight) == S else None
-        leaf_advantage = advantage if per_sequence else None
-        if weight is not None:
-            weight = weight[sequence] if len(weight) == S else weight
-        pos, neg, one = _signed(advantage[sequence] if per_sequence else advantage, weight)
-        counted = torch.ones_like(one) if mask is None else mask.to(one.dtype)
-        before = torch.cat([counted.new_zeros(1, dtype=torch.float64), counted.double().cumsum(0)])
-        paths = PathIndex(
-            target_end=cu[1:][sequence],
-            leaf_target=torch.where(cu[1:] > cu[:-1], cu[1:] - 1, -1),
-            leaf_length=(before[cu[1:]] - before[cu[:-1]]).to(one.dtype),
-            leaf_weight=leaf_weight,
-            leaf_advantage=leaf_advantage,
-            sequence=sequence,
-        )
-        return PolicyFields(pos, neg, one, **of_targets, paths=paths)
+        return _of_sequences(advantage, weight, cu, M, of_targets)
 
     def folded(self, aggregation: str) -> PolicyFields:
         """Return these fields with ``aggregation`` folded into the weights.
@@ -243,6 +227,35 @@ def _shifted(start: Tensor | None, inside: Tensor, first: int) -> Tensor | None:
 
 def _inside(target: Tensor | None, first: int, last: int) -> Tensor | None:
     return None if target is None else torch.where((target >= first) & (target < last), target - first, -1)
+
+
+def _of_sequences(
+    advantage: Tensor,  # [M] or [S]
+    weight: Tensor | None,  # [M] or [S]
+    cu: Tensor,  # [S + 1] int64
+    M: int,
+    of_targets: dict[str, Any],
+) -> PolicyFields:
+    """Return the fields of ``M`` targets of sequences; what has one value a sequence goes into their paths too."""
+    S = len(cu) - 1
+    sequence = torch.searchsorted(cu[1:], torch.arange(M, device=cu.device), right=True)
+    leaf_weight = torch.ones_like(advantage[:S]) if weight is None else weight if len(weight) == S else None
+    leaf_advantage = advantage if len(advantage) == S else None
+    if weight is not None:
+        weight = weight[sequence] if len(weight) == S else weight
+    pos, neg, one = _signed(advantage if leaf_advantage is None else advantage[sequence], weight)
+    mask = of_targets["mask"]
+    counted = torch.ones_like(one) if mask is None else mask.to(one.dtype)
+    before = torch.cat([counted.new_zeros(1, dtype=torch.float64), counted.double().cumsum(0)])
+    paths = PathIndex(
+        target_end=cu[1:][sequence],
+        leaf_target=torch.where(cu[1:] > cu[:-1], cu[1:] - 1, -1),
+        leaf_length=(before[cu[1:]] - before[cu[:-1]]).to(one.dtype),
+        leaf_weight=leaf_weight,
+        leaf_advantage=leaf_advantage,
+        sequence=sequence,
+    )
+    return PolicyFields(pos, neg, one, **of_targets, paths=paths)
 
 
 def _signed(advantage: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

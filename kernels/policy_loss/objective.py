@@ -185,8 +185,8 @@ class Objective:
         exclude(allowed is not None and self.ratio_level not in allowed, surrogate, level)
         exclude(self.ratio_level != "token" and self.dynamic_clip, level, "dynamic_clip")
         exclude(self.dynamic_clip and ("low" not in reads or changed), "dynamic_clip", surrogate)
-        own = self.ratio_base in ("self", "current")
-        exclude(self.dynamic_clip and own, "dynamic_clip", f"ratio_base '{self.ratio_base}'")
+        of_policy = self.ratio_base in ("self", "current")
+        exclude(self.dynamic_clip and of_policy, "dynamic_clip", f"ratio_base '{self.ratio_base}'")
         exclude(self.weighs_by_sampler and self.mismatch != "none", surrogate, f"mismatch '{self.mismatch}'")
         of_sequences = self.mismatch != "none" and self.mismatch_level != "token"
         corrects = rule is not None and rule.corrects_tokens
@@ -196,17 +196,19 @@ class Objective:
         options = self.options
         _require(isinstance(options, Mapping | list | tuple), f"options must be a mapping, got {shown(options)}")
         try:
-            given = dict(options)
+            values = dict(options)
         except (TypeError, ValueError):
             raise ValueError(f"Objective: options must be a mapping, got {shown(options)}.") from None
-        known = [name for name in ([] if self.rule is None else self.rule.option_names) if name not in _FIELD_NAMES]
-        for name, value in given.items():
-            has = f"it has {', '.join(known)}" if known else "it has none of its own"
-            _require(name in known, f"surrogate '{self.surrogate}' has no option '{name}'; {has}")
+        of_rule = [] if self.rule is None else self.rule.option_names
+        option_names = [name for name in of_rule if name not in _FIELD_NAMES]
+        for name, value in values.items():
+            has = f"it has {', '.join(option_names)}" if option_names else "it has none of its own"
+            _require(name in option_names, f"surrogate '{self.surrogate}' has no option '{name}'; {has}")
             fits = isinstance(value, bool | str) or _is_number(value)
             _require(fits, f"option '{name}' must be a number, a text, True or False, got {shown(value)}")
-        object.__setattr__(self, "options", tuple(sorted(given.items())))
-        missing = "" if self.rule is None else ", ".join(n for n in self.rule.required if n in known and n not in given)
+        object.__setattr__(self, "options", tuple(sorted(values.items())))
+        required = () if self.rule is None else self.rule.required
+        missing = ", ".join(n for n in required if n in option_names and n not in values)
         _require(not missing, f"surrogate '{self.surrogate}' needs options {missing}")
         _ = self.rule_options  # whose dataclass may check their values
 
@@ -249,9 +251,9 @@ class Objective:
         """
         if self.rule is None or self.rule.options is None:
             return None
-        own = dict(self.options)
+        chosen = dict(self.options)
         read = {n: getattr(self, n) for n in self.rule.option_names if n in _FIELD_NAMES}
-        return self.rule.options(**read, **own)
+        return self.rule.options(**read, **chosen)
 
     @property
     def elementwise(self) -> str:
@@ -354,8 +356,8 @@ def _is_number(value: object) -> bool:
     return abs(value) <= torch.finfo(torch.float32).max
 
 
-def _one_of(field: str, value: str, known: tuple[str, ...]) -> None:
-    _require(value in known, f"{field} '{value}' is not known; choose one of {', '.join(known)}")
+def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
+    _require(value in allowed, f"{field} '{value}' is not known; choose one of {', '.join(allowed)}")
 
 
 _FIELD_NAMES = tuple(f.name for f in fields(Objective) if f.init)

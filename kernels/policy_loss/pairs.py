@@ -69,15 +69,46 @@ def pair_loss(
             shapes, dtypes or devices do not fit.
         IndexError: a leaf is out of range (CPU only; on a GPU the program stops).
     """
-
     check = Arguments("pair_loss", "logprob", logprob)
+    _check_options(check, kind, ref_logprob is not None, beta, margin, label_smoothing)
+    _check_tensors(check, logprob, paths, chosen, rejected, ref_logprob, mask, margin, weight)
+    check.normalizer(normalizer)
+
+    log_ratio = logprob if ref_logprob is None else logprob - ref_logprob.to(logprob.dtype)
+    counted = torch.ones_like(log_ratio) if mask is None else mask.to(log_ratio.dtype)
+    of_path = paths.sum(log_ratio if mask is None else torch.where(mask, log_ratio, 0))
+    if kind in ("ipo", "simpo", "orpo"):
+        of_path = of_path / paths.sum(counted).clamp(min=1)
+    better, worse = of_path[chosen.long()], of_path[rejected.long()]
+    if kind == "orpo":
+        better, worse = (x.clamp(max=-1e-7) for x in (better, worse))  # log(1 - p) of a sequence that is certain
+    losses = _losses(kind, better, worse, beta, margin, label_smoothing)
+    losses = losses if weight is None else losses * weight
+    reward_w, reward_l = (beta * r.detach().double() for r in (better, worse))
+    metrics = {
+        "rewards/chosen": reward_w,
+        "rewards/rejected": reward_l,
+        "rewards/margins": reward_w - reward_l,
+        "rewards/accuracies": (reward_w > reward_l).double(),
+    }
+    count = reward_w.new_tensor(float(len(chosen)))
+    total = losses.sum()
+    return PolicyLossOutput(
+        normalized(total, normalizer),
+        {name: (value.sum(), count) for name, value in metrics.items()},
+    )
+
+
+def _check_options(
+    check: Arguments, kind: PairLoss, has_reference: bool, beta: float, margin: float | Tensor, label_smoothing: float
+) -> None:
     require = check.require
     require(kind in get_args(PairLoss), f"kind '{kind}' is not known; choose one of {', '.join(get_args(PairLoss))}")
     require(
-        (ref_logprob is None) == (kind in WITHOUT_REFERENCE),
+        has_reference != (kind in WITHOUT_REFERENCE),
         f"kind '{kind}' {'takes no' if kind in WITHOUT_REFERENCE else 'needs'} ref_logprob",
     )
-    check.number("beta", beta, above=0, wanted="positive and finite")
+    check.number("beta", beta, above=0, expected="positive and finite")
     check.number("label_smoothing", label_smoothing, least=0)
     require(label_smoothing < 0.5, lambda: f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
     require(label_smoothing == 0 or kind in ("sigmoid", "robust"), f"kind '{kind}' does not take label_smoothing")
@@ -85,6 +116,19 @@ def pair_loss(
         kind not in WITHOUT_MARGIN or (not isinstance(margin, Tensor) and margin == 0),
         f"kind '{kind}' does not take margin",
     )
+
+
+def _check_tensors(
+    check: Arguments,
+    logprob: Tensor,
+    paths: PathIndex,
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_logprob: Tensor | None,
+    mask: Tensor | None,
+    margin: float | Tensor,
+    weight: Tensor | None,
+) -> None:
     M = len(check.floats("logprob", logprob, ("M",), dtypes=(torch.float32, torch.float64)))
     if not isinstance(paths, PathIndex):
         check.wrong_type("paths", "a PathIndex, such as PolicyFields.flat(advantage, cu_seqlens=...).paths", paths)
@@ -102,42 +146,23 @@ def pair_loss(
     if isinstance(margin, Tensor):
         check.floats("margin", margin)
         fits = margin.dim() == 0 or (margin.dim() == 1 and margin.shape[0] == P)
-        require(fits, lambda: f"margin must be a number or [{P}], got {list(margin.shape)}")
+        check.require(fits, lambda: f"margin must be a number or [{P}], got {list(margin.shape)}")
     else:
         check.number("margin", margin)
     for name, constant in (("ref_logprob", ref_logprob), ("weight", weight), ("margin", margin)):
         check.constant(name, constant)
-    check.normalizer(normalizer)
 
-    log_ratio = logprob if ref_logprob is None else logprob - ref_logprob.to(logprob.dtype)
-    counted = torch.ones_like(log_ratio) if mask is None else mask.to(log_ratio.dtype)
-    of_path = paths.sum(log_ratio if mask is None else torch.where(mask, log_ratio, 0))
-    if kind in ("ipo", "simpo", "orpo"):
-        of_path = of_path / paths.sum(counted).clamp(min=1)
-    better, worse = of_path[chosen.long()], of_path[rejected.long()]
+
+def _losses(
+    kind: PairLoss, better: Tensor, worse: Tensor, beta: float, margin: float | Tensor, label_smoothing: float
+) -> Tensor:  # [P]
     if kind == "orpo":
-        better, worse = (x.clamp(max=-1e-7) for x in (better, worse))  # log(1 - p) of a sequence that is certain
         odds = (better - torch.log(-torch.expm1(better))) - (worse - torch.log(-torch.expm1(worse)))
-        losses = -beta * logsigmoid(odds)
-    elif kind == "ipo":
-        losses = (better - worse - 1 / (2 * beta)).square()
-    else:
-        x = beta * (better - worse) - margin
-        losses = (1 - x).clamp(min=0) if kind == "hinge" else _smoothed(x, label_smoothing, kind == "robust")
-    losses = losses if weight is None else losses * weight
-    reward_w, reward_l = (beta * r.detach().double() for r in (better, worse))
-    metrics = {
-        "rewards/chosen": reward_w,
-        "rewards/rejected": reward_l,
-        "rewards/margins": reward_w - reward_l,
-        "rewards/accuracies": (reward_w > reward_l).double(),
-    }
-    count = reward_w.new_tensor(float(len(chosen)))
-    total = losses.sum()
-    return PolicyLossOutput(
-        normalized(total, normalizer),
-        {name: (value.sum(), count) for name, value in metrics.items()},
-    )
+        return -beta * logsigmoid(odds)
+    if kind == "ipo":
+        return (better - worse - 1 / (2 * beta)).square()
+    x = beta * (better - worse) - margin
+    return (1 - x).clamp(min=0) if kind == "hinge" else _smoothed(x, label_smoothing, kind == "robust")
 
 
 def _smoothed(x: Tensor, smoothing: float, robust: bool) -> Tensor:

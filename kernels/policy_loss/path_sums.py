@@ -76,5 +76,5 @@ def previous(target_end: Tensor) -> tuple[Tensor, Tensor]:
     ended = place.new_zeros(M + 1).index_put((target_end.long(),), torch.ones_like(place), accumulate=True)
     depth = place + 1 - ended.cumsum(0)[:M]
     key, order = (depth * M + place).sort()
-    found = torch.searchsorted(key, (depth - 1) * M + place) - 1
-    return torch.where(depth > 1, order[found.clamp(min=0)], M), depth
+    before = torch.searchsorted(key, (depth - 1) * M + place) - 1
+    return torch.where(depth > 1, order[before.clamp(min=0)], M), depth

@@ -183,9 +183,9 @@ def apply_leaf_weights(
     if objective.off_policy_delta is not None:
         sampler = fields.old_logprob if fields.behaviour_logprob is None else fields.behaviour_logprob
         assert sampler is not None
-        known = sampler.isfinite()
-        count = targets.total(known.to(length.dtype)).clamp(min=1)
-        drift = targets.total(torch.where(known, sampler - logprob, 0)) / count
+        recorded = sampler.isfinite()
+        count = targets.total(recorded.to(length.dtype)).clamp(min=1)
+        drift = targets.total(torch.where(recorded, sampler - logprob, 0)) / count
         neg = torch.where(drift > objective.off_policy_delta, 0, neg)
     if objective.rule is not None and objective.rule.kind == "leaf_weight":
         factor = objective.rule.function(targets, objective.rule_options)

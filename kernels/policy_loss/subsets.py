@@ -94,9 +94,9 @@ def _check(op: str, fields: PolicyFields, share: float, name: str = "share", **o
     check = Arguments(op, "the fields", fields.weight)
     check.number(name, share)
     check.require(0 < share <= 1, f"{name} must be in (0, 1], got {share}")
-    for known, values in of_targets.items():
-        kind = check.integers if known == "token" else check.floats
-        kind(known, values, fields.weight.shape, ", one a target")
+    for column, values in of_targets.items():
+        kind = check.integers if column == "token" else check.floats
+        kind(column, values, fields.weight.shape, ", one a target")
 
 
 def _uniform(token: Tensor, seed: int) -> Tensor:

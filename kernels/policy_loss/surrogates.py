@@ -3,19 +3,17 @@
 A surrogate is one function from log-prob and log-ratio ``d`` (r = exp d) to the values of g (g_pos and g_neg together:
 -+) and their derivatives by the log-prob, which differ where a stop-gradient sg is in the formula. PyTorch runs its
 text and Triton compiles it, and the fields and options of an objective with it follow from what it reads. To add one,
-write the function here, with the options of its preset if it has one of its name, and its row in the test table.
+write the function here, with what it reads and gives and the options of its preset if it has one of its name, and its
+row in the test table.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .elementwise import MAX_LOG_RATIO, TINY, clamp, exp, log, minimum, ratio, sigmoid, sign, where
@@ -65,45 +63,16 @@ Formula = Callable[[Token, Spec], Terms]
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A formula, and properties that do not follow from its text."""
+    """A formula, what it reads and gives, and what an objective with it has by default."""
 
     formula: Formula
+    reads: frozenset[str]  # fields of `Token` and `Spec`
+    signed: bool = True  # it gives g_pos and g_neg
+    of_all: bool = False  # it gives a g_all, whose weight is not an advantage
+    bounded: bool = False  # it says where a bound acts
     extra: str | None = None  # the optional field of `PolicyFields` that is ``Token.extra``
     cap: float = math.inf  # clip_ratio_c where the objective gives none
     preset: dict[str, Any] | None = None  # options of the preset that has its name; None: there is none
-
-    @functools.cached_property
-    def reads(self) -> frozenset[str]:
-        """Names of the fields of `Token` and `Spec` that the formula reads."""
-        names, todo = set[str](), [self.formula]
-        while todo:
-            function = todo.pop()
-            names.update(function.__code__.co_names)
-            used = (function.__globals__.get(name) for name in function.__code__.co_names)
-            todo += [f for f in used if isinstance(f, FunctionType) and f.__module__ == __name__]
-        return frozenset(names)
-
-    @functools.cached_property
-    def gives(self) -> frozenset[str]:
-        """Names of the `Terms` that the formula returns."""
-        x = torch.full((1,), -1.0)
-        terms = self.formula(Token(x, 0 * x, x, x, x), Spec(*[1.0] * len(Spec._fields)))
-        return frozenset(name for name, value in terms._asdict().items() if isinstance(value, Tensor))
-
-    @property
-    def of_all(self) -> bool:
-        """True if there is a g_all, whose weight is not an advantage."""
-        return "all" in self.gives
-
-    @property
-    def signed(self) -> bool:
-        """True if there are g_pos and g_neg."""
-        return "pos" in self.gives
-
-    @property
-    def bounded(self) -> bool:
-        """True if a bound may act."""
-        return not self.gives.isdisjoint(("clipped_pos", "clipped_neg", "clipped_lower"))
 
     @property
     def of_ratio(self) -> bool:
@@ -114,17 +83,20 @@ class Surrogate:
 SURROGATES: dict[str, Surrogate] = {}
 
 
-def surrogate(**properties: Any) -> Callable[[Formula], Formula]:
-    """Enter a function into ``SURROGATES`` under its name; ``properties`` are fields of `Surrogate`."""
+def surrogate(reads: str, **properties: Any) -> Callable[[Formula], Formula]:
+    """Enter a function into ``SURROGATES`` under its name.
+
+    ``reads`` lists names; ``properties`` are the other fields of `Surrogate`. A test compares all with the formula.
+    """
 
     def enter(formula: Formula) -> Formula:
-        SURROGATES[formula.__name__] = Surrogate(formula, **properties)
+        SURROGATES[formula.__name__] = Surrogate(formula, frozenset(reads.split()), **properties)
         return formula
 
     return enter
 
 
-@surrogate(preset={})
+@surrogate(reads="d low high clip_ratio_c", bounded=True, preset={})
 def ppo(x: Token, n: Spec) -> Terms:
     """g_pos = -min(r, high), g_neg = max(r, low), the latter at most clip_ratio_c (dual clip; TRL's delta, from
     1 + eps_high on).
@@ -145,14 +117,14 @@ def ppo(x: Token, n: Spec) -> Terms:
     )
 
 
-@surrogate()
+@surrogate(reads="d")
 def unclipped(x: Token, n: Spec) -> Terms:
     """-+ r."""
     r, dr = ratio(x.d)
     return Terms(pos=-r, d_pos=-dr, neg=r, d_neg=dr)
 
 
-@surrogate(preset={})
+@surrogate(reads="logprob d low high", bounded=True, preset={})
 def cispo(x: Token, n: Spec) -> Terms:
     """-+ sg(clip(r, low, high)) logprob. TRL's bound is 1 + eps_high with eps_low 1."""
     r, _ = ratio(x.d)
@@ -162,7 +134,7 @@ def cispo(x: Token, n: Spec) -> Terms:
     return Terms(pos=-w * x.logprob, d_pos=-w, neg=w * x.logprob, d_neg=w, clipped_pos=over, clipped_neg=under)
 
 
-@surrogate(preset={"aggregation": "seq_mean_token_mean"})
+@surrogate(reads="d tau_pos tau_neg", preset={"aggregation": "seq_mean_token_mean"})
 def sapo(x: Token, n: Spec) -> Terms:
     """-+ (4 / tau) sigmoid(tau (r - 1))."""
     r, dr = ratio(x.d)
@@ -176,7 +148,7 @@ def sapo(x: Token, n: Spec) -> Terms:
     )
 
 
-@surrogate(preset={})
+@surrogate(reads="logprob", preset={})
 def reinforce(x: Token, n: Spec) -> Terms:
     """-+ logprob."""
     return Terms(pos=-x.logprob, d_pos=-1.0, neg=x.logprob, d_neg=1.0)
@@ -192,14 +164,14 @@ def _masked_importance(x: Token, n: Spec, bad_pos: Tensor, bad_neg: Tensor) -> T
     )
 
 
-@surrogate(cap=20.0, preset={})
+@surrogate(reads="logprob d eps_low eps_high clip_ratio_c", bounded=True, cap=20.0, preset={})
 def dppo_tv(x: Token, n: Spec) -> Terms:
     """-+ sg(min(r, clip_ratio_c)) logprob, 0 where the probability has moved by more than eps with the advantage."""
     moved = exp(x.logprob) - exp(x.logprob - x.d)
     return _masked_importance(x, n, moved > n.eps_high, moved < -n.eps_low)
 
 
-@surrogate(cap=20.0, preset={})
+@surrogate(reads="logprob d eps_low eps_high clip_ratio_c", bounded=True, cap=20.0, preset={})
 def dppo_kl(x: Token, n: Spec) -> Terms:
     """Like dppo_tv, by the binary KL."""
     p = exp(x.logprob)
@@ -208,20 +180,21 @@ def dppo_kl(x: Token, n: Spec) -> Terms:
     return _masked_importance(x, n, (divergence > n.eps_high) & (p > q), (divergence > n.eps_low) & (p < q))
 
 
-@surrogate(preset={})  # the caller sets beta
+@surrogate(reads="logprob d beta", of_all=True, preset={})  # the caller sets beta
 def dro(x: Token, n: Spec) -> Terms:
     """reinforce + (beta / 2) (log r)^2."""
     return Terms(pos=-x.logprob, d_pos=-1.0, neg=x.logprob, d_neg=1.0, all=0.5 * n.beta * x.d * x.d, d_all=n.beta * x.d)
 
 
-@surrogate(preset={})
+@surrogate(reads="d beta", of_all=True, preset={})
 def kl_cov(x: Token, n: Spec) -> Terms:
     """-+ r + beta |log r|, the latter on tokens of large covariance alone (`rules.kl_cov`)."""
     r, dr = ratio(x.d)
     return Terms(pos=-r, d_pos=-dr, neg=r, d_neg=dr, all=n.beta * abs(x.d), d_all=n.beta * sign(x.d))
 
 
-@surrogate(extra="pass_rate", preset={"beta": 1e-2})  # the floor of the implicit negative policy; reconstructed
+# beta is the floor of the implicit negative policy; reconstructed
+@surrogate(reads="d extra beta", bounded=True, extra="pass_rate", preset={"beta": 1e-2})
 def nft(x: Token, n: Spec) -> Terms:
     """-log r, and -log max((1 - q r) / (1 - q), beta), q the prompt's pass rate and +-w(q) the advantages, not
     normalised by the group.
@@ -236,7 +209,8 @@ def nft(x: Token, n: Spec) -> Terms:
     )
 
 
-@surrogate(preset={"beta": 0.1, "needs": ("token_weight",)})  # which tokens another policy wrote; beta is reconstructed
+# token_weight says which tokens another policy wrote; beta is reconstructed
+@surrogate(reads="logprob beta", preset={"beta": 0.1, "needs": ("token_weight",)})
 def prob_shaping(x: Token, n: Spec) -> Terms:
     """-+ p / (p + beta), p = e^logprob: for tokens of other policies, whose ratio is not known (Yan et al. 2025)."""
     p = exp(x.logprob)
@@ -245,20 +219,20 @@ def prob_shaping(x: Token, n: Spec) -> Terms:
     return Terms(pos=-shaped, d_pos=-slope, neg=shaped, d_neg=slope)
 
 
-@surrogate()
+@surrogate(reads="logprob", signed=False, of_all=True)
 def nll(x: Token, n: Spec) -> Terms:
     """-logprob, whatever the advantage."""
     return Terms(all=-x.logprob, d_all=-1.0)
 
 
-@surrogate(extra="teacher_logprob")
+@surrogate(reads="logprob extra", signed=False, of_all=True, extra="teacher_logprob")
 def distill_reverse(x: Token, n: Spec) -> Terms:
     """sg(logprob - teacher) logprob, whose value is no KL."""
     away = x.logprob - x.extra
     return Terms(all=away * x.logprob, d_all=away)
 
 
-@surrogate(extra="teacher_logprob")
+@surrogate(reads="logprob extra clip_ratio_c", signed=False, of_all=True, extra="teacher_logprob")
 def distill_forward(x: Token, n: Spec) -> Terms:
     """-sg(min(e^(teacher - logprob), clip_ratio_c)) logprob."""
     w = minimum(exp(clamp(x.extra - x.logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)), n.clip_ratio_c)

@@ -103,10 +103,10 @@ def compiled(formula: Callable[..., Any]) -> Any:
         ValueError: the formula uses another name.
     """
     assert isinstance(formula, FunctionType)
-    known = formula.__globals__
+    globals_ = formula.__globals__
     meaning: dict[str, Any] = {"__name__": formula.__module__, "__builtins__": __builtins__, "tl": tl}
     for name in {*formula.__annotations__.values(), *formula.__code__.co_names}:
-        value = known.get(name)
+        value = globals_.get(name)
         if name in FUNCTIONS:
             meaning[name] = FUNCTIONS[name]
         elif isinstance(value, type) and issubclass(value, tuple):
@@ -117,7 +117,7 @@ def compiled(formula: Callable[..., Any]) -> Any:
             meaning[name] = compiled(value)
         elif isinstance(value, int | float):
             meaning[name] = tl.constexpr(value)
-        elif name in known:
+        elif name in globals_:
             raise ValueError(f"{formula.__name__} uses {name}, which kernels/policy_loss/elementwise.py does not have.")
     same = FunctionType(formula.__code__, meaning, formula.__name__)
     same.__module__, same.__qualname__ = formula.__module__, formula.__qualname__
@@ -129,57 +129,14 @@ UNALIGNED = (*Elements._fields, "d_logprob", "d_entropy", "partial")
 """A chunk of targets begins anywhere, so one kernel serves all alignments."""
 
 
-@triton.jit(do_not_specialize=["M", "blocks"], do_not_specialize_on_alignment=UNALIGNED)
-def _terms(
-    logprob,  # [M] fp32, like all but mask; None where absent
-    adv_pos,
-    adv_neg,
-    weight,
-    all_weight,
-    log_ratio,
-    low,
-    high,
-    extra,
-    old_logprob,
-    ref_logprob,
-    behaviour_logprob,
-    entropy,
-    pos_weight,
-    neg_weight,
-    mask,  # [M] uint8
-    d_logprob,
-    d_entropy,
-    partial,  # [len(Sums), blocks]
-    M,
-    blocks,
-    eps_low,
-    eps_high,
-    clip_ratio_c,
-    tau_pos,
-    tau_neg,
-    beta,
-    kl_coef,
-    entropy_coef,
-    mismatch_low,
-    mismatch_cap,
-    SURROGATE: tl.constexpr,
-    SIGNED: tl.constexpr,
-    OF_ALL: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    KL: tl.constexpr,
-    STRAIGHT_THROUGH: tl.constexpr,
-    KL_IMPORTANCE: tl.constexpr,
-    MISMATCH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    block = tl.program_id(0)
-    i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < M
-    live = inside
-    if mask is not None:
-        live = live & (tl.load(mask + i, mask=inside, other=0) != 0)
-    # Elements that are not live are never read, so their values cannot reach the sums. Their weights are 0.
-    x = Elements(
+@triton.jit
+def _load(
+    i, live, logprob, adv_pos, adv_neg, weight, all_weight, log_ratio, low, high, extra, old_logprob, ref_logprob,
+    behaviour_logprob, entropy, pos_weight, neg_weight,
+):  # fmt: skip
+    """Load the elements ``i``. Those that are not live are never read, so their values cannot reach the sums; their
+    weights are 0."""
+    return Elements(
         logprob=tl.load(logprob + i, mask=live, other=0.0),
         adv_pos=tl.load(adv_pos + i, mask=live, other=0.0),
         adv_neg=tl.load(adv_neg + i, mask=live, other=0.0),
@@ -196,6 +153,30 @@ def _terms(
         pos_weight=None if pos_weight is None else tl.load(pos_weight + i, mask=live, other=0.0),
         neg_weight=None if neg_weight is None else tl.load(neg_weight + i, mask=live, other=0.0),
     )
+
+
+@triton.jit(do_not_specialize=["M", "blocks"], do_not_specialize_on_alignment=UNALIGNED)
+def _terms(
+    logprob, adv_pos, adv_neg, weight, all_weight, log_ratio, low, high, extra,  # [M] fp32; None where absent
+    old_logprob, ref_logprob, behaviour_logprob, entropy, pos_weight, neg_weight,  # likewise
+    mask,  # [M] uint8
+    d_logprob, d_entropy,  # [M] fp32, out
+    partial,  # [len(Sums), blocks] fp32, out
+    M, blocks,
+    eps_low, eps_high, clip_ratio_c, tau_pos, tau_neg, beta, kl_coef, entropy_coef, mismatch_low, mismatch_cap,
+    SURROGATE: tl.constexpr, SIGNED: tl.constexpr, OF_ALL: tl.constexpr, BOUNDED: tl.constexpr, KL: tl.constexpr,
+    STRAIGHT_THROUGH: tl.constexpr, KL_IMPORTANCE: tl.constexpr, MISMATCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < M
+    live = inside
+    if mask is not None:
+        live = live & (tl.load(mask + i, mask=inside, other=0) != 0)
+    x = _load(
+        i, live, logprob, adv_pos, adv_neg, weight, all_weight, log_ratio, low, high, extra, old_logprob, ref_logprob,
+        behaviour_logprob, entropy, pos_weight, neg_weight,
+    )  # fmt: skip
     n = Spec(eps_low, eps_high, clip_ratio_c, tau_pos, tau_neg, beta, kl_coef, entropy_coef, mismatch_low, mismatch_cap)
     grad, by_entropy, sums = _losses(
         x, n, SURROGATE, SIGNED, OF_ALL, BOUNDED, KL, STRAIGHT_THROUGH, KL_IMPORTANCE, MISMATCH

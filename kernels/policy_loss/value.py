@@ -138,7 +138,7 @@ def value_loss(
     if mask is not None:
         check.mask("mask", mask, (M,), " like value")
     if clip is not None:
-        check.number("clip", clip, above=0, wanted="positive or None")
+        check.number("clip", clip, above=0, expected="positive or None")
     check.normalizer(normalizer)
     # squares do not fit fp16, and an estimate's error is smaller than a half-precision step
     wide = torch.promote_types(value.dtype, torch.float32)

@@ -137,8 +137,8 @@ def _sample(
     step: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     run = choose("sample_tokens", _BACKENDS, logits.device)
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = run(logits, temperature, top_k, top_p, min_p, seed, step)
-    return found
+    drawn: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = run(logits, temperature, top_k, top_p, min_p, seed, step)
+    return drawn
 
 
 _sample_op = torch.library.custom_op("rolltree::sample_tokens", _sample, mutates_args=())
@@ -184,7 +184,7 @@ def _per_row(
         if dtype == torch.int64:
             check.wrong_type(name, f"an int64 tensor of {rows} values", value)
         if dtype.is_floating_point:
-            check.number(name, value, least=0, wanted="finite and at least 0")
+            check.number(name, value, least=0, expected="finite and at least 0")
         else:
             check.size(name, value)
         value = torch.full((rows,), value if most is None else min(value, most), dtype=dtype, device=check.device)

@@ -71,10 +71,10 @@ def search(x, w, low, high, limit, enough, DTYPE: tl.constexpr):
     over = 0.0
     while (high - low > 1) & (over < enough):
         middle = low + (high - low) // 2
-        found = tl.sum(tl.where(x > value_of(middle, DTYPE), w, 0.0))
-        holds = found < limit
+        above = tl.sum(tl.where(x > value_of(middle, DTYPE), w, 0.0))
+        holds = above < limit
         low, high = tl.where(holds, low, middle), tl.where(holds, middle, high)
-        over = tl.where(holds, found, over)
+        over = tl.where(holds, above, over)
     return high, over
 
 
@@ -95,6 +95,49 @@ def load_strips(row, begin, there, vocab, STRIP: tl.constexpr):
     return tl.ravel(x.to(tl.float32)), tl.ravel(index)
 
 
+@triton.jit
+def choose_strips(
+    n, peaks, chosen, low, high, blocks,
+    BLOCKS: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr, CHOSEN: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Return a key with at most CHOSEN of the row's strips above it, its value, the tokens with which these begin
+    [CHOSEN], and where there is one."""
+    # By blocks, so that places are counted within a warp.
+    block, strip = tl.arange(0, BLOCKS)[:, None], tl.arange(0, STRIPS)[None, :]
+    strip += block * STRIPS
+    peak = tl.load(peaks + n * blocks * STRIPS + strip, mask=block < blocks, other=-INFINITY)
+    edge, _ = search(peak, 1.0, low, high, CHOSEN + 0.5, CHOSEN * 0.875, DTYPE)
+    bottom = value_of(edge, DTYPE)
+    above = (peak > bottom).to(tl.int32)
+    counts = tl.sum(above, 1)
+    place = tl.cumsum(above, 1) + (tl.cumsum(counts, 0) - counts)[:, None]
+    tl.store(chosen + n * CHOSEN + place - 1, strip, mask=above == 1)
+    tl.debug_barrier()
+    slot = tl.arange(0, CHOSEN)
+    there = slot < tl.sum(counts, 0)
+    begin = tl.load(chosen + n * CHOSEN + slot, mask=there, other=0) * STRIP
+    return edge, bottom, begin, there
+
+
+@triton.jit
+def draw_candidate(
+    n, x, z, w, index, begin, last, ties, floor, seed, step, token, last_kept, kept, STRIP: tl.constexpr
+):  # fmt: skip
+    """Draw a row's token among its candidates down to ``last``, of which ``ties`` tokens are kept."""
+    equal = x == last
+    stay = (x > last) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= ties))
+    w = tl.where(stay & (w >= floor), w, 0.0)
+    tl.store(kept + n, tl.sum(w, 0))
+    weighty = w >= TINY
+    least = tl.min(tl.where(weighty, x, INFINITY), 0)
+    tl.store(last_kept + n, tl.max(tl.where(weighty & (x == least), index, -1), 0).to(tl.int64))
+    four = begin[:, None] // 4 + tl.arange(0, STRIP // 4)[None, :]
+    words = words_at(tl.load(seed + n), tl.load(step + n), tl.ravel(four))
+    score = tl.where(weighty, arrival(uniforms(words)) * tl.exp2(-z), INFINITY)
+    first = tl.min(tl.where(score == tl.min(score, 0), index, MAX_INDEX), 0)
+    tl.store(token + n, first.to(tl.int64))
+
+
 @triton.jit(do_not_specialize=["vocab", "blocks"])
 def select_kernel(
     logits, temperature, top_k, top_p, min_p, seed, step,  # as in `sample_triton`
@@ -104,7 +147,7 @@ def select_kernel(
     mode,  # [N] int32, out: PLAIN to RACE
     window,  # [N, 2] int64, out: keys, the cut above the first and not above the second, where it is not found
     left,  # [N] float32, out: the mass that top-k leaves, where it is found
-    known,  # [N] float32, out: the tokens above the window, or by mass their mass
+    beyond,  # [N] float32, out: the tokens above the window, or by mass their mass
     cut, cut_index,  # [N], out: the least logit that is kept, and the last index; all, where they are not found
     token, last_kept,  # [N] int64, out, of rows that are drawn
     kept,  # [N] float32, out, of rows that are drawn: sum of w = exp((x - best) / T) over the tokens that are kept
@@ -125,20 +168,9 @@ def select_kernel(
         low = tl.maximum(key_of(top - 104.0 * t, DTYPE), key_of(top - INFINITY, DTYPE) + 1) - 2
         high = key_of(top, DTYPE)
 
-        # By blocks, so that places are counted within a warp.
-        block, strip = tl.arange(0, BLOCKS)[:, None], tl.arange(0, STRIPS)[None, :]
-        strip += block * STRIPS
-        peak = tl.load(peaks + n * blocks * STRIPS + strip, mask=block < blocks, other=-INFINITY)
-        edge, _ = search(peak, 1.0, low, high, CHOSEN + 0.5, CHOSEN * 0.875, DTYPE)
-        bottom = value_of(edge, DTYPE)
-        above = (peak > bottom).to(tl.int32)
-        counts = tl.sum(above, 1)
-        place = tl.cumsum(above, 1) + (tl.cumsum(counts, 0) - counts)[:, None]
-        tl.store(chosen + n * CHOSEN + place - 1, strip, mask=above == 1)
-        tl.debug_barrier()
-        slot = tl.arange(0, CHOSEN)
-        there = slot < tl.sum(counts, 0)
-        begin = tl.load(chosen + n * CHOSEN + slot, mask=there, other=0) * STRIP
+        edge, bottom, begin, there = choose_strips(
+            n, peaks, chosen, low, high, blocks, BLOCKS, STRIPS, STRIP, CHOSEN, DTYPE
+        )
         x, index = load_strips(logits + n * row_stride, begin, there, vocab, STRIP)
         x = tl.where(x > bottom, x, -INFINITY)
         z = (x - top) * scale
@@ -181,23 +213,12 @@ def select_kernel(
                     state = tl.full((), DRAWN, tl.int32)
 
         if state == DRAWN:
-            equal = x == last
-            stay = (x > last) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= ties))
-            w = tl.where(stay & (w >= floor), w, 0.0)
-            tl.store(kept + n, tl.sum(w, 0))
-            weighty = w >= TINY
-            least = tl.min(tl.where(weighty, x, INFINITY), 0)
-            tl.store(last_kept + n, tl.max(tl.where(weighty & (x == least), index, -1), 0).to(tl.int64))
-            four = begin[:, None] // 4 + tl.arange(0, STRIP // 4)[None, :]
-            words = words_at(tl.load(seed + n), tl.load(step + n), tl.ravel(four))
-            score = tl.where(weighty, arrival(uniforms(words)) * tl.exp2(-z), INFINITY)
-            first = tl.min(tl.where(score == tl.min(score, 0), index, MAX_INDEX), 0)
-            tl.store(token + n, first.to(tl.int64))
+            draw_candidate(n, x, z, w, index, begin, last, ties, floor, seed, step, token, last_kept, kept, STRIP)
         else:
             tl.store(window + 2 * n, tl.maximum(low, key_of(top - INFINITY, DTYPE)))
             tl.store(window + 2 * n + 1, edge)
             tl.store(left + n, mass_left)
-            tl.store(known + n, tl.sum(tl.where(state == BY_COUNT, (x > bottom).to(tl.float32), w), 0))
+            tl.store(beyond + n, tl.sum(tl.where(state == BY_COUNT, (x > bottom).to(tl.float32), w), 0))
             tl.store(cut + n, -INFINITY)
             tl.store(cut_index + n, -1)
     tl.store(mode + n, state)

@@ -37,12 +37,12 @@ def columns(x, WIDTH: tl.constexpr):
         x3, x7 = tl.split(odd2)
         x0, x4 = tl.split(even)
         x1, x5 = tl.split(odd)
-        found = x0, x1, x2, x3, x4, x5, x6, x7
+        parts = x0, x1, x2, x3, x4, x5, x6, x7
     else:
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
-        found = x0, x1, x2, x3  # type: ignore[assignment]
-    return found
+        parts = x0, x1, x2, x3  # type: ignore[assignment]
+    return parts
 
 
 @triton.jit
@@ -84,15 +84,15 @@ def is_valid(n, top, temperature, top_p, min_p):
 @triton.jit
 def is_filtered(n, top_k, top_p, min_p, vocab):
     """Return whether a filter of row n may leave out a token."""
-    found = n < 0
+    filtered = n < 0
     if top_k is not None:
         k = tl.load(top_k + n)
-        found |= (k >= 1) & (k < vocab)
+        filtered |= (k >= 1) & (k < vocab)
     if top_p is not None:
-        found |= tl.load(top_p + n) < 1.0
+        filtered |= tl.load(top_p + n) < 1.0
     if min_p is not None:
-        found |= tl.load(min_p + n) > 0.0
-    return found
+        filtered |= tl.load(min_p + n) > 0.0
+    return filtered
 
 
 @triton.jit

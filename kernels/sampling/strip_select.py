@@ -1,16 +1,23 @@
 """The cut of rows whose candidates do not hold it: flat distributions, a large top-k, a top-p near 1.
 
-    bracket   keys above and below the cut, four standard deviations from it, estimated from a sample of the row
-    gather    the tokens that lie between them, and the mass above; several programs share a row. The last search of a
-              row also bounds groups of tokens, as the scan does in rows without filters, by all tokens that may be kept
-    settle    the cut among those tokens, and the mass and the last token above it
+The cut of a row is the least key c with A(c) < limit. A(v) is the number of tokens above v and limit is k, by count; or
+A(v) is their mass and limit is p times the row's, by mass. Reading the row for every round of a search would be slow:
+
+    bracket   keys low and high, probably with low < c <= high, from a sample of the row
+    gather    A(high), and the tokens that lie above low and not above high; several programs share a row. The last
+              search of a row also bounds groups of tokens, as the scan does in rows without filters, by all tokens that
+              may be kept
+    settle    c among those tokens, and the mass and the last token above it
     race      bounds groups by the tokens that are kept, where gather did not: rows with min-p, or a misleading sample
 
 A group's bound may stem from a token that is not kept, so :func:`.triton.winner` checks each token of a group.
 
-Top-k comes first and top-p searches the tokens that it keeps, in separate launches. If the sample misled, or more
-tokens lie between the keys than there is room for, `settle` finds that from the sums and searches the whole row:
-slower, and as exact. Each kernel is always launched and ends at once for other rows, so nothing waits for the host.
+`settle` is exact whatever the sample was: A(high) and the tokens are of the whole row, so A(low) is known too, and
+A(high) < limit <= A(low) proves that c lies between. If it does not, or there is no room for the tokens, it searches
+the whole row, which is slower.
+
+Top-k comes first and top-p searches the tokens that it keeps, in separate launches. Each kernel is always launched and
+ends at once for other rows, so nothing waits for the host.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -23,7 +30,7 @@ from .filters import BY_COUNT, BY_MASS, JUDGED, key_of, search, ties_of, value_o
 from .noise import bounds_of, least_bounds, least_of_groups, philox, words_of
 from .row import INFINITY, MAX_INDEX, TINY, columns, floor_of, is_kept, load_block, load_blocks, log2_weights, scale_of
 
-DEVIATIONS = tl.constexpr(4.0)  # standard deviations of the sample's sum
+DEVIATIONS = tl.constexpr(4.0)  # between the estimated cut and the keys; `deviation` derives it
 NEXT = tl.constexpr(4)  # adjacent tokens in a sample: few, because neighbours are alike
 
 
@@ -31,10 +38,10 @@ NEXT = tl.constexpr(4)  # adjacent tokens in a sample: few, because neighbours a
 def is_searched(n, mode, top_p, MASS: tl.constexpr):
     """Return whether the cut of row n is still to be found, by count or by mass."""
     state = tl.load(mode + n)
-    found = state == BY_COUNT
+    searched = state == BY_COUNT
     if MASS:
-        found = (state == BY_MASS) | (found & (tl.load(top_p + n) < 1.0))
-    return found
+        searched = (state == BY_MASS) | (searched & (tl.load(top_p + n) < 1.0))
+    return searched
 
 
 @triton.jit
@@ -49,11 +56,27 @@ def limit_of(n, top_k, top_p, left, vocab, MASS: tl.constexpr):
     return limit, total
 
 
+@triton.jit
+def deviation(squares, one):
+    """Return DEVIATIONS standard deviations of S, a sum of w over tokens of the sample, of which ``squares`` sums w^2.
+
+    S estimates m / V of the same sum over the row (m of V tokens are sampled). A token is in the sample with a
+    probability of m / V, so the variance of S is at most the sum of the row's w^2 times m / V, which ``squares``
+    estimates; ``one`` is the weight of a token at the cut, which may be in the sample or not.
+
+    The bracket holds the cut unless S errs by more than this at one of its keys: by a normal distribution one row in
+    16,000 (2 * 3.2e-5), whatever the distribution one in 8 (Cantelli: 2 / (1 + DEVIATIONS^2)). Tokens that are sampled
+    side by side and alike count as one, which leaves DEVIATIONS / sqrt(NEXT) = 2. A wrong bracket costs time alone. A
+    wider one finds no room: by count up to 2 DEVIATIONS sqrt(m / 2) V / m tokens lie in it, 13,400 of 151,936.
+    """
+    return DEVIATIONS * tl.sqrt(squares + one * one)
+
+
 @triton.jit(do_not_specialize=["vocab", "blocks"])
 def bracket_kernel(
-    logits, temperature, top_k, top_p,  # as in `sample_triton`
-    best,  # [N, C], of `scan_kernel`
-    mode, window, left, known,  # [N], window [N, 2], of `select_kernel`; of `settle_kernel` where top-k was searched
+    logits, temperature, top_k, top_p,  # the call, as in `sample_triton`
+    best, mode,  # the row: [N, C], of `scan_kernel`; [N], of `select_kernel`
+    window, left, beyond,  # its search: [N, 2], [N], [N], of `select_kernel`, or of `settle_kernel` after top-k
     bracket,  # [N, 2] int64, out: keys, the cut above the first and not above the second, probably
     row_stride, vocab, blocks,
     MASS: tl.constexpr, BLOCKS: tl.constexpr, SAMPLE: tl.constexpr, ROOM: tl.constexpr,
@@ -81,13 +104,12 @@ def bracket_kernel(
             # better estimate is the one with the smaller part to guess.
             limit, total = limit_of(n, top_k, top_p, left, vocab, MASS)
             from_above = 2 * limit < total
-            above, below = limit - tl.load(known + n), total - limit
+            above, below = limit - tl.load(beyond + n), total - limit
             limit = tl.where(from_above, tl.div_rn(above, weight), tl.sum(w) - tl.div_rn(below, weight))
             middle, _ = search(x, w, low, high, limit, INFINITY, DTYPE)
             value = value_of(middle, DTYPE)
             squares = tl.sum(tl.where((x > value) == from_above, w * w, 0.0))
-            one = tl.exp2((value - top) * scale) if MASS else 1.0
-            error = DEVIATIONS * tl.sqrt(squares + one * one)
+            error = deviation(squares, tl.exp2((value - top) * scale) if MASS else 1.0)
             upper, _ = search(x, w, low, high, limit - error, INFINITY, DTYPE)
             lower, _ = search(x, w, low, high, limit + error, INFINITY, DTYPE)
             low, high = lower - 1, upper
@@ -95,11 +117,22 @@ def bracket_kernel(
         tl.store(bracket + 2 * n + 1, high)
 
 
+@triton.jit
+def least_above(x, bottom, top, scale, seed, step, counter, WIDTH: tl.constexpr):
+    """Return the least bound of each thread's tokens above ``bottom``; x has WIDTH columns, of `columns`."""
+    least = tl.full(x[0].shape, MAX_INDEX, tl.int32)
+    for j in tl.static_range(WIDTH):
+        if j % 4 == 0:
+            words = philox(seed, step, counter + j // 4)
+        w = tl.where(x[j] > bottom, tl.exp2((x[j] - top) * scale), 0.0)
+        least = tl.minimum(least, bounds_of(words[j % 4], w))
+    return least
+
+
 @triton.jit(do_not_specialize=["vocab", "blocks"])
 def gather_kernel(
-    logits, temperature, top_p, seed, step,  # as in `sample_triton`
-    best,  # [N, C], of `scan_kernel`
-    mode,  # [N], of `select_kernel`
+    logits, temperature, top_p, seed, step,  # the call, as in `sample_triton`
+    best, mode,  # the row: [N, C], of `scan_kernel`; [N], of `select_kernel`
     bracket,  # [N, 2], of `bracket_kernel`
     between,  # [N, SPLITS, ROOM / SPLITS] int32, out: tokens between its keys, if there is room for them
     counts,  # [N, SPLITS] int32, out: how many there are
@@ -138,22 +171,17 @@ def gather_kernel(
                 each += ((x[j] > bottom) ^ above).to(tl.int32)
             if is_last:
                 counter = begin // 4 + WIDTH // 4 * lane
-                least = tl.full((BLOCK // WIDTH,), MAX_INDEX, tl.int32)
-                for j in tl.static_range(WIDTH):
-                    if j % 4 == 0:
-                        words = philox(seed_of, step_of, counter + j // 4)
-                    w = tl.where(x[j] > bottom, tl.exp2((x[j] - top) * scale), 0.0)
-                    least = tl.minimum(least, bounds_of(words[j % 4], w))
+                least = least_above(x, bottom, top, scale, seed_of, step_of, counter, WIDTH)
                 at = (n * blocks + block) * GROUPS + tl.arange(0, GROUPS)
                 tl.store(bound + at, least_of_groups(least, GROUPS))
-            found = tl.sum(each, 0)
-            if count + found <= EACH:
+            listed = tl.sum(each, 0)
+            if count + listed <= EACH:
                 place = count + tl.cumsum(each, 0) - each
                 for j in tl.static_range(WIDTH):
                     inside = (x[j] > bottom) ^ (x[j] > ceiling)
                     tl.store(room + place, begin + lane * WIDTH + j, mask=inside)
                     place += inside.to(tl.int32)
-            count += found
+            count += listed
         at = n * SPLITS + split
         tl.store(counts + at, count)
         tl.store(over + 2 * at, tl.sum(many).to(tl.float32))
@@ -200,16 +228,50 @@ def index_of(row, value, ties, vocab, ROUND: tl.constexpr):
     return index
 
 
+@triton.jit
+def find_cut(
+    row, n, window, bracket, between, counts, over, limit, top, scale, vocab,
+    MASS: tl.constexpr, DTYPE: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """Return the cut's key and value, the number and mass of the tokens above it, how many equal it, and whether the
+    bracket led to it."""
+    EACH: tl.constexpr = ROOM // SPLITS
+    split, slot = n * SPLITS + tl.arange(0, SPLITS), tl.arange(0, EACH)[None, :]
+    count = tl.load(counts + split)
+    many, mass = tl.sum(tl.load(over + 2 * split), 0), tl.sum(tl.load(over + 2 * split + 1), 0)
+    fits = tl.max(count, 0) <= EACH
+    there = slot < tl.where(fits, count, 0)[:, None]
+    index = tl.load(between + split[:, None] * EACH + slot, mask=there, other=0)
+    x = tl.load(row + index, mask=there, other=float("-inf")).to(tl.float32)
+    amount = tl.exp2((x - top) * scale) if MASS else 1.0
+    above = mass if MASS else many
+    listed = tl.sum(amount) if MASS else tl.sum(count, 0).to(tl.float32)
+    low, high = tl.load(window + 2 * n), tl.load(window + 2 * n + 1)
+    under, upper = tl.load(bracket + 2 * n), tl.load(bracket + 2 * n + 1)
+    holds = above < limit
+    led = holds & fits & ((under == low) | (above + listed >= limit))
+    if led:
+        key, _ = search(x, amount, under, upper, limit - above, INFINITY, DTYPE)
+        value = value_of(key, DTYPE)
+        many += tl.sum((x > value).to(tl.float32))
+        mass += tl.sum(tl.where(x > value, tl.exp2((x - top) * scale), 0.0))
+        equal = tl.sum((x == value).to(tl.int32))
+    else:
+        low, high = tl.where(holds, low, upper), tl.where(holds, upper, high)
+        key = search_row(row, low, high, limit, top, scale, vocab, MASS, DTYPE, ROUND)
+        value = value_of(key, DTYPE)
+        many, mass, equal = above_in_row(row, value, top, scale, vocab, ROUND)
+    return key, value, many, mass, equal, led
+
+
 @triton.jit(do_not_specialize=["vocab", "blocks"])
 def settle_kernel(
-    logits, temperature, top_k, top_p, min_p,  # as in `sample_triton`
-    best,  # [N, C], of `scan_kernel`
-    mode,  # [N], of `select_kernel`; out: JUDGED, if nothing but the draw is left
-    window, left, known,  # of it; out for top-p, where top-k was searched
-    bracket, between, counts, over,  # of `bracket_kernel` and `gather_kernel`
-    cut,  # [N] float32, out: the least logit that is kept
-    ties,  # [N] int32, out: how many tokens equal to it top-k keeps
-    cut_index,  # [N] int32, out: the last of those that are kept
+    logits, temperature, top_k, top_p, min_p,  # the call, as in `sample_triton`
+    best, mode,  # the row: [N, C], of `scan_kernel`; [N], of `select_kernel`, out: JUDGED, if only the draw is left
+    window, left, beyond,  # its search, of `select_kernel`; out for top-p, where top-k was searched
+    bracket, between, counts, over,  # its tokens about the cut, of `bracket_kernel` and `gather_kernel`
+    cut, ties, cut_index,  # [N] float32, int32, int32, out: the least logit that is kept, how many tokens equal to it
+    # top-k keeps, the last of those that are kept
     drawn, last_kept,  # [N] float32, int64, out, of rows that are JUDGED: the mass that is kept, the last token
     row_stride, vocab, blocks,
     MASS: tl.constexpr, BLOCKS: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr,
@@ -221,33 +283,9 @@ def settle_kernel(
         top = tl.max(load_blocks(best, n, blocks, -INFINITY, BLOCKS), 0)
         row = logits + n * row_stride
         limit, _total = limit_of(n, top_k, top_p, left, vocab, MASS)
-        EACH: tl.constexpr = ROOM // SPLITS
-        split, slot = n * SPLITS + tl.arange(0, SPLITS), tl.arange(0, EACH)[None, :]
-        count = tl.load(counts + split)
-        many, mass = tl.sum(tl.load(over + 2 * split), 0), tl.sum(tl.load(over + 2 * split + 1), 0)
-        fits = tl.max(count, 0) <= EACH
-        there = slot < tl.where(fits, count, 0)[:, None]
-        index = tl.load(between + split[:, None] * EACH + slot, mask=there, other=0)
-        x = tl.load(row + index, mask=there, other=float("-inf")).to(tl.float32)
-        amount = tl.exp2((x - top) * scale) if MASS else 1.0
-        above = mass if MASS else many
-        listed = tl.sum(amount) if MASS else tl.sum(count, 0).to(tl.float32)
-        low, high = tl.load(window + 2 * n), tl.load(window + 2 * n + 1)
-        under, upper = tl.load(bracket + 2 * n), tl.load(bracket + 2 * n + 1)
-        holds = above < limit
-        led = holds & fits & ((under == low) | (above + listed >= limit))
-        if led:
-            key, _ = search(x, amount, under, upper, limit - above, INFINITY, DTYPE)
-            value = value_of(key, DTYPE)
-            many += tl.sum((x > value).to(tl.float32))
-            mass += tl.sum(tl.where(x > value, tl.exp2((x - top) * scale), 0.0))
-            equal = tl.sum((x == value).to(tl.int32))
-        else:
-            low, high = tl.where(holds, low, upper), tl.where(holds, upper, high)
-            key = search_row(row, low, high, limit, top, scale, vocab, MASS, DTYPE, ROUND)
-            value = value_of(key, DTYPE)
-            many, mass, equal = above_in_row(row, value, top, scale, vocab, ROUND)
-
+        key, value, many, mass, equal, led = find_cut(
+            row, n, window, bracket, between, counts, over, limit, top, scale, vocab, MASS, DTYPE, ROUND, SPLITS, ROOM
+        )
         one = tl.exp2((value - top) * scale)
         ends = True
         if MASS:
@@ -262,7 +300,7 @@ def settle_kernel(
                 if tl.load(top_p + n) < 1.0:
                     ends = False
                     tl.store(left + n, mass + tl.minimum(tied, equal) * one)
-                    tl.store(known + n, 0.0)
+                    tl.store(beyond + n, 0.0)
                     tl.store(window + 2 * n, key - 1)
                     tl.store(window + 2 * n + 1, key_of(top, DTYPE))
         tl.store(cut + n, value)

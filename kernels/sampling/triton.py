@@ -18,6 +18,9 @@ captured in a CUDA graph.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -164,6 +167,25 @@ def last_drawn(row, best, scale, vocab, ROUND: tl.constexpr):
     return tl.max(tl.where(lane_least == tl.min(lane_least, 0), lane_last, 0), 0)
 
 
+@triton.jit
+def last_of_row(
+    row, n, top, scale, raced, last_value, last_index, least, vocab, blocks,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Return the index of the least token that is kept, the last of equal ones, from the blocks' least logits."""
+    number = tl.arange(0, BLOCKS)
+    bottoms = load_blocks(least, n, blocks, INFINITY, BLOCKS)
+    bottom = tl.min(bottoms, 0)
+    begin = tl.max(tl.where(bottoms == bottom, number, 0), 0) * BLOCK
+    index, x = begin + tl.arange(0, BLOCK), load_block(row, begin, vocab, BLOCK)
+    matches = (x == bottom) & ((x > last_value) | (index <= last_index))
+    last = tl.max(tl.where(matches, index, -1), 0)
+    # A block's bounds are relative to its own best token, so more of its tokens have a weight in them.
+    if (not raced) & (tl.exp2((bottom - top) * scale) < TINY):
+        last = last_drawn(row, top, scale, vocab, ROUND)
+    return last
+
+
 @triton.jit(do_not_specialize=["vocab", "blocks"])
 def finish_kernel(
     logits, temperature, top_p, min_p, seed, step,  # as in `sample_triton`
@@ -208,8 +230,8 @@ def finish_kernel(
         number = tl.arange(0, BLOCKS)
         if greedy:
             begin = tl.min(tl.where(tops == top, number, MAX_INDEX), 0) * BLOCK
-            found = load_block(row, begin, vocab, BLOCK) == top
-            first = tl.min(tl.where(found, begin + tl.arange(0, BLOCK), MAX_INDEX), 0)
+            matches = load_block(row, begin, vocab, BLOCK) == top
+            first = tl.min(tl.where(matches, begin + tl.arange(0, BLOCK), MAX_INDEX), 0)
             last = first
         elif ready:
             first, last = tl.load(token + n).to(tl.int32), tl.load(last_kept + n).to(tl.int32)
@@ -221,15 +243,9 @@ def finish_kernel(
             if judged:
                 last = tl.load(last_kept + n).to(tl.int32)
             else:
-                bottoms = load_blocks(least, n, blocks, INFINITY, BLOCKS)
-                bottom = tl.min(bottoms, 0)
-                begin = tl.max(tl.where(bottoms == bottom, number, 0), 0) * BLOCK
-                index, x = begin + tl.arange(0, BLOCK), load_block(row, begin, vocab, BLOCK)
-                found = (x == bottom) & ((x > last_value) | (index <= last_index))
-                last = tl.max(tl.where(found, index, -1), 0)
-                # A block's bounds are relative to its own best token, so more of its tokens have a weight in them.
-                if (not raced) & (tl.exp2((bottom - top) * scale) < TINY):
-                    last = last_drawn(row, top, scale, vocab, ROUND)
+                last = last_of_row(
+                    row, n, top, scale, raced, last_value, last_index, least, vocab, blocks, BLOCKS, BLOCK, ROUND
+                )
         below = tl.load(row + first).to(tl.float32) - top
         tl.store(token + n, first.to(tl.int64))
         tl.store(last_kept + n, last.to(tl.int64))
@@ -243,6 +259,30 @@ def finish_kernel(
         tl.store(logprob + n, nan)
         tl.store(raw_logprob + n, nan)
         tl.store(entropy + n, nan)
+
+
+def _search(
+    logits: Tensor, temperature: Tensor, filters: Sequence[Tensor | None], seed: Tensor, step: Tensor, best: Tensor,
+    search: Sequence[Tensor],  # mode, window, left, beyond
+    between_keys: Sequence[Tensor],  # bracket, between, counts, over
+    settled: Sequence[Tensor],  # cut, ties, cut_index, drawn, last_kept
+    bound: Tensor, size: tuple[int, int], blocks: int, by_mass: bool,
+) -> None:  # fmt: skip
+    """Search the cut of rows whose candidates do not hold it, by count or by mass; see :mod:`.strip_select`."""
+    rows, (top_k, top_p, _) = len(logits), filters
+    share: dict[str, Any] = {"MASS": by_mass, "BLOCKS": triton.next_power_of_2(blocks), "ROOM": ROOM}
+    bracket_kernel[(rows,)](
+        logits, temperature, top_k, top_p, best, *search, between_keys[0], *size, blocks,
+        SAMPLE=SAMPLE, **share, num_warps=4,
+    )  # fmt: skip
+    gather_kernel[(rows, SPLITS)](
+        logits, temperature, top_p, seed, step, best, search[0], *between_keys, bound, *size, blocks,
+        BLOCK=BLOCK, GROUPS=GROUPS, SPLITS=SPLITS, **share, num_warps=4,
+    )  # fmt: skip
+    settle_kernel[(rows,)](
+        logits, temperature, *filters, best, *search, *between_keys, *settled, *size, blocks,
+        ROUND=WHOLE, SPLITS=SPLITS, **share, num_warps=16,
+    )  # fmt: skip
 
 
 def sample_triton(
@@ -266,7 +306,7 @@ def sample_triton(
     bound = logits.new_empty((rows, blocks, GROUPS), dtype=torch.int32)
     size = (logits.stride(0), vocab)
     filters = (top_k, top_p, min_p)
-    plain = all(given is None for given in filters)
+    plain = all(option is None for option in filters)
     peaks = None if plain else best.new_empty((rows, blocks, BLOCK // STRIP))
     scan_kernel[(rows, blocks)](
         logits, temperature, *filters, seed, step, best, mass, moment, raw, least, bound, peaks, *size,
@@ -275,29 +315,21 @@ def sample_triton(
     mode = drawn = cut = cut_index = None
     if not plain:
         chosen, between = bound.new_empty((rows, CHOSEN)), bound.new_empty((rows, SPLITS, ROOM // SPLITS))
-        drawn, left, known, cut = (torch.empty_like(temperature) for _ in range(4))
+        drawn, left, beyond, cut = (torch.empty_like(temperature) for _ in range(4))
         mode, ties, cut_index = (bound.new_empty(rows) for _ in range(3))
         window, bracket = seed.new_empty((rows, 2)), seed.new_empty((rows, 2))
         counts, over = bound.new_empty((rows, SPLITS)), best.new_empty((rows, SPLITS, 2))
         select_kernel[(rows,)](
-            logits, temperature, *filters, seed, step, best, mass, peaks, chosen, mode, window, left, known, cut,
+            logits, temperature, *filters, seed, step, best, mass, peaks, chosen, mode, window, left, beyond, cut,
             cut_index, token, last_kept, drawn, *size, blocks,
             BLOCKS=many, STRIPS=BLOCK // STRIP, STRIP=STRIP, CHOSEN=CHOSEN, num_warps=8,
         )  # fmt: skip
-        share = {"BLOCKS": many, "ROOM": ROOM}
+        search, between_keys = (mode, window, left, beyond), (bracket, between, counts, over)
+        settled = cut, ties, cut_index, drawn, last_kept
         for by_mass in [False] * (top_k is not None) + [True] * (top_p is not None):
-            bracket_kernel[(rows,)](
-                logits, temperature, top_k, top_p, best, mode, window, left, known, bracket, *size, blocks,
-                MASS=by_mass, SAMPLE=SAMPLE, **share, num_warps=4,
-            )  # fmt: skip
-            gather_kernel[(rows, SPLITS)](
-                logits, temperature, top_p, seed, step, best, mode, bracket, between, counts, over, bound, *size,
-                blocks, MASS=by_mass, BLOCK=BLOCK, GROUPS=GROUPS, SPLITS=SPLITS, **share, num_warps=4,
-            )  # fmt: skip
-            settle_kernel[(rows,)](
-                logits, temperature, *filters, best, mode, window, left, known, bracket, between, counts, over,
-                cut, ties, cut_index, drawn, last_kept, *size, blocks,
-                MASS=by_mass, ROUND=WHOLE, SPLITS=SPLITS, **share, num_warps=16,
+            _search(
+                logits, temperature, filters, seed, step, best, search, between_keys, settled, bound, size, blocks,
+                by_mass,
             )  # fmt: skip
         race_kernel[(rows, SPLITS)](
             logits, temperature, min_p, seed, step, best, mode, cut, cut_index, kept, least, bound, *size, blocks,

@@ -51,9 +51,11 @@ def tree_attention_forward(
     at_once = max(1, PARTIAL_BYTES // max(1, 4 * schedule.partials * group * (dim + 1)))
     for first in range(0, kv_heads, at_once):
         last = min(first + at_once, kv_heads)
-        own = slice(first * group, last * group)
-        some = tree_decode(q[:, own], k[:, :, first:last], v[:, :, first:last], nodes, work, scale, window, softcap)
-        out[:, own], lse[own] = some[0], some[1].T
+        of_group = slice(first * group, last * group)
+        result = tree_decode(
+            q[:, of_group], k[:, :, first:last], v[:, :, first:last], nodes, work, scale, window, softcap
+        )
+        out[:, of_group], lse[of_group] = result[0], result[1].T
     return out, lse
 
 

@@ -70,8 +70,8 @@ def tree_attention_op(
 
 def with_sink(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factor of an output, and the log-sum-exp with ``sink``, given that of the keys alone; in its dtype."""
-    own = sink.to(lse.dtype)
-    high, low = torch.maximum(lse, own), torch.minimum(lse, own)
+    sink_logit = sink.to(lse.dtype)
+    high, low = torch.maximum(lse, sink_logit), torch.minimum(lse, sink_logit)
     # not logaddexp, whose last bit depends on the place of a number
     both = torch.where(high == -math.inf, high, high + torch.log1p(torch.exp(low - high)))
     return torch.exp(lse - both.masked_fill(both == -math.inf, 0.0)), both

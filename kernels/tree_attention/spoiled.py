@@ -71,16 +71,16 @@ def _zeroed(t: Tensor, rows: Tensor) -> Tensor:
 
 def _any_seen(scoring: Scoring, keys: Tensor, rows: int) -> Tensor:  # [N] bool -> [T] bool
     """Return whether each of the last ``rows`` rows sees one of ``keys``."""
-    found = [part.any(1) for _, part in _parts(scoring, keys.nonzero().flatten(), rows)]
-    return torch.cat(found) if found else keys[:0]
+    seen = [part.any(1) for _, part in _parts(scoring, keys.nonzero().flatten(), rows)]
+    return torch.cat(seen) if seen else keys[:0]
 
 
 def _any_seeing(scoring: Scoring, rows: Tensor, keys: int) -> Tensor:  # [T] bool -> [N] bool
     """Return whether one of ``rows`` sees each key."""
-    found = rows.new_zeros(keys)
+    seeing = rows.new_zeros(keys)
     for of, part in _parts(scoring, torch.arange(keys), len(rows)):
-        found |= part[rows[of]].any(0)
-    return found
+        seeing |= part[rows[of]].any(0)
+    return seeing
 
 
 def _parts(scoring: Scoring, keys: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:

@@ -118,7 +118,7 @@ def _by_halves(entry):
 
 @triton.jit
 def _dkdv_tiles(
-    dk, dv, key, value, far_key, far_value, own, far, q, grad_out, row_sums,
+    dk, dv, key, value, far_key, far_value, near, far, q, grad_out, row_sums,
     q_stride, q_head, g_stride, g_head, row_head, first_head,
     row_positions, keys, end, key_position, listed, begin, stop, row_count, offset, scale, window, softcap,
     STEP: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
@@ -135,10 +135,10 @@ def _dkdv_tiles(
         head = first_head + i % GROUP
         first = block * ROWS
         query = load_tile(
-            q + own + wide_product(head, q_head), first, q_stride, row_count, ROWS, DIM, WIDTH, WHOLE, LEAN
+            q + near + wide_product(head, q_head), first, q_stride, row_count, ROWS, DIM, WIDTH, WHOLE, LEAN
         )
         grad = load_tile(
-            grad_out + own + wide_product(head, g_head), first, g_stride, row_count, ROWS, DIM, WIDTH, WHOLE, LEAN
+            grad_out + near + wide_product(head, g_head), first, g_stride, row_count, ROWS, DIM, WIDTH, WHOLE, LEAN
         )
         product = tl.dot(key, query.T, input_precision="ieee")
         if PARTS == 2:
@@ -194,11 +194,11 @@ def dkdv_kernel(
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     kv_head = program // PARTS
-    own = 0  # first of the columns of dK and dV
+    near = 0  # first of the columns of dK and dV
     far = 0  # of the others, that scores need too
     if PARTS == 2:
-        own = tl.program_id(0) % 2 * WIDTH
-        far = WIDTH - own
+        near = tl.program_id(0) % 2 * WIDTH
+        far = WIDTH - near
     item = items + 4 * tl.program_id(1)
     block = tl.load(item)
     if block < 0:
@@ -210,8 +210,8 @@ def dkdv_kernel(
     keys = first + tl.arange(0, KEYS)
     k += kv_head * k_head
     v += kv_head * v_head
-    key = load_tile(k + own, first, k_stride, tokens, KEYS, DIM, WIDTH, False)
-    value = load_tile(v + own, first, v_stride, tokens, KEYS, DIM, WIDTH, False)
+    key = load_tile(k + near, first, k_stride, tokens, KEYS, DIM, WIDTH, False)
+    value = load_tile(v + near, first, v_stride, tokens, KEYS, DIM, WIDTH, False)
     far_key, far_value = key, value
     if PARTS == 2:
         far_key = load_tile(k + far, first, k_stride, tokens, KEYS, DIM, WIDTH, False)
@@ -224,14 +224,14 @@ def dkdv_kernel(
     dk = tl.zeros([KEYS, WIDTH], tl.float32)
     dv = tl.zeros([KEYS, WIDTH], tl.float32)
     dk, dv = _dkdv_tiles(
-        dk, dv, key, value, far_key, far_value, own, far, q, grad_out, row_sums,
+        dk, dv, key, value, far_key, far_value, near, far, q, grad_out, row_sums,
         q_stride, q_head, g_stride, g_head, row_head, first_head,
         row_positions, keys, end, key_position, listed,
         tl.minimum(begin, full), tl.minimum(stop, full),
         row_count, offset, scale, window, softcap, 1, GROUP, DIM, WIDTH, ROWS, PARTS, HAS_WINDOW, HAS_SOFTCAP,
     )  # fmt: skip
     dk, dv = _dkdv_tiles(
-        dk, dv, key, value, far_key, far_value, own, far, q, grad_out, row_sums,
+        dk, dv, key, value, far_key, far_value, near, far, q, grad_out, row_sums,
         q_stride, q_head, g_stride, g_head, row_head, first_head,
         row_positions, keys, end, key_position, listed + width - 1,
         tl.maximum(begin, full) - full, tl.maximum(stop, full) - full,

@@ -70,8 +70,8 @@ def _visibility(
     row_end = tl.minimum(row + ROWS, tokens)
     low = tl.load(lows + key_block, mask=exists, other=0)
     high = tl.load(highs + key_block, mask=exists, other=0)
-    some = exists & (key < row_end) & (high > row)
-    full = some & (key + KEYS - 1 <= row) & (low >= row_end)
+    seen = exists & (key < row_end) & (high > row)
+    full = seen & (key + KEYS - 1 <= row) & (low >= row_end)
     if BY_KEY:
         full &= row + ROWS <= tokens
     if HAS_WINDOW:
@@ -81,9 +81,9 @@ def _visibility(
         farthest = tl.load(row_lasts + row_block, mask=exists, other=0) - tl.load(
             key_firsts + key_block, mask=exists, other=0
         )
-        some &= nearest < window
+        seen &= nearest < window
         full &= farthest < window
-    return some & ~full, some & full
+    return seen & ~full, seen & full
 
 
 @triton.jit(do_not_specialize=["tokens", "offset", "window", "width"])
@@ -127,14 +127,14 @@ def once(subtree_end: Tensor, position: Tensor | None, window: int | None, what:
     """
     if subtree_end.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
         return make()
-    version, known = _made.get(subtree_end, (-1, {}))
+    version, by_kind = _made.get(subtree_end, (-1, {}))
     if version != subtree_end._version:
-        version, known = subtree_end._version, {}
-        _made[subtree_end] = version, known
+        version, by_kind = subtree_end._version, {}
+        _made[subtree_end] = version, by_kind
     windowed = None if position is None or window is None else (id(position), position._version, window)
-    if (what, windowed) not in known:
-        known[what, windowed] = make(), position  # an id lives with its tensor
-    return known[what, windowed][0]
+    if (what, windowed) not in by_kind:
+        by_kind[what, windowed] = make(), position  # an id lives with its tensor
+    return by_kind[what, windowed][0]
 
 
 def visible_blocks(
@@ -206,16 +206,17 @@ def work_items(
 
 def _cut(visible: VisibleBlocks, heads: int, group: int) -> WorkItems:
     count, others = visible.blocks.shape[0], visible.blocks.shape[1] - 1
-    wanted = max(1, WANTED_ITEMS // heads)
+    target_items = max(1, WANTED_ITEMS // heads)
     most = count * triton.cdiv(others * group, SHORTEST_ITEM)
     work = (visible.full_count + visible.partial_count).long() * group  # [count] tiles
-    length = torch.clamp(-(-work.sum() // wanted), min=SHORTEST_ITEM)
+    length = torch.clamp(-(-work.sum() // target_items), min=SHORTEST_ITEM)
     cuts = torch.clamp(-(-work // length), min=1)
-    split = cuts > 1  # at most `wanted` of them, as each is longer than length; their cuts are then at most 2 wanted
+    # at most `target_items` are split, as each is longer than length; there are then at most twice as many cuts
+    split = cuts > 1
     slots = torch.where(split, cuts, 0)
     first_slot = slots.cumsum(0) - slots
 
-    item = torch.arange(max(count, min(count + wanted, most)), device=work.device)
+    item = torch.arange(max(count, min(count + target_items, most)), device=work.device)
     ends = cuts.cumsum(0)
     owner = torch.searchsorted(ends, item, right=True)
     block = owner.clamp(max=count - 1)
@@ -227,10 +228,10 @@ def _cut(visible: VisibleBlocks, heads: int, group: int) -> WorkItems:
     items = torch.stack([torch.where(exists, block, -1), begin, end, slot], 1)[order]
 
     possible = most > count
-    chosen = (~split).to(torch.int8).argsort(stable=True)[: min(count, wanted) if possible else 0]
+    chosen = (~split).to(torch.int8).argsort(stable=True)[: min(count, target_items) if possible else 0]
     rows = torch.arange(count, device=work.device)
     splits = torch.stack([torch.where(split, rows, -1), first_slot, cuts], 1)[chosen]
-    return WorkItems(items.int(), splits.int(), min(2 * wanted, most) if possible else 0)
+    return WorkItems(items.int(), splits.int(), min(2 * target_items, most) if possible else 0)
 
 
 def _extent(values: Tensor, block: int, filling: int | None) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,8 @@ _compiled = dispatch.compiled_op("cpu", "tree_decode")
 
 def _cpu(q: Tensor, k_pages: Tensor, v_pages: Tensor, nodes: Nodes, work: Work, *scoring: Any) -> tuple[Tensor, Tensor]:
     """Like `reference.tree_decode` in csrc/cpu/tree_decode.cpp, which walks the nodes without items."""
-    found: tuple[Tensor, Tensor] = _compiled(q, k_pages, v_pages, nodes, *scoring)
-    return found
+    result: tuple[Tensor, Tensor] = _compiled(q, k_pages, v_pages, nodes, *scoring)
+    return result
 
 
 _BACKENDS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {

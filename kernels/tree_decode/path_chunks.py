@@ -61,35 +61,35 @@ def path_chunks(plan: Sequence[Array]) -> PathChunks:
     last = first + length[full]
     if (first != np.where(above < 0, 0, last[above])).any():
         raise ValueError("DecodePlan: backend 'invariant' takes nodes that begin where their parents end, roots at 0.")
-    own = _owned_rows(begin, end, above, length[full])
+    owned = _owned_rows(begin, end, above, length[full])
     newest = np.full(len(query), -1)
-    segment = np.repeat(np.arange(len(own.node)), own.end - own.begin)
-    rows = own.begin[segment] + np.arange(len(segment)) - np.searchsorted(segment, segment)
-    newest[rows] = np.minimum(query[rows], last[own.node[segment]] - 1)
+    segment = np.repeat(np.arange(len(owned.node)), owned.end - owned.begin)
+    rows = owned.begin[segment] + np.arange(len(segment)) - np.searchsorted(segment, segment)
+    newest[rows] = np.minimum(query[rows], last[owned.node[segment]] - 1)
     count = newest // CHUNK + 1
     place = segment * (1 << 32) + count[rows]  # rises, if it does within every segment
 
     def first_to_see(segment: Array, chunk: Array) -> Array:
-        found = np.searchsorted(place, segment * (1 << 32) + chunk, "right")
-        return np.minimum(np.append(rows, len(query))[found], own.end[segment])
+        index = np.searchsorted(place, segment * (1 << 32) + chunk, "right")
+        return np.minimum(np.append(rows, len(query))[index], owned.end[segment])
 
     # Chunks that end in a node: all rows below it see them, but for its own rows at earlier positions.
-    some = last // CHUNK - first // CHUNK
-    node = np.repeat(np.arange(len(full)), some)
-    chunk = np.arange(len(node)) - np.repeat(some.cumsum() - some, some) + first[node] // CHUNK
+    chunks = last // CHUNK - first // CHUNK
+    node = np.repeat(np.arange(len(full)), chunks)
+    chunk = np.arange(len(node)) - np.repeat(chunks.cumsum() - chunks, chunks) + first[node] // CHUNK
     begins = begin[node]
-    at = np.minimum(np.searchsorted(own.begin, begins), max(len(own.begin) - 1, 0))
-    mine = (own.begin[at] == begins) & (own.node[at] == node)
-    begins[mine] = first_to_see(at[mine], chunk[mine])
+    at = np.minimum(np.searchsorted(owned.begin, begins), max(len(owned.begin) - 1, 0))
+    starts_node = (owned.begin[at] == begins) & (owned.node[at] == node)
+    begins[starts_node] = first_to_see(at[starts_node], chunk[starts_node])
     # The chunk that a node leaves unfinished: the rows that end there see it.
-    left = last[own.node] % CHUNK
+    left = last[owned.node] % CHUNK
     open_ = np.flatnonzero(left)
-    unfinished = last[own.node[open_]] // CHUNK
-    node = np.concatenate([node, own.node[open_]])
+    unfinished = last[owned.node[open_]] // CHUNK
+    node = np.concatenate([node, owned.node[open_]])
     chunk = np.concatenate([chunk, unfinished])
     keys = np.concatenate([np.full(len(begins), CHUNK), left[open_]])
     row = np.concatenate([begins, first_to_see(open_, unfinished)])
-    seen = np.concatenate([end[node[: len(begins)]], own.end[open_]]) - row
+    seen = np.concatenate([end[node[: len(begins)]], owned.end[open_]]) - row
     kept = seen > 0
     if (np.diff(place) < 0).any() or seen[kept].sum() != count.sum():
         raise ValueError("DecodePlan: rows of a node must be in the order of their positions, before its children's.")

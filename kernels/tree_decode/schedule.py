@@ -125,15 +125,15 @@ _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def make_schedule(nodes: Nodes, group: int, by_path: bool = False) -> Work:
     """Return the work of nodes on a device, for ``group`` query heads a key head; waits for the device once a plan."""
-    known = _made.setdefault(nodes.row_begin, {})
-    if (group, by_path) not in known:
+    by_shape = _made.setdefault(nodes.row_begin, {})
+    if (group, by_path) not in by_shape:
         columns = columns_of([x.cpu().numpy() for x in nodes], [group], by_path)
         device = nodes.row_begin.device
         on_device = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
         items = on_device[f"items{group}"].view(-1, FIELDS)
         partials = int(columns["partial_begin"][-1])
-        known[group, by_path] = Work(on_device["partial_begin"], items, partials, on_device.get("parent"))
-    return known[group, by_path]
+        by_shape[group, by_path] = Work(on_device["partial_begin"], items, partials, on_device.get("parent"))
+    return by_shape[group, by_path]
 
 
 def programs(device: torch.device, kv_heads: int) -> int:

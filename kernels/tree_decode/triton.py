@@ -35,6 +35,47 @@ def slots_of(begin, last, KEYS: tl.constexpr):
     return tl.minimum(begin + tl.arange(0, KEYS), last).to(tl.uint32)
 
 
+@triton.jit
+def attend_keys(
+    query, k_from, v_from, pages, slot, count, last, newest, age, page_stride, slot_stride, scale, window, softcap,
+    PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Return the values of an item's keys, weighted by exp2(score - largest), the largest score of each query in the
+    log2 domain, and the sum of weights: [QUERIES, WIDTH], [QUERIES], [QUERIES]."""
+    columns = tl.arange(0, WIDTH)
+    page = tl.load(pages + slots_of(slot, last, KEYS) // PAGE)
+    top = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([QUERIES, WIDTH], tl.float32)
+    for begin in range(0, count, KEYS):
+        index = begin + tl.arange(0, KEYS)
+        at = page.to(tl.uint32).to(tl.int64) * page_stride + slots_of(slot + begin, last, KEYS) % PAGE * slot_stride
+        at = at[:, None]
+        page = tl.load(pages + slots_of(slot + begin + KEYS, last, KEYS) // PAGE)
+        if DIM == WIDTH:  # noqa: SIM108 (decided when compiling)
+            key = tl.load(k_from + at)
+        else:
+            key = tl.load(k_from + at, mask=(columns < DIM)[None, :], other=0.0)
+        scores, _ = log2_scores(tl.dot(query, key.T, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
+        seen = index[None, :] <= newest[:, None]
+        if HAS_WINDOW:
+            seen &= index[None, :] > (age - window)[:, None]
+        scores = tl.where(seen, scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        probability = tl.exp2(scores - base[:, None])
+        keep = tl.exp2(top - base)
+        total = total * keep + tl.sum(probability, 1)
+        if DIM == WIDTH:  # noqa: SIM108 (decided when compiling)
+            value = tl.load(v_from + at)
+        else:
+            value = tl.load(v_from + at, mask=(columns < DIM)[None, :], other=0.0)
+        acc = tl.dot(probability.to(value.dtype), value, acc * keep[:, None], input_precision="ieee")
+        top = new_top
+    return acc, top, total
+
+
 @triton.jit(do_not_specialize=["window"])
 def partial_kernel(
     q,  # [N, Hq, D]
@@ -73,35 +114,10 @@ def partial_kernel(
         age = tl.load(query_position + row, mask=live, other=-1) - position
         newest = tl.where(live, tl.minimum(age, count - 1), -1)
         last = slot + count - 1
-        page = tl.load(pages + slots_of(slot, last, KEYS) // PAGE)
-        top = tl.full([QUERIES], -float("inf"), tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
-        acc = tl.zeros([QUERIES, WIDTH], tl.float32)
-        for begin in range(0, count, KEYS):
-            index = begin + tl.arange(0, KEYS)
-            at = page.to(tl.uint32).to(tl.int64) * page_stride + slots_of(slot + begin, last, KEYS) % PAGE * slot_stride
-            at = at[:, None]
-            page = tl.load(pages + slots_of(slot + begin + KEYS, last, KEYS) // PAGE)
-            if DIM == WIDTH:
-                key = tl.load(k_from + at)
-            else:
-                key = tl.load(k_from + at, mask=(columns < DIM)[None, :], other=0.0)
-            scores, _ = log2_scores(tl.dot(query, key.T, input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
-            seen = index[None, :] <= newest[:, None]
-            if HAS_WINDOW:
-                seen &= index[None, :] > (age - window)[:, None]
-            scores = tl.where(seen, scores, -float("inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            base = tl.where(new_top == -float("inf"), 0.0, new_top)
-            probability = tl.exp2(scores - base[:, None])
-            keep = tl.exp2(top - base)
-            total = total * keep + tl.sum(probability, 1)
-            if DIM == WIDTH:
-                value = tl.load(v_from + at)
-            else:
-                value = tl.load(v_from + at, mask=(columns < DIM)[None, :], other=0.0)
-            acc = tl.dot(probability.to(value.dtype), value, acc * keep[:, None], input_precision="ieee")
-            top = new_top
+        acc, top, total = attend_keys(
+            query, k_from, v_from, pages, slot, count, last, newest, age, page_stride, slot_stride, scale, window,
+            softcap, PAGE, DIM, WIDTH, QUERIES, KEYS, HAS_WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
         saw = total != 0.0
         to = (tl.load(partial_begin + row, mask=live, other=0) + before).to(tl.int64) * HEADS + head
         acc = acc * (1.0 / tl.where(saw, total, 1.0))[:, None]
@@ -209,10 +225,10 @@ def attend(
         KEYS=keys, FIELDS=FIELDS, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
         num_warps=warps, num_stages=3,
     )  # fmt: skip
-    some = min(8, triton.next_power_of_2(heads))
-    merge_kernel[(rows, triton.cdiv(heads, some))](
+    together = min(8, triton.next_power_of_2(heads))
+    merge_kernel[(rows, triton.cdiv(heads, together))](
         partial_out, partial_lse, partial_begin, out, lse,
-        HEADS=heads, SOME=some, DIM=dim, WIDTH=width, num_warps=4,
+        HEADS=heads, SOME=together, DIM=dim, WIDTH=width, num_warps=4,
     )  # fmt: skip
     return out, lse
 

@@ -58,8 +58,8 @@ def tree_recurrence(
     if initial is None:
         check.require(plan.states == 0, lambda: f"the plan begins with {plan.states} given states; give initial")
     else:
-        wanted = (plan.states, heads, width, value.shape[-1])
-        check.floats("initial", initial, wanted, ", one for each given state of the plan")
+        of_states = (plan.states, heads, width, value.shape[-1])
+        check.floats("initial", initial, of_states, ", one for each given state of the plan")
     check.number("scale", scale)
     out, ends = Recurrence.apply(query, key, value, decay, beta, initial, plan, float(scale))
     return out, ends
@@ -96,12 +96,12 @@ def tree_convolution(
         check.floats("bias", bias, (width,), " like x", (x.dtype,))
     _check_plan(check, plan, rows, "x")
     windows = plan.windows(taps)
-    given = []
+    before = []
     if history is None:
         check.require(plan.states == 0, lambda: f"the plan begins with {plan.states} given states; give history")
     else:
-        given.append(check.floats("history", history, (plan.states, taps - 1, width), "", (x.dtype,)).flatten(0, 1))
-    extended = torch.cat([x, *given, x.new_zeros(1, width)])
+        before.append(check.floats("history", history, (plan.states, taps - 1, width), "", (x.dtype,)).flatten(0, 1))
+    extended = torch.cat([x, *before, x.new_zeros(1, width)])
     out = Convolution.apply(extended, weight, bias, windows)
     return out, Rows.apply(extended, windows.last.flatten()).view(*windows.last.shape, width)
 

@@ -60,8 +60,8 @@ class Recurrence(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         with torch.autocast(saved[0].device.type, enabled=False), dispatch.restored_backend(ctx.backend):
-            found = _choose("tree_recurrence", _BACKWARD, saved[0])(*grads, *saved, ctx.plan, ctx.scale)
-        return *found, None, None
+            gradients = _choose("tree_recurrence", _BACKWARD, saved[0])(*grads, *saved, ctx.plan, ctx.scale)
+        return *gradients, None, None
 
 
 class Convolution(torch.autograd.Function):

@@ -12,7 +12,7 @@ A plan is made on the host from the structure alone, once for a batch and all of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -53,8 +53,8 @@ def find_segments(subtree_end: Array) -> Segments:  # [T]
     # its parent is the last earlier segment that is one level higher
     key = depth * max(len(start), 1) + number
     order = np.argsort(key)
-    found = order[np.maximum(np.searchsorted(key[order], key - len(start)) - 1, 0)] if len(start) else order
-    return Segments(start, length, np.where(depth > 0, found, -1), np.full(len(start), -1))
+    parent = order[np.maximum(np.searchsorted(key[order], key - len(start)) - 1, 0)] if len(start) else order
+    return Segments(start, length, np.where(depth > 0, parent, -1), np.full(len(start), -1))
 
 
 class Level(NamedTuple):
@@ -82,9 +82,9 @@ class Windows:
     def readers(self) -> tuple[Tensor, Tensor]:
         """The rows that read each input, as ``tap T + row`` by tap and row [K T] int64, and where those of each input
         begin [N + 1] int64."""
-        own = torch.arange(self.before.shape[1], device=self.before.device)
-        read, order = torch.cat([own, self.before.flatten()]).sort(stable=True)
-        return order, torch.searchsorted(read, torch.arange(self.inputs + 1, device=own.device))
+        inputs = torch.arange(self.before.shape[1], device=self.before.device)
+        read, order = torch.cat([inputs, self.before.flatten()]).sort(stable=True)
+        return order, torch.searchsorted(read, torch.arange(self.inputs + 1, device=inputs.device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,9 +141,8 @@ class RecurrencePlan:
         size = np.minimum(length[segment] - inside * most, most)
         bucket = np.searchsorted(SIZES, size)
         above = np.where(inside > 0, np.arange(len(segment)) - 1, -1)
-        heads = inside == 0
-        of = parent[segment[heads]]
-        above[heads] = np.where(of >= 0, (first + count - 1)[of], -1)
+        of = parent[segment[inside == 0]]
+        above[inside == 0] = np.where(of >= 0, (first + count - 1)[of], -1)
         level = _depth(parent, count)[segment] + inside
 
         order = np.lexsort((bucket, level))  # stable: then by rows
@@ -151,11 +150,7 @@ class RecurrencePlan:
         bounds = np.searchsorted(level[order], np.arange(level.max(initial=-1) + 2))
         within[order] = np.arange(len(order)) - bounds[level[order]]
 
-        def tensor(values: Array) -> Tensor:
-            host = torch.from_numpy(np.ascontiguousarray(values, np.int64))
-            on_gpu = torch.device(device).type == "cuda"
-            return (host.pin_memory() if on_gpu else host).to(device, non_blocking=True)
-
+        tensor = partial(_tensor, device=device)
         rows, place, index, begin = [], np.empty(total, np.int64), np.empty(len(order), np.int64), 0
         for number, width in enumerate(SIZES):
             chunks = order[bucket[order] == number]
@@ -171,41 +166,29 @@ class RecurrencePlan:
         levels, end_order, kept_before = [], np.empty(len(keep), np.int64), 0
         for depth, (low, high) in enumerate(pairwise(bounds.tolist())):
             chunks = order[low:high]
-            parts = tuple(
-                (b, int(index[of[0]]), int(index[of[-1]]) + 1)
-                for b in range(len(SIZES))
-                if len(of := chunks[bucket[chunks] == b])
-            )
-            given = initial[segment[chunks]]
-            slot = within[above[chunks]] if depth else np.where(given < 0, states, given)
+            by_size = ((b, index[chunks[bucket[chunks] == b]]) for b in range(len(SIZES)))
+            parts = tuple((b, int(of_size[0]), int(of_size[-1]) + 1) for b, of_size in by_size if len(of_size))
+            initial_state = initial[segment[chunks]]
+            slot = within[above[chunks]] if depth else np.where(initial_state < 0, states, initial_state)
             available = bounds[depth] - bounds[depth - 1] if depth else states + 1
             same = len(slot) == available and bool((slot == np.arange(available)).all())
-            asked = np.flatnonzero(level[last] == depth)
-            end_order[asked] = kept_before + np.arange(len(asked))
-            kept_before += len(asked)
-            levels.append(
-                Level(
-                    parts,
-                    None if same else tensor(slot),
-                    None if same else tensor(np.argsort(slot, kind="stable")),
-                    None if same else tensor(np.bincount(slot, minlength=available)),
-                    tensor(within[last[asked]]) if len(asked) else None,
-                )
-            )
+            read_out = np.flatnonzero(level[last] == depth)
+            end_order[read_out] = kept_before + np.arange(len(read_out))
+            kept_before += len(read_out)
+            kept = tensor(within[last[read_out]]) if len(read_out) else None
+            if same:
+                levels.append(Level(parts, None, None, None, kept))
+                continue
+            order_by_parent, children = np.argsort(slot, kind="stable"), np.bincount(slot, minlength=available)
+            levels.append(Level(parts, tensor(slot), tensor(order_by_parent), tensor(children), kept))
         parent_row = np.arange(-1, total - 1)
         of_given = np.where(initial < 0, total + states, total + initial)
         parent_row[start] = np.where(parent >= 0, (start + length - 1)[parent], of_given)
+        end_row = (start + length - 1)[keep]
         return RecurrencePlan(
-            tensor(parent_row),
-            tuple(rows),
-            tensor(place),
-            tuple(levels),
-            tensor(end_order),
-            tensor((start + length - 1)[keep]),
-            states,
-            segments,
-            keep,
-        )
+            tensor(parent_row), tuple(rows), tensor(place), tuple(levels), tensor(end_order), tensor(end_row), states,
+            segments, keep,
+        )  # fmt: skip
 
     def windows(self, taps: int) -> Windows:
         """Return the inputs that a convolution of ``taps`` columns reads."""
@@ -214,22 +197,28 @@ class RecurrencePlan:
             none = total + self.states * before
             ids = torch.arange(none + 1, device=self.place.device)
             ids = torch.where((ids - total) % max(before, 1) == 0, none, ids - 1)  # of given inputs the one before
-            given = self.parent_row - total
-            newest = total + given * before + before - 1
-            row = torch.where(given < 0, self.parent_row, torch.where(given == self.states, none, newest))
+            state_of_row = self.parent_row - total
+            newest = total + state_of_row * before + before - 1
+            row = torch.where(state_of_row < 0, self.parent_row, torch.where(state_of_row == self.states, none, newest))
             ids[:total], ids[none] = row, none
-            back, found = torch.arange(total, device=ids.device), []
+            back, places = torch.arange(total, device=ids.device), []
             for _ in range(before):
                 back = ids[back]
-                found.append(back)
+                places.append(back)
             at, last = self.end_row, []
             for _ in range(before):
                 last.append(at)
                 at = ids[at]
-            every = torch.stack(found) if found else back.new_empty(0, total)
+            every = torch.stack(places) if places else back.new_empty(0, total)
             ends = torch.stack(last[::-1], 1) if last else at.new_empty(len(at), 0)
             self._windows[taps] = Windows(every, ends, none + 1)
         return self._windows[taps]
+
+
+def _tensor(values: Array, device: torch.device | str) -> Tensor:
+    host = torch.from_numpy(np.ascontiguousarray(values, np.int64))
+    on_gpu = torch.device(device).type == "cuda"
+    return (host.pin_memory() if on_gpu else host).to(device, non_blocking=True)
 
 
 def _depth(parent: Array, count: Array) -> Array:  # [S]

@@ -64,18 +64,18 @@ def tree_recurrence_forward(
         for size, begin, end in level.parts:
             chunks = sizes[size]
             assert chunks is not None
-            some = slice(begin, end)
+            of_level = slice(begin, end)
             state = states[done : done + end - begin]
             done += end - begin
-            new = chunks.new[some]
+            new = chunks.new[of_level]
             if chunks.removed is not None:
-                new = new - chunks.removed[some] @ state
-            outs[size].append(chunks.query[some] @ state + chunks.pairs[some] @ new)
-            ends.append(chunks.whole[some] * state + chunks.key[some].mT @ new)
+                new = new - chunks.removed[of_level] @ state
+            outs[size].append(chunks.query[of_level] @ state + chunks.pairs[of_level] @ new)
+            ends.append(chunks.whole[of_level] * state + chunks.key[of_level].mT @ new)
         states = ends[0] if len(ends) == 1 else torch.cat(ends)
         if level.kept is not None:
             kept.append(states.index_select(0, level.kept))
-    flat = [torch.cat(some).transpose(1, 2).flatten(0, 1) for some in outs if some]
+    flat = [torch.cat(outputs).transpose(1, 2).flatten(0, 1) for outputs in outs if outputs]
     joined = torch.cat(flat) if flat else v.new_empty(0, *v.shape[1:])
     last = torch.cat(kept).index_select(0, plan.end_order) if kept else v.new_empty(0, *shape)
     return joined.index_select(0, plan.place).to(value.dtype), last
@@ -94,16 +94,16 @@ def tree_recurrence_backward(
     scale: float,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the six tensors, None for those that are None; the chunks are computed again."""
-    given = query, key, value, decay, beta, initial
+    arguments = query, key, value, decay, beta, initial
     with torch.enable_grad():
-        q, k, v, g, b, first = inputs = [None if x is None else x.detach().requires_grad_() for x in given]
+        q, k, v, g, b, first = inputs = [None if x is None else x.detach().requires_grad_() for x in arguments]
         outputs = tree_recurrence_forward(q, k, v, g, b, first, plan, scale)  # type: ignore[arg-type]
         # without an end in the plan the second output has no graph
         pairs = [(o, g) for o, g in zip(outputs, (grad_out, grad_ends), strict=True) if o.requires_grad]
-        asked = [x for x in inputs if x is not None]
+        differentiable = [x for x in inputs if x is not None]
         outs, grads = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(outs, asked, grads, allow_unused=True))
-    return tuple(None if x is None else next(found) for x in inputs)
+        gradients = iter(torch.autograd.grad(outs, differentiable, grads, allow_unused=True))
+    return tuple(None if x is None else next(gradients) for x in inputs)
 
 
 def _cut(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, rows: Tensor) -> _Chunks:
@@ -141,14 +141,14 @@ def _products(a: Tensor, b: Tensor, total: Tensor) -> Tensor:  # [C, H, n, D], t
     blocks = []
     for begin in range(0, size, BLOCK):
         rows = slice(begin, min(begin + BLOCK, size))
-        own = total[:, :, rows]
-        difference = (own[..., :, None, :] - own[..., None, :, :]).masked_fill(
-            _future(own.shape[2], a)[..., None], -torch.inf
+        in_block = total[:, :, rows]
+        difference = (in_block[..., :, None, :] - in_block[..., None, :, :]).masked_fill(
+            _future(in_block.shape[2], a)[..., None], -torch.inf
         )
         near = (a[:, :, rows, None] * b[:, :, None, rows] * difference.exp()).sum(-1)
         if begin:  # both factors decay from and to the block's edge, so none is above 1
             edge = total[:, :, begin - 1 : begin]
-            far = (a[:, :, rows] * (own - edge).exp()) @ (b[:, :, :begin] * (edge - total[:, :, :begin]).exp()).mT
+            far = (a[:, :, rows] * (in_block - edge).exp()) @ (b[:, :, :begin] * (edge - total[:, :, :begin]).exp()).mT
             near = torch.cat([far, near], -1)
         blocks.append(F.pad(near, (0, size - rows.stop)))
     return torch.cat(blocks, 2)
@@ -165,8 +165,8 @@ def tree_convolution_forward(
     windows: Windows,
 ) -> Tensor:  # [T, D]
     """Return ``bias + sum_j weight[:, K - 1 - j] x[the j-th row before it on its path]``."""
-    own = x[: windows.before.shape[1]]
-    out = own * weight[:, -1] if bias is None else torch.addcmul(bias, own, weight[:, -1])
+    newest = x[: windows.before.shape[1]]
+    out = newest * weight[:, -1] if bias is None else torch.addcmul(bias, newest, weight[:, -1])
     for j, rows in enumerate(windows.before, 2):
         out = torch.addcmul(out, x.index_select(0, rows), weight[:, -j])
     return out

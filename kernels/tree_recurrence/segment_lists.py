@@ -28,7 +28,7 @@ class SegmentLists:
     row: Tensor  # [S] the first row
     rows: Tensor  # [S] how many
     chunk: Tensor  # [S] the first chunk
-    source: Tensor  # [S] slot with whose state it begins; ZERO; -2 - j: the j-th of `given`
+    source: Tensor  # [S] slot with whose state it begins; ZERO; -2 - j: the j-th of `initial`
     slot: Tensor  # [S] slot in which its end state is left, -1 for none
     run_begin: Tensor  # [R] the first segment of each run, the longest run first
     run_end: Tensor  # [R] the last segment + 1
@@ -37,7 +37,7 @@ class SegmentLists:
     size: int  # rows of a whole chunk
     slots: int
     ends: Tensor | None  # [E] int64, slot of each returned state; None: the first E slots
-    given: Tensor | None  # [J] int64, the given state of each segment that has one; None: the j-th has the j-th
+    initial: Tensor | None  # [J] int64, the given state of each segment that has one; None: the j-th has the j-th
     num_given: int  # J
 
     @property
@@ -65,16 +65,16 @@ class SegmentLists:
         chunk = np.cumsum(count) - count
         segment = np.repeat(np.arange(len(row)), count)
         inside = (np.arange(len(segment)) - chunk[segment]) * size
-        asked = np.unique(ends)
-        in_order = len(asked) == len(ends)
-        first = ends if in_order else asked
-        kept = np.concatenate([first, np.setdiff1d(np.unique(parent[parent >= 0]), asked)])
+        read_out = np.unique(ends)
+        in_order = len(read_out) == len(ends)
+        first = ends if in_order else read_out
+        kept = np.concatenate([first, np.setdiff1d(np.unique(parent[parent >= 0]), read_out)])
         slot = np.full(len(row), -1)
         slot[kept] = np.arange(len(kept))
         with_state = np.flatnonzero((parent < 0) & (initial >= 0))
         source = np.where(parent >= 0, slot[parent], ZERO)
         source[with_state] = -2 - np.arange(len(with_state))
-        given = initial[with_state]
+        state_of_segment = initial[with_state]
         begin = np.flatnonzero(parent < 0)
         end = np.append(begin[1:], len(row))[: len(begin)]
         chunks_of = np.append(chunk, len(segment))
@@ -85,7 +85,7 @@ class SegmentLists:
             on_gpu = torch.device(device).type == "cuda"
             return (host.pin_memory() if on_gpu else host).to(device, non_blocking=True)
 
-        same = len(given) == states and bool((given == np.arange(states)).all())
+        same = len(state_of_segment) == states and bool((state_of_segment == np.arange(states)).all())
         return SegmentLists(
             row=tensor(row),
             rows=tensor(rows),
@@ -99,6 +99,6 @@ class SegmentLists:
             size=size,
             slots=len(kept),
             ends=None if in_order else tensor(slot[ends], np.int64),
-            given=None if same else tensor(given, np.int64),
-            num_given=len(given),
+            initial=None if same else tensor(state_of_segment, np.int64),
+            num_given=len(state_of_segment),
         )

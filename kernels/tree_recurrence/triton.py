@@ -96,8 +96,8 @@ class _Launch(NamedTuple):
         lists = plan.lists(tiles.chunk)
         if initial is not None:
             initial = initial.float().contiguous()
-            if lists.given is not None:
-                initial = initial.index_select(0, lists.given)
+            if lists.initial is not None:
+                initial = initial.index_select(0, lists.initial)
         return _Launch(
             q, k, v, decay.float().contiguous(), None if beta is None else beta.float().contiguous(), initial, lists,
             scale, tiles,
@@ -121,11 +121,11 @@ class _Launch(NamedTuple):
 
     def scan_options(self) -> dict[str, Any]:
         _, dim, values = self.sizes
-        found = self.options()
+        options = self.options()
         if self.channels:
-            found["GROUP"] = 1  # rows of queries and keys are those of value heads
+            options["GROUP"] = 1  # rows of queries and keys are those of value heads
         return {
-            **found, "WIDTH": padded(dim), "VALUES": values, "BLOCK": self.tiles.block, "CHANNELS": self.channels,
+            **options, "WIDTH": padded(dim), "VALUES": values, "BLOCK": self.tiles.block, "CHANNELS": self.channels,
             "GIVEN": self.lists.num_given > 0, "num_warps": self.tiles.warps,
         }  # fmt: skip
 
@@ -238,8 +238,8 @@ def tree_recurrence_backward(
 ) -> tuple[Tensor | None, ...]:
     """Like `reference.tree_recurrence_backward`; float32, bfloat16 or float16."""
     if not value.numel():
-        given = query, key, value, decay, beta, initial
-        return tuple(None if t is None else torch.zeros_like(t) for t in given)
+        arguments = query, key, value, decay, beta, initial
+        return tuple(None if t is None else torch.zeros_like(t) for t in arguments)
     x = _Launch.of(query, key, value, decay, beta, initial, plan, scale)
     heads, dim, values = x.sizes
     lists, rows, upstream = x.lists, len(query), grad_out.to(x.key.dtype).contiguous()
@@ -252,11 +252,7 @@ def tree_recurrence_backward(
         *x.segments(), *_strides(of.query, of.key, x.value), x.scale, OUT=False, **x.scan_options(),
     )  # fmt: skip
 
-    grad_states, grad_initial = x.states(lists.slots).zero_(), x.states(lists.num_given)
-    if lists.ends is None:
-        grad_states[: plan.num_ends] = grad_ends
-    else:
-        add_rows(grad_states, lists.ends, grad_ends.float())
+    grad_states, grad_initial = _at_ends(x, grad_ends, plan), x.states(lists.num_given)
     end_gradients, grad_value = torch.empty_like(starts), x.empty(*value.shape)
     grad_x = None if beta is None else torch.empty_like(new)
     state_scan_back_kernel[x.scan_grid()](
@@ -266,20 +262,9 @@ def tree_recurrence_backward(
     )  # fmt: skip
 
     grad_query, grad_key = (x.empty(rows, heads, dim) for _ in range(2))
-    grad_removed = None
+    grad_removed = None if beta is None or not x.channels else torch.empty_like(grad_key)
     if x.channels:
-        square = lists.chunks, heads, lists.size, lists.size
-        written, removed = x.empty(*square), None
-        if beta is not None:
-            removed, grad_removed = x.empty(*square), torch.empty_like(grad_key)
-        weights_kernel[square[:2]](
-            upstream, new, grad_x, written, removed, *x.chunks(), x.scale, HEADS=heads, VALUES=values,
-            BLOCK=x.tiles.values, CHUNK=lists.size, DELTA=beta is not None, num_warps=4, num_stages=STAGES,
-        )  # fmt: skip
-        channel_sums_kernel[x.blocks_grid()](
-            x.query, x.key, x.decay, x.beta, written, removed, grad_query, grad_key, grad_removed, *x.chunks(),
-            *_strides(x.query, x.key), WIDTH=padded(dim), num_warps=4, **x.options(),
-        )  # fmt: skip
+        _sum_channels(x, upstream, new, grad_x, grad_query, grad_key, grad_removed)
     parts = triton.cdiv(padded(dim), x.tiles.part)
     grad_decay = torch.empty_like(grad_key)[None] if x.channels else x.empty(parts, rows, heads)
     grad_beta = None if beta is None else x.empty(parts, rows, heads)
@@ -301,9 +286,42 @@ def tree_recurrence_backward(
     )  # fmt: skip
 
 
+def _at_ends(x: _Launch, grad_ends: Tensor, plan: RecurrencePlan) -> Tensor:  # [slots, H, Dk, Dv]
+    """Return the gradients of the states' slots before the pass over states: those of the ends."""
+    grad_states = x.states(x.lists.slots).zero_()
+    if x.lists.ends is None:
+        grad_states[: plan.num_ends] = grad_ends
+    else:
+        add_rows(grad_states, x.lists.ends, grad_ends.float())
+    return grad_states
+
+
+def _sum_channels(
+    x: _Launch,
+    upstream: Tensor,  # [T, H, Dv]
+    new: Tensor,  # [T, H, Dv]
+    grad_x: Tensor | None,  # [T, H, Dv]
+    grad_query: Tensor,  # [T, H, Dk], out, like the next two
+    grad_key: Tensor,
+    grad_removed: Tensor | None,
+) -> None:
+    """Fill the gradients within chunks where each channel decays by itself."""
+    lists, (heads, dim, values) = x.lists, x.sizes
+    square = lists.chunks, heads, lists.size, lists.size
+    written, removed = x.empty(*square), None if grad_removed is None else x.empty(*square)
+    weights_kernel[square[:2]](
+        upstream, new, grad_x, written, removed, *x.chunks(), x.scale, HEADS=heads, VALUES=values,
+        BLOCK=x.tiles.values, CHUNK=lists.size, DELTA=x.beta is not None, num_warps=4, num_stages=STAGES,
+    )  # fmt: skip
+    channel_sums_kernel[x.blocks_grid()](
+        x.query, x.key, x.decay, x.beta, written, removed, grad_query, grad_key, grad_removed, *x.chunks(),
+        *_strides(x.query, x.key), WIDTH=padded(dim), num_warps=4, **x.options(),
+    )  # fmt: skip
+
+
 def _of_given(gradients: Tensor, initial: Tensor, lists: SegmentLists) -> Tensor:  # [J, ...] -> [R, ...]
-    if lists.given is not None:
+    if lists.initial is not None:
         total = gradients.new_zeros(initial.shape)
-        add_rows(total, lists.given, gradients)
+        add_rows(total, lists.initial, gradients)
         gradients = total
     return gradients.to(initial.dtype)

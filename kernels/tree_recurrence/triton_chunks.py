@@ -76,13 +76,13 @@ def inverse_kernel(
     row, column = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
     on_diagonal = block * BLOCK * (CHUNK + 1) + row * CHUNK + column
     lower = tl.load(system + on_diagonal)
-    found = tl.where(row == column, 1.0, tl.zeros([CHUNK // BLOCK, BLOCK, BLOCK], tl.float32))
+    inverted = tl.where(row == column, 1.0, tl.zeros([CHUNK // BLOCK, BLOCK, BLOCK], tl.float32))
     for i in range(1, BLOCK):
         of_row = tl.sum(tl.where(row == i, lower, 0.0), 1)  # [blocks, BLOCK], of the rows above i
-        added = tl.sum(of_row[:, :, None] * found, 1)
-        found = tl.where(row == i, found - added[:, None, :], found)
-    tl.store(system + on_diagonal, found)
-    tl.store(inverse + on_diagonal, found.to(dtype))
+        added = tl.sum(of_row[:, :, None] * inverted, 1)
+        inverted = tl.where(row == i, inverted - added[:, None, :], inverted)
+    tl.store(system + on_diagonal, inverted)
+    tl.store(inverse + on_diagonal, inverted.to(dtype))
     line = tl.arange(0, BLOCK)[:, None] * CHUNK + tl.arange(0, BLOCK)[None, :]
     for distance in tl.static_range(1, CHUNK // BLOCK):
         tl.debug_barrier()  # blocks nearer to the diagonal are read
@@ -92,8 +92,8 @@ def inverse_kernel(
                 left = tl.load(system + (i * CHUNK + m) * BLOCK + line)
                 above = tl.load(system + ((i - distance) * CHUNK + m) * BLOCK + line)  # block (m, j)
                 total = tl.dot(left, above, total, input_precision="ieee")
-            own = tl.load(system + i * (CHUNK + 1) * BLOCK + line)
-            total = -tl.dot(own, total, input_precision="ieee")
+            diagonal = tl.load(system + i * (CHUNK + 1) * BLOCK + line)
+            total = -tl.dot(diagonal, total, input_precision="ieee")
             tl.store(system + ((i - distance) * CHUNK + i) * BLOCK + line, total)
             tl.store(inverse + (i * CHUNK + i - distance) * BLOCK + line, total.to(dtype))
             zero = tl.zeros([BLOCK, BLOCK], dtype)

@@ -31,6 +31,25 @@ from .triton_tiles import decays, load_rows, load_tile, store_tile, whole_decay
 
 
 @triton.jit
+def _first_state(
+    states, initial, of, head, begin, columns,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
+    GIVEN: tl.constexpr,
+):  # fmt: skip
+    """Load the state ``of`` a segment's source: a slot, or -2 - j for the j-th of ``initial``; zeros for -1."""
+    state = load_tile(
+        states + (of * HEADS + head) * (DIM * VALUES) + begin, VALUES, tl.where(of >= 0, DIM, 0), columns, WIDTH,
+        BLOCK,
+    )  # fmt: skip
+    if GIVEN:
+        state += load_tile(
+            initial + ((-2 - of) * HEADS + head) * (DIM * VALUES) + begin, VALUES, tl.where(of < -1, DIM, 0),
+            columns, WIDTH, BLOCK,
+        )  # fmt: skip
+    return state
+
+
+@triton.jit
 def state_scan_kernel(
     query,  # [T, G, DIM], read with OUT only; with CHANNELS scale e^G q [T, HEADS, DIM]
     key,  # [T, G, DIM]; with CHANNELS e^G k [T, HEADS, DIM]
@@ -59,15 +78,7 @@ def state_scan_kernel(
     dtype = key.dtype.element_ty
     for s in range(tl.load(run_begin + tl.program_id(2)), tl.load(run_end + tl.program_id(2))):
         of = tl.load(source + s).to(tl.int64)
-        state = load_tile(
-            states + (of * HEADS + head) * (DIM * VALUES) + begin, VALUES, tl.where(of >= 0, DIM, 0), columns, WIDTH,
-            BLOCK,
-        )  # fmt: skip
-        if GIVEN:
-            state += load_tile(
-                initial + ((-2 - of) * HEADS + head) * (DIM * VALUES) + begin, VALUES, tl.where(of < -1, DIM, 0),
-                columns, WIDTH, BLOCK,
-            )  # fmt: skip
+        state = _first_state(states, initial, of, head, begin, columns, HEADS, DIM, WIDTH, VALUES, BLOCK, GIVEN)
         first, length, number = tl.load(row + s).to(tl.int64), tl.load(rows + s), tl.load(chunk + s).to(tl.int64)
         for i in range(tl.cdiv(length, CHUNK)):
             t = first + i * CHUNK

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from rolltree.kernels import Objective, PolicyFields, dispatch, policy_loss, use_backend
 from rolltree.kernels.dispatch import Backend
-from rolltree.kernels.policy_loss import ALIASES, PRESETS, SUMS, api, elementwise
+from rolltree.kernels.policy_loss import ALIASES, PRESETS, SUMS, api, elementwise, surrogates
 from rolltree.kernels.policy_loss.surrogates import SURROGATES
 
 from ..support.thinned import every, thinned
@@ -545,6 +546,24 @@ def test_weights_of_tokens() -> None:
             Objective.preset("gspo"),
             normalizer=1,
         )
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_a_surrogate_declares_what_its_formula_reads_and_gives(name: str) -> None:
+    declared = SURROGATES[name]
+    reads, functions = set[str](), [declared.formula]
+    while functions:
+        function = functions.pop()
+        reads.update(function.__code__.co_names)
+        used = [function.__globals__.get(name) for name in function.__code__.co_names]
+        functions += [f for f in used if isinstance(f, FunctionType) and f.__module__ == surrogates.__name__]
+    assert declared.reads == reads & {*surrogates.Token._fields, *surrogates.Spec._fields}
+    x = torch.full((1,), -1.0)
+    terms = declared.formula(surrogates.Token(x, 0 * x, x, x, x), surrogates.Spec(*[1.0] * 10))
+    gives = {field for field, value in terms._asdict().items() if isinstance(value, torch.Tensor)}
+    assert declared.signed == ("pos" in gives) == ("neg" in gives)
+    assert declared.of_all == ("all" in gives)
+    assert declared.bounded == any(field.startswith("clipped") for field in gives)
 
 
 def test_what_a_formula_reads_says_what_it_needs() -> None:

@@ -106,8 +106,8 @@ def build_tree(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str,
             continue
         node = {"parent": parent, "tokens": _ids(row)[begin:end], "text": text[begin:end], "leaves": ending}
         node["mask"] = [int(v) for v in (row.get("loss_mask") or [])[begin:end]]
-        found = {name: _below([rows[m].get(name) for m in members], begin, end) for name in columns}
-        node["values"] = {name: values for name, values in found.items() if values is not None}
+        means = {name: _below([rows[m].get(name) for m in members], begin, end) for name in columns}
+        node["values"] = {name: values for name, values in means.items() if values is not None}
         nodes.append(node)
     return {
         "step": first.get("step"),
@@ -144,8 +144,8 @@ def _below(columns: Sequence[Any], begin: int, end: int) -> list[float | None] |
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [v for v in values if v is not None and math.isfinite(v)]
-    return round(math.fsum(known) / len(known), 4) if known else None
+    finite = [v for v in values if v is not None and math.isfinite(v)]
+    return round(math.fsum(finite) / len(finite), 4) if finite else None
 
 
 def _segments(keys: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, list[int], int]]:
@@ -240,21 +240,21 @@ def tokenizer_texts(candidates: Sequence[Path], missing: list[str]) -> TokenText
     from ...chat.detokenize import Detokenizer
     from ...chat.marks import marks_of
 
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
+    file = next((path for path in candidates if path.is_file()), None)
+    if file is None:
         missing.append("No tokenizer.json was found (export/ or model.path), so tokens are shown by their ids.")
         return None
     try:
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(found)))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(file)))
     except Exception as error:  # tokenizers raises bare Exception
-        missing.append(f"The tokenizer {found.name} cannot be read ({error}), so tokens are shown by their ids.")
+        missing.append(f"The tokenizer {file.name} cannot be read ({error}), so tokens are shown by their ids.")
         return None
 
-    known = set(tokenizer.get_vocab().values())
+    vocabulary = set(tokenizer.get_vocab().values())
 
     def texts(ids: Sequence[int]) -> list[str]:
         detokenizer = Detokenizer(tokenizer, marks_of(tokenizer).every)
         # The text of a character stands at the token that ends it. Vocabularies are padded: an id may have no token.
-        return [detokenizer.add([token])[0] if token in known else f"⟨{token}⟩" for token in ids]
+        return [detokenizer.add([token])[0] if token in vocabulary else f"⟨{token}⟩" for token in ids]
 
     return texts

@@ -51,19 +51,19 @@ class PytestText:
 
 @dataclass(frozen=True)
 class StdinTest:
-    """The program reads ``given`` from its standard input and has to print ``wanted``."""
+    """The program reads ``stdin`` and has to print ``expected``."""
 
-    given: str
-    wanted: str
+    stdin: str
+    expected: str
 
 
 @dataclass(frozen=True)
 class CallTest:
-    """The function ``name`` of the program, or the method of its class ``Solution``, has to return ``wanted``."""
+    """The function ``name`` of the program, or the method of its class ``Solution``, has to return ``expected``."""
 
     name: str
     arguments: list[Any]
-    wanted: Any
+    expected: Any
 
 
 Test = Script | PytestText | StdinTest | CallTest
@@ -77,7 +77,7 @@ def read_tests(answer: Any) -> list[Test]:
     """
     answer = _plain(answer)
     if isinstance(answer, str):
-        return read_tests(found) if (found := _unpacked(answer)) is not None else [_text(answer)]
+        return read_tests(unpacked) if (unpacked := _unpacked(answer)) is not None else [_text(answer)]
     if isinstance(answer, Mapping):
         return _of_dict(dict(answer))
     if not isinstance(answer, list | tuple):
@@ -111,8 +111,8 @@ def check_text(test: Script | PytestText, packages: Collection[str] = ()) -> Non
         raise ValueError(f"{what} is not valid Python: {error}") from None
     if not any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in ast.walk(tree)):
         raise ValueError(f"{what} is no test: it asserts nothing and calls nothing")
-    own = {"solution", "pytest"} if isinstance(test, PytestText) else set()
-    for name in sorted(_imported(tree) - own - set(packages)):
+    provided = {"solution", "pytest"} if isinstance(test, PytestText) else set()
+    for name in sorted(_imported(tree) - provided - set(packages)):
         if name not in sys.stdlib_module_names:
             raise ValueError(f"{what} imports '{name}', which the sandbox has not; name it in the option 'packages'")
     if isinstance(test, PytestText):
@@ -121,17 +121,17 @@ def check_text(test: Script | PytestText, packages: Collection[str] = ()) -> Non
 
 def test_functions(tree: ast.Module) -> list[tuple[str | None, str]]:
     """Return class (None without one) and name of each test function of a text for pytest, in order."""
-    found: list[tuple[str | None, str]] = []
+    functions: list[tuple[str | None, str]] = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
-            found.append((None, node.name))
+            functions.append((None, node.name))
         elif isinstance(node, ast.ClassDef) and (node.name.startswith("Test") or is_unittest(node)):
-            found += [
+            functions += [
                 (node.name, member.name)
                 for member in node.body
                 if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and member.name.startswith("test")
             ]
-    return found
+    return functions
 
 
 def is_unittest(node: ast.ClassDef) -> bool:
@@ -139,41 +139,41 @@ def is_unittest(node: ast.ClassDef) -> bool:
     return any(getattr(base, "attr", getattr(base, "id", "")) == "TestCase" for base in node.bases)
 
 
-def _of_dict(found: dict[str, Any]) -> list[Test]:
-    if "ground_truth" in found:  # verl's layout
-        return read_tests(_only(found, {"ground_truth", "style"})["ground_truth"])
-    if "assert_case" in found:
-        cases = _plain(_only(found, {"assert_case", "inputs", "outputs"})["assert_case"])
-        beside = [value for key in ("inputs", "outputs") for value in _plain(found.get(key)) or []]
+def _of_dict(fields: dict[str, Any]) -> list[Test]:
+    if "ground_truth" in fields:  # verl's layout
+        return read_tests(_only(fields, {"ground_truth", "style"})["ground_truth"])
+    if "assert_case" in fields:
+        cases = _plain(_only(fields, {"assert_case", "inputs", "outputs"})["assert_case"])
+        beside = [value for key in ("inputs", "outputs") for value in _plain(fields.get(key)) or []]
         if any(value not in ("", None) for value in beside):
             raise ValueError("the problem's answer has 'assert_case' beside inputs or outputs that are not empty")
         return read_tests([cases] if isinstance(cases, str) else cases)
-    name, lines = _function(found)
-    if {"inputs", "outputs"} <= set(found):
-        _only(found, {"inputs", "outputs", "metadata", *NAMES, *TYPES})
-        inputs, outputs = _plain(found["inputs"]), _plain(found["outputs"])
+    name, lines = _function(fields)
+    if {"inputs", "outputs"} <= set(fields):
+        _only(fields, {"inputs", "outputs", "metadata", *NAMES, *TYPES})
+        inputs, outputs = _plain(fields["inputs"]), _plain(fields["outputs"])
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
             raise ValueError("the problem's answer does not have as many 'outputs' as 'inputs'")
         if not inputs:
             raise ValueError("the problem has no tests")
-        return [_test(name, lines, given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
-    if not {"input", "output"} <= set(found):
+        return [_test(name, lines, stdin, expected) for stdin, expected in zip(inputs, outputs, strict=True)]
+    if not {"input", "output"} <= set(fields):
         raise ValueError(
-            f"the problem's answer has a test of {', '.join(sorted(map(str, found))) or 'nothing'}, which is no "
+            f"the problem's answer has a test of {', '.join(sorted(map(str, fields))) or 'nothing'}, which is no "
             "known form"
         )
-    _only(found, {"input", "output", "metadata", *NAMES, *TYPES})
-    return [_test(name, lines, found["input"], found["output"])]
+    _only(fields, {"input", "output", "metadata", *NAMES, *TYPES})
+    return [_test(name, lines, fields["input"], fields["output"])]
 
 
-def _function(found: Mapping[str, Any]) -> tuple[str | None, bool]:
+def _function(fields: Mapping[str, Any]) -> tuple[str | None, bool]:
     """Return the function that a test calls (None: it reads standard input), and whether each line of a text of
     arguments is one of them, as LiveCodeBench writes them."""
-    meta = found.get("metadata") or {}
+    meta = fields.get("metadata") or {}
     meta = json.loads(meta) if isinstance(meta, str) else meta
     _only(meta, {*NAMES}, "metadata")
-    named = {str(value) for where in (found, meta) for key in NAMES if (value := where.get(key))}
-    kinds = {str(value).casefold() for key in TYPES if (value := found.get(key))}
+    named = {str(value) for where in (fields, meta) for key in NAMES if (value := where.get(key))}
+    kinds = {str(value).casefold() for key in TYPES if (value := fields.get(key))}
     if len(named) > 1 or len(kinds) > 1:
         raise ValueError(f"a test of the problem names several functions or types: {', '.join(sorted(named | kinds))}")
     name, kind = next(iter(named), None), next(iter(kinds), None)
@@ -183,25 +183,25 @@ def _function(found: Mapping[str, Any]) -> tuple[str | None, bool]:
         raise ValueError(f"a test of the problem is of type '{kind}' and names no function ('fn_name')")
     if kind in STDIN and name is not None:
         raise ValueError(f"a test of the problem is of type '{kind}' and names the function '{name}'")
-    return name, "testtype" in found
+    return name, "testtype" in fields
 
 
-def _test(name: str | None, lines: bool, given: Any, wanted: Any) -> Test:
-    given, wanted = _plain(given), _plain(wanted)
+def _test(name: str | None, lines: bool, entered: Any, expected: Any) -> Test:
+    entered, expected = _plain(entered), _plain(expected)
     if name is None:
-        return StdinTest(_stream(given, "input"), _stream(wanted, "output"))
-    if not isinstance(given, str):
-        if not isinstance(given, list):
-            raise ValueError(f"a test of '{name}' has arguments of type {type(given).__name__}, and not a list")
-        return CallTest(name, given, wanted)
+        return StdinTest(_stream(entered, "input"), _stream(expected, "output"))
+    if not isinstance(entered, str):
+        if not isinstance(entered, list):
+            raise ValueError(f"a test of '{name}' has arguments of type {type(entered).__name__}, and not a list")
+        return CallTest(name, entered, expected)
     try:
-        arguments = [json.loads(line) for line in given.split("\n") if line.strip()] if lines else json.loads(given)
-        wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
+        arguments = [json.loads(line) for line in entered.split("\n") if line.strip()] if lines else json.loads(entered)
+        expected = json.loads(expected) if isinstance(expected, str) else expected
     except ValueError:
-        raise ValueError(f"a test of '{name}' has arguments or a result that are no JSON: {given[:60]!r}") from None
+        raise ValueError(f"a test of '{name}' has arguments or a result that are no JSON: {entered[:60]!r}") from None
     if not isinstance(arguments, list):
-        raise ValueError(f"a test of '{name}' has arguments that are no list: {given[:60]!r}")
-    return CallTest(name, arguments, wanted)
+        raise ValueError(f"a test of '{name}' has arguments that are no list: {entered[:60]!r}")
+    return CallTest(name, arguments, expected)
 
 
 def _stream(value: Any, what: str) -> str:
@@ -256,27 +256,27 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _only(found: Any, known: Collection[str], where: str = "a test of the problem") -> Any:
-    """Return ``found``, a dict whose keys are all ``known`` or have no value.
+def _only(fields: Any, allowed: Collection[str], where: str = "a test of the problem") -> Any:
+    """Return ``fields``, a dict whose keys are all ``allowed`` or have no value.
 
     Raises:
         ValueError: it is none.
     """
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{where} is of type {type(found).__name__}, and not a dict")
-    if unknown := sorted(str(key) for key, value in found.items() if key not in known and value is not None):
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"{where} is of type {type(fields).__name__}, and not a dict")
+    if unknown := sorted(str(key) for key, value in fields.items() if key not in allowed and value is not None):
         raise ValueError(f"{where} has the key '{unknown[0]}', which is not known; leave it out if it says nothing")
-    return found
+    return fields
 
 
 def _imported(tree: ast.Module) -> set[str]:
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            modules |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add((node.module or "").partition(".")[0])
-    return found - {"", "__future__"}
+            modules.add((node.module or "").partition(".")[0])
+    return modules - {"", "__future__"}
 
 
 def _check_pytest(tree: ast.Module, what: str) -> None:
@@ -298,16 +298,16 @@ def _check_pytest(tree: ast.Module, what: str) -> None:
             raise ValueError(f"{what} has the asynchronous test '{node.name}', which is not run")
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
-            given = {argument.arg for argument in node.args.args} - {"self"}
-            if missing := sorted(given - _parameters(node)):
+            parameters = {argument.arg for argument in node.args.args} - {"self"}
+            if missing := sorted(parameters - _parameters(node)):
                 raise ValueError(f"{what} has a test with the fixture '{missing[0]}', which the sandbox has not")
 
 
 def _parameters(node: ast.FunctionDef) -> set[str]:
     """Return the arguments that ``pytest.mark.parametrize`` gives a test."""
-    found: set[str] = set()
+    parameters: set[str] = set()
     for mark in node.decorator_list:
         if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.parametrize" and mark.args:
             names = ast.literal_eval(mark.args[0])
-            found |= {name.strip() for name in (names.split(",") if isinstance(names, str) else names)}
-    return found
+            parameters |= {name.strip() for name in (names.split(",") if isinstance(names, str) else names)}
+    return parameters

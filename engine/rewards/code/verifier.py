@@ -108,9 +108,9 @@ class CodeVerifier:
         """Return how a test ended, and whether it passed."""
         output_kb = self._output_kb
         if isinstance(test, StdinTest):
-            output_kb = max(output_kb, len(test.wanted.encode()) * 5 // 4096 + 1)  # a quarter more than is wanted
+            output_kb = max(output_kb, len(test.expected.encode()) * 5 // 4096 + 1)  # a quarter more than is wanted
         elif isinstance(test, CallTest):
-            output_kb = max(output_kb, len(json.dumps(test.wanted)) * 5 // 4096 + 1)
+            output_kb = max(output_kb, len(json.dumps(test.expected)) * 5 // 4096 + 1)
         limits = self._limits(wall_s=seconds, cpu_s=seconds, output_kb=output_kb)
         match test:
             case Script(then):
@@ -127,7 +127,7 @@ class CodeVerifier:
                 mark = secrets.token_hex(16)
                 run = self._sandbox.run(with_prelude(code), then=call_text(test, mark), limits=limits)
                 returned, value = result_of(run.stdout, mark)
-                right = run.status == "ok" and returned and same_value(value, test.wanted, self._tolerance)
+                right = run.status == "ok" and returned and same_value(value, test.expected, self._tolerance)
                 return run.status, right
 
 

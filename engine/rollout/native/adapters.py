@@ -120,13 +120,13 @@ def _tables(model: PreTrainedModel, numbers: dict[str, int]) -> Tables:
     head, of_head = model.get_output_embeddings(), None
     layers: dict[nn.Module, Adapters] = {}
     for _, layer in adapted_layers(model):
-        own = [_low_rank(layer, name) for name in names]
-        if any(own):
+        of_products = [_low_rank(layer, name) for name in names]
+        if any(of_products):
             weight = layer.weight.T if layer.fan_in_fan_out else layer.weight
             if layer is head:
-                of_head = Adapters(own, weight, torch.float32)
+                of_head = Adapters(of_products, weight, torch.float32)
             else:
-                layers[layer] = Adapters(own, weight)
+                layers[layer] = Adapters(of_products, weight)
     return Tables(np.array([numbers[name] for name in names], np.int64), layers, of_head)
 
 
@@ -144,14 +144,14 @@ def _check(model: PreTrainedModel, name: str) -> None:
     for where, layer in adapted_layers(model):
         if name not in {*layer.lora_A, *layer.lora_embedding_A}:
             continue
-        found = {
+        unsupported = {
             f"an adapter of the kind {type(layer).__name__}": type(layer) is not Linear,
             "a LoRA variant (use_dora, ...)": name in getattr(layer, "lora_variant", {}),
             "lora_bias": layer.lora_bias.get(name, False),
             "a part in the vision tower": id(layer.weight) in tower,
             "a part in an expert, which computes some of the rows": ".experts." in where,
         }
-        if what := next((kind for kind, there in found.items() if there), None):
+        if what := next((kind for kind, there in unsupported.items() if there), None):
             raise ValueError(
                 f"The adapter '{name}' has {what} at '{where}', which the native engine does not compute; leave it out "
                 "of the adapter."

@@ -60,11 +60,11 @@ class Constraints:
             except (Exception, SystemExit) as error:  # a grammar of the user's: only the branch fails
                 why[i], mask = f"prefix_allowed_tokens_fn raised {type(error).__name__}: {error}", mask[:0]
                 logits[i] = torch.nan
-        for params, some in alike.values():
+        for params, rows_alike in alike.values():
             try:
-                logits[self._to_device(np.array(some))] += self._bias(params)
+                logits[self._to_device(np.array(rows_alike))] += self._bias(params)
             except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # they were changed after the check
-                for i in some:
+                for i in rows_alike:
                     why[i] = f"its biases: {type(error).__name__}: {error}"
                     logits[i] = torch.nan
 

@@ -105,24 +105,24 @@ class Drafts:
         for slot in self.index.follow(slots, rows.order, rows.position, rows.forks, rows.fill, tokens):
             branch = rows.branch[slot]
             assert branch is not None
-            own, node = (0, branch.node) if branch.node.sealed else (int(rows.fill[slot]), branch.node.parent)
+            sampled, node = (0, branch.node) if branch.node.sealed else (int(rows.fill[slot]), branch.node.parent)
             assert node is not None
-            if (known := self.index.position(slot, branch.order)) >= 0:
-                missing = int(rows.position[slot]) - known
-                path = _last_tokens(node, tokens[slot, :own], missing)
+            if (indexed := self.index.position(slot, branch.order)) >= 0:
+                missing = int(rows.position[slot]) - indexed
+                path = _last_tokens(node, tokens[slot, :sampled], missing)
                 if 0 < missing == len(path):  # an observation was appended, for example
                     self.index.append(np.full(missing, slot), path)
                     continue
-            begun.setdefault(node, []).append((slot, own))
+            begun.setdefault(node, []).append((slot, sampled))
         for node, siblings in begun.items():
-            of, own = np.array(siblings).T
+            of, sampled = np.array(siblings).T
             branch = rows.branch[of[0]]
             assert branch is not None
             scope = self._scope(branch.request.number, branch.request.prompt)
-            above, position = _last_tokens(node, _NOTHING, DraftIndex.CONTEXT), int(rows.position[of[0]]) - own[0]
+            above, position = _last_tokens(node, _NOTHING, DraftIndex.CONTEXT), int(rows.position[of[0]]) - sampled[0]
             self.index.begin(of, scope, rows.order[of], position, above)
-            held = np.arange(own.max()) < own[:, None]
-            self.index.append(np.repeat(of, own), tokens[of, : own.max()][held])
+            held = np.arange(sampled.max()) < sampled[:, None]
+            self.index.append(np.repeat(of, sampled), tokens[of, : sampled.max()][held])
 
     def _scope(self, request: int, prompt: Array) -> int:  # [P] int32
         """Return the scope of a request; its prompt is indexed the first time."""
@@ -189,11 +189,11 @@ def scope_of(prompt: Array) -> int:  # [P] int32
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _last_tokens(node: Node | None, own: Array, most: int) -> Array:  # [up to most] int32
-    """Return the last tokens of a path: those of the nodes down to ``node``, then ``own``."""
-    parts, wanted = [own[-most:]], most - len(own)
-    while node is not None and wanted > 0:
-        parts.append(node.records["token"][-wanted:])
-        wanted -= len(parts[-1])
+def _last_tokens(node: Node | None, sampled: Array, most: int) -> Array:  # [up to most] int32
+    """Return the last tokens of a path: those of the nodes down to ``node``, then ``sampled``."""
+    parts, missing = [sampled[-most:]], most - len(sampled)
+    while node is not None and missing > 0:
+        parts.append(node.records["token"][-missing:])
+        missing -= len(parts[-1])
         node = node.parent
     return np.concatenate(parts[::-1])

@@ -280,8 +280,8 @@ class NativeEngine(RolloutEngine):
     def _check_adapter(self, name: str) -> int:
         """Return the number of an adapter."""
         if name not in self._adapters.numbers:
-            known = ", ".join(self._adapters.numbers) or "none"
-            raise ValueError(f"There is no adapter '{name}'; load_adapter has been called for: {known}.")
+            loaded = ", ".join(self._adapters.numbers) or "none"
+            raise ValueError(f"There is no adapter '{name}'; load_adapter has been called for: {loaded}.")
         return self._adapters.numbers[name]
 
     @contextmanager
@@ -332,8 +332,8 @@ class NativeEngine(RolloutEngine):
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        own = self.model.generation_config
-        return {} if own is None else own.to_dict()
+        config = self.model.generation_config
+        return {} if config is None else config.to_dict()
 
     def room(self, prompt_tokens: int) -> int:
         """Return the most tokens that a response to a prompt of ``prompt_tokens`` can have, by the model's positions
@@ -400,18 +400,19 @@ class NativeEngine(RolloutEngine):
 
 
 def _copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor | Changes]) -> None:
-    own = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in weights.items():
-        if name not in own:
+        if name not in parameters:
             raise ValueError(f"The model has no parameter '{name}'; nothing was updated.")
-        if own[name].shape != tensor.shape:
+        if parameters[name].shape != tensor.shape:
             raise ValueError(
-                f"'{name}' has shape {list(tensor.shape)}, the model's {list(own[name].shape)}; nothing was updated."
+                f"'{name}' has shape {list(tensor.shape)}, the model's {list(parameters[name].shape)}; nothing was "
+                "updated."
             )
     with torch.no_grad():
         for name, tensor in weights.items():
             if isinstance(tensor, Changes):
-                places, values = (part.to(own[name].device) for part in (tensor.places, tensor.values))
-                own[name].put_(places, values.to(own[name].dtype))
-            elif own[name] is not tensor:  # a trainer of the same module passes the same tensors
-                own[name].copy_(tensor)
+                places, values = (part.to(parameters[name].device) for part in (tensor.places, tensor.values))
+                parameters[name].put_(places, values.to(parameters[name].dtype))
+            elif parameters[name] is not tensor:  # a trainer of the same module passes the same tensors
+                parameters[name].copy_(tensor)

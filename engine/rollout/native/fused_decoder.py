@@ -51,8 +51,8 @@ class Snapshot:
     weights: list[Tensor]
     """Parameters whose dtype or contiguity may have changed since the snapshot."""
     dtype: torch.dtype | None
-    """The dtype of all weights; None if the decoder is not known."""
-    known: bool
+    """The dtype of all weights; None if the decoder is not supported."""
+    supported: bool
     """True if this module computes the decoder."""
     layers: list[LayerWeights] | None
     """Weights of the layers; None if a linear layer is not plain: an adapter that is on, hooks or an unsupported
@@ -86,7 +86,7 @@ class FusedDecoder:
         """Return the last hidden states of a step; None if the decoder has to run unfused."""
         if self._found is None or not self._found.holds():
             self._found = _snapshot(self._decoder)
-        if not self._found.known or torch.is_autocast_enabled("cpu"):
+        if not self._found.supported or torch.is_autocast_enabled("cpu"):
             return None
         if self._invariant and self._found.layers is None:
             return None  # modules are computed as in training
@@ -111,29 +111,29 @@ class FusedDecoder:
                 hidden = self._with_modules(layer, hidden, cos, sin)
         return add_rms_norm_(hidden, None, decoder.norm.weight, decoder.norm.variance_epsilon)
 
-    def _as_one(self, found: Snapshot) -> Decoder:
+    def _as_one(self, snapshot: Snapshot) -> Decoder:
         pages = self._cache.pages
-        if self._whole is None or self._whole[0] is not found or self._whole[1] is not pages:
-            assert found.layers is not None
+        if self._whole is None or self._whole[0] is not snapshot or self._whole[1] is not pages:
+            assert snapshot.layers is not None
             decoder = self._decoder
             whole = Decoder(
                 decoder.embed_tokens.weight,
-                found.layers,
+                snapshot.layers,
                 decoder.norm.weight,
                 [pages[layer.self_attn.layer_idx] for layer in decoder.layers],
                 eps=decoder.norm.variance_epsilon,
                 scale=decoder.layers[0].self_attn.scaling,
                 windows=[_window(layer) for layer in decoder.layers],
-                library=not self._invariant or _library_agrees(found.layers),
+                library=not self._invariant or _library_agrees(snapshot.layers),
             )
-            self._whole = found, pages, whole
+            self._whole = snapshot, pages, whole
         return self._whole[2]
 
-    def _of_rows(self, found: Snapshot) -> DecoderAdapters:
+    def _of_rows(self, snapshot: Snapshot) -> DecoderAdapters:
         tables = self._adapters.tables
-        if self._adapted is None or self._adapted[0] is not found or self._adapted[1] is not tables:
+        if self._adapted is None or self._adapted[0] is not snapshot or self._adapted[1] is not tables:
             layers = [[tables.of(product, product.weight) for product in _products(la)] for la in self._decoder.layers]
-            self._adapted = found, tables, DecoderAdapters(layers)
+            self._adapted = snapshot, tables, DecoderAdapters(layers)
         return self._adapted[2]
 
     def _turns(self, input_ids: Tensor, position_ids: Tensor, positions: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -141,8 +141,8 @@ class FusedDecoder:
         them. They are computed once for every position if they depend on it alone; otherwise for each row (index
         None)."""
         rotary = self._decoder.rotary_emb
-        own = type(rotary).__module__ == type(self._decoder).__module__ and "forward" not in vars(rotary)
-        if not own or rotary._forward_hooks or rotary._forward_pre_hooks or rotary.rope_type not in STEADY:
+        of_family = type(rotary).__module__ == type(self._decoder).__module__ and "forward" not in vars(rotary)
+        if not of_family or rotary._forward_hooks or rotary._forward_pre_hooks or rotary.rope_type not in STEADY:
             like = F.embedding(input_ids, self._decoder.embed_tokens.weight)
             cos, sin = rotary(like[None], position_ids[None].long())
             return cos[0].contiguous(), sin[0].contiguous(), None
@@ -206,14 +206,15 @@ def _snapshot(decoder: Any) -> Snapshot:
     plain = all(type(p) is nn.Linear for p in bases) and not any(bypassed)
     weights = [w for m in weighted for w in m._parameters.values() if w is not None] if plain else decoder.parameters()
     weights = list(weights)
-    known = not any(hooks) and _is_plain(decoder, f"transformers.models.{family}", weights)
+    supported = not any(hooks) and _is_plain(decoder, f"transformers.models.{family}", weights)
     biased = any(p.bias is not None for layer in decoder.layers for p in _products(layer)[4:]) if plain else False
-    layers = [_weights(layer) for layer in decoder.layers] if known and plain and not biased else None
+    layers = [_weights(layer) for layer in decoder.layers] if supported and plain and not biased else None
     if layers is not None:  # otherwise linear layers run as modules and may have hooks
         hooks += bypassed
-    places, names, found = zip(*parts, strict=True)
-    weights = weights if known else []
-    return Snapshot((places, names, found), hooks, weights, weights[0].dtype if known else None, known, layers)
+    places, names, contents = zip(*parts, strict=True)
+    weights = weights if supported else []
+    dtype = weights[0].dtype if supported else None
+    return Snapshot((places, names, contents), hooks, weights, dtype, supported, layers)
 
 
 def _passed_over(layers: Any) -> Iterator[Any]:
@@ -231,8 +232,8 @@ def _norms(layer: Any) -> list[Any]:
 
 def _products(layer: Any) -> list[Any]:
     attention, mlp = layer.self_attn, layer.mlp
-    own = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    return [*own, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    of_attention = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    return [*of_attention, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
 def _switches(product: Any) -> list[tuple[dict[str, Any], str]]:
@@ -266,13 +267,13 @@ def _weights(layer: Any) -> LayerWeights:
     if hasattr(attention, "q_norm"):
         norms = {"q_norm": attention.q_norm.weight, "k_norm": attention.k_norm.weight}
     named = ((name, getattr(attention, f"{name}_proj")) for name in "qkvo")
-    own = {key: value for name, p in named for key, value in ((name, p.weight), (f"{name}_bias", p.bias))}
+    tensors = {key: value for name, p in named for key, value in ((name, p.weight), (f"{name}_bias", p.bias))}
     return LayerWeights(
         input_norm=layer.input_layernorm.weight,
         mlp_norm=layer.post_attention_layernorm.weight,
         gate=mlp.gate_proj.weight,
         up=mlp.up_proj.weight,
         down=mlp.down_proj.weight,
-        **own,
+        **tensors,
         **norms,
     )

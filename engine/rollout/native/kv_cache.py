@@ -263,10 +263,10 @@ class KvCache:
         self.save_dropped()
         serial, position, done = self.tree.serial(node), self.tree.position(node) + begin, 0
         while done < count and (run := self._host.find(serial, position + done)) is not None:
-            some = min(count - done, run.end - position - done)
-            slots = self.tree.append(np.array([node]), np.array([some]))
+            restored = min(count - done, run.end - position - done)
+            slots = self.tree.append(np.array([node]), np.array([restored]))
             self._host.restore(run, position + done, torch.from_numpy(slots).to(self._device), self._kept_on_host())
-            done += some
+            done += restored
         return done
 
     def _kept_on_host(self) -> Mapping[int, tuple[Tensor, ...]]:

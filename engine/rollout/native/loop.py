@@ -17,12 +17,12 @@ import numpy.typing as npt
 from ...data.segment import LeafStatus, Origin
 from ..branch import Branch, Node, Request
 from ..failing import NOT_FINITE
-from ..records import child_seed, given, join
+from ..records import child_seed, join, unsampled
 from ..steering import Steering
 from .assembly import Step
 from .drafts import Drafts, on_path, up_to_end
 from .kv_cache import KvCache
-from .rows import RowTable, Sampled
+from .rows import RowTable, Samples
 from .runner import Runner
 from .scheduler import Scheduler, TooLargeError
 from .stops import END_RESPONSE, END_SEGMENT, GO_ON, Stops
@@ -104,44 +104,37 @@ class NativeLoop(Steering):
         return self._hand_out()
 
     def _compute(self, step: Step) -> None:
-        targets, offset, row = step.sample_slots, step.sample_offset, step.sample_rows
-        forks = self.rows.forks[targets]
-        samples = np.maximum(forks, 1)
-        sampled = self.runner.run(step, self.rows, samples, self._seeds(targets, forks, samples))
-        if forks.any():
-            targets, kept = self._fork(targets, forks)
-            sampled, offset, row = sampled.only(kept), np.repeat(offset, samples)[kept], np.repeat(row, samples)[kept]
-        drafted = int(np.count_nonzero(offset))
-        queried = np.bincount(targets) if drafted else None
+        samples = self._sample_rows(step)
+        drafted = int(np.count_nonzero(samples.offset))
+        queries = np.bincount(samples.slot) if drafted else None
         if drafted:
-            kept = on_path(sampled.token, step.input_ids[row], offset)
-            targets, offset, sampled = targets[kept], offset[kept], sampled.only(kept)
-        ends, texts = self._ends(targets, offset, sampled.token)
-        if drafted or texts is not None:
-            kept = up_to_end(ends != GO_ON, offset) & (ends != LOST)
-            targets, offset, ends, sampled = targets[kept], offset[kept], ends[kept], sampled.only(kept)
-        if queried is not None:
-            self._rewind_rejected(targets, queried)
-        self.rows.push(targets, offset, sampled, self.version)
-        self.rows.running[targets] = True
-        accepted = int(np.count_nonzero(offset))
-        branches = len(targets) - accepted
+            samples = samples.only(on_path(samples.sampled.token, step.input_ids[samples.row], samples.offset))
+        effect, stop_texts = self._effects(samples)
+        samples = samples._replace(effect=effect)
+        if drafted or stop_texts is not None:
+            samples = samples.only(up_to_end(effect != GO_ON, samples.offset) & (effect != LOST))
+        if queries is not None:
+            self._rewind_rejected(samples.slot, queries)
+        self.rows.push(samples.slot, samples.offset, samples.sampled, self.version)
+        self.rows.running[samples.slot] = True
+        self._count(samples, drafted)
+        self._end_segments(samples, stop_texts or {})
+
+    def _count(self, samples: Samples, drafted: int) -> None:
+        accepted = int(np.count_nonzero(samples.offset))
+        branches = len(samples.slot) - accepted
         unfinished = sum(len(request.sampling) + len(request.resting) for request in self.requests)
         self.counts.update(
-            steps=1, sampled_tokens=len(targets), drafted_tokens=drafted, accepted_tokens=accepted,
+            steps=1, sampled_tokens=len(samples.slot), drafted_tokens=drafted, accepted_tokens=accepted,
             row_steps=branches, idle_row_steps=unfinished - branches,
         )  # fmt: skip
-        if ends.any():
-            if self.scheduler.drafts is not None:
-                self.scheduler.drafts.sampled(self.rows, targets[ends != GO_ON])
-            self._end_segments(targets, ends, sampled, texts or {})
 
-    def _rewind_rejected(self, slots: Array, queried: Array) -> None:
-        """Drop the keys of rejected drafted tokens: ``slots`` has one entry for each sample, and ``queried`` counts the
+    def _rewind_rejected(self, slots: Array, queries: Array) -> None:
+        """Drop the keys of rejected drafted tokens: ``slots`` has one entry for each sample, and ``queries`` counts the
         queries of each slot."""
-        sampled = np.bincount(slots, minlength=len(queried))
-        some = np.flatnonzero((sampled > 0) & (sampled < queried))
-        self.cache.truncate(self.rows.kv_node[some], self.rows.position[some] + sampled[some])
+        accepted = np.bincount(slots, minlength=len(queries))
+        rejecting = np.flatnonzero((accepted > 0) & (accepted < queries))
+        self.cache.truncate(self.rows.kv_node[rejecting], self.rows.position[rejecting] + accepted[rejecting])
 
     def _give_up(self, step: Step | None, error: BaseException) -> None:
         """Fail all requests of a failed step, and drop every key, because some may not have been computed."""
@@ -201,7 +194,7 @@ class NativeLoop(Steering):
 
     def _first(self, request: Request) -> Branch:
         request.started = True
-        root = Node(None, 0, given(request.prompt), Origin.PROMPT, sealed=True)
+        root = Node(None, 0, unsampled(request.prompt), Origin.PROMPT, sealed=True)
         branch = Branch(request, (), root, request.seed, request.next_order(), (0,), request.params.temperature)
         branch.kv = self.cache.start(self._key(request), request.prompt)
         request.sampling[branch.id] = branch
@@ -233,19 +226,29 @@ class NativeLoop(Steering):
         )
         return branch
 
-    def _seeds(self, slots: Array, forks: Array, samples: Array) -> Array:  # [E] int64
-        """Return the seeds that the branches of `children` will have."""
-        seeds = self.rows.seed[slots]
+    def _sample_rows(self, step: Step) -> Samples:
+        """Run a step and return its samples, those of a fork as its children's; requests that failed have none."""
+        forks = self.rows.forks[step.sample_slots]
         if not forks.any():
-            return seeds
-        child = np.arange(samples.sum()) - np.repeat(np.cumsum(samples) - samples, samples)
-        seeds = np.repeat(seeds, samples)
-        own = forks > 1
-        own[forks == 1] = [self._branch(slot).node.parent is None for slot in slots[forks == 1].tolist()]
-        return np.where(np.repeat(own, samples), child_seed(seeds, child), seeds)
+            sampled = self.runner.run(step, self.rows, np.ones_like(forks), self.rows.seed[step.sample_slots])
+            return Samples(step.sample_slots, step.sample_offset, step.sample_rows, sampled)
+        each = np.maximum(forks, 1)  # samples of each row
+        sampled = self.runner.run(step, self.rows, each, self._seeds(step.sample_slots, forks, each))
+        owners = self._fork(step.sample_slots, forks)
+        slot = np.array([branch.slot for branch in owners], np.int64)
+        samples = Samples(slot, np.repeat(step.sample_offset, each), np.repeat(step.sample_rows, each), sampled)
+        return samples.only(np.array([not branch.request.done for branch in owners]))
 
-    def _fork(self, slots: Array, forks: Array) -> tuple[Array, Array]:  # [kept] int64, [E] bool
-        """Replace forking branches by their children; return the slots of the kept samples, and their mask."""
+    def _seeds(self, slots: Array, forks: Array, each: Array) -> Array:  # [E] int64
+        """Return the seeds of the ``each`` samples of each slot: those that the branches of `children` will have."""
+        child = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
+        seeds = np.repeat(self.rows.seed[slots], each)
+        reseeded = forks > 1
+        reseeded[forks == 1] = [self._branch(slot).node.parent is None for slot in slots[forks == 1].tolist()]
+        return np.where(np.repeat(reseeded, each), child_seed(seeds, child), seeds)
+
+    def _fork(self, slots: Array, forks: Array) -> list[Branch]:
+        """Replace forking branches by their children; return the branch of each sample."""
         owners: list[Branch] = []
         parents = [self._branch(slot) for slot in slots.tolist()]
         for parent, n in zip(parents, forks.tolist(), strict=True):
@@ -254,8 +257,7 @@ class NativeLoop(Steering):
                 with self._alone(parent.request):
                     children = self._split(parent, n)
             owners += children
-        kept = np.array([not branch.request.done for branch in owners])
-        return np.array([branch.slot for branch in owners], np.int64)[kept], kept
+        return owners
 
     def _split(self, parent: Branch, n: int) -> list[Branch]:
         sampling = parent.request.sampling
@@ -271,32 +273,39 @@ class NativeLoop(Steering):
         self.rows.divide(parent.slot, children)
         return children
 
-    def _ends(self, slots: Array, offset: Array, token: Array) -> tuple[Array, dict[int, str] | None]:
+    def _effects(self, samples: Samples) -> tuple[Array, dict[int, str] | None]:
         """Return the effect of each sample if it is the last of its branch ([E] int8: `GO_ON`, `END_SEGMENT`,
         `END_RESPONSE` or `LOST`), and the stop texts by slot; None if no branch stops at texts."""
-        rows = self.rows
-        ends = self.stops.tokens(rows.stop_table[slots], token)
-        ends[(ends == GO_ON) & (rows.length[slots] + offset + 1 >= rows.segment_end[slots])] = END_SEGMENT
-        ends[token < 0] = END_RESPONSE  # the logits were not finite; only this branch fails
+        rows, slots, offset, token = self.rows, samples.slot, samples.offset, samples.sampled.token
+        effect = self.stops.tokens(rows.stop_table[slots], token)
+        effect[(effect == GO_ON) & (rows.length[slots] + offset + 1 >= rows.segment_end[slots])] = END_SEGMENT
+        effect[token < 0] = END_RESPONSE  # the logits were not finite; only this branch fails
         if not (rows.stops_at_text.any() and (at_text := rows.stops_at_text[slots]).any()):
-            return ends, None
+            return effect, None
         texts: dict[int, str] = {}
         for i in np.flatnonzero(at_text).tolist():
             branch, begin = rows.branch[slots[i]], i - int(offset[i])
-            if branch is not None and token[i] >= 0 and not (ends[begin:i] != GO_ON).any():
+            if branch is not None and token[i] >= 0 and not (effect[begin:i] != GO_ON).any():
                 with self._alone(branch.request):
                     if (hit := self.stops.text(rows, branch, token[begin : i + 1])) is not None:
-                        what, texts[branch.slot] = hit
-                        ends[i] = max(ends[i], what)
+                        of_text, texts[branch.slot] = hit
+                        effect[i] = max(effect[i], of_text)
         # a failing tokenizer fails the request with all of its branches
-        ends[[rows.branch[slot] is None for slot in slots.tolist()]] = LOST
-        return ends, texts
+        effect[[rows.branch[slot] is None for slot in slots.tolist()]] = LOST
+        return effect, texts
 
-    def _end_segments(self, slots: Array, ends: Array, sampled: Sampled, texts: dict[int, str]) -> None:
-        rows = self.rows
+    def _end_segments(self, samples: Samples, stop_texts: dict[int, str]) -> None:
+        """Stop the branches whose samples end a segment or a response, and report them to their programs."""
+        rows, sampled, effect = self.rows, samples.sampled, samples.effect
+        assert effect is not None
+        if not effect.any():
+            return
+        if self.scheduler.drafts is not None:
+            self.scheduler.drafts.sampled(rows, samples.slot[effect != GO_ON])
         ended = []
-        for i in np.flatnonzero(ends != GO_ON).tolist():
-            branch, slot = rows.branch[slots[i]], int(slots[i])
+        for i in np.flatnonzero(effect != GO_ON).tolist():
+            slot = int(samples.slot[i])
+            branch = rows.branch[slot]
             if branch is None:
                 continue
             with self._alone(branch.request):
@@ -304,14 +313,14 @@ class NativeLoop(Steering):
                 if sampled.token[i] < 0:
                     status = LeafStatus.FAILED
                     self._name_failure(branch, None if sampled.why is None else sampled.why[i])
-                elif ends[i] == END_RESPONSE:
+                elif effect[i] == END_RESPONSE:
                     status = LeafStatus.STOP
                 elif rows.length[slot] >= rows.limit[slot]:
                     status = LeafStatus.LENGTH
                 self.scheduler.stop(branch)
                 records = rows.sampled(slot)
                 segment = records[len(records) - int(rows.segment_tokens[slot]) :]
-                ended.append(self._end_segment(branch, segment, status, texts.get(slot)))
+                ended.append(self._end_segment(branch, segment, status, stop_texts.get(slot)))
         self._report(ended)
 
     @staticmethod
@@ -333,8 +342,8 @@ class NativeLoop(Steering):
 
     def records_so_far(self, branch: Branch) -> Array:  # [response] records
         nodes = [node for node in branch.node.path() if node.parent is not None][::-1]
-        own = [] if branch.node.sealed or branch.slot < 0 else [self.rows.sampled(branch.slot)]
-        return join([*(node.records for node in nodes), *own])
+        unsealed = [] if branch.node.sealed or branch.slot < 0 else [self.rows.sampled(branch.slot)]
+        return join([*(node.records for node in nodes), *unsealed])
 
     def _take_records(self, branch: Branch) -> None:
         branch.node.records = self.rows.sampled(branch.slot)

@@ -49,7 +49,7 @@ class Shown(NamedTuple):
             positions: depth of each fill's first token.
             rows: [N] int64, the token that each row of the step computes.
         """
-        known: dict[str, int] = {}
+        index: dict[str, int] = {}
         pictures: list[Picture] = []
         which, inside = np.full(len(rows), -1), np.zeros(len(rows), np.int64)  # by token
         begin = before
@@ -58,10 +58,10 @@ class Shown(NamedTuple):
             for low, high, picture in () if media is None else media.spans:
                 cut = max(low, first), min(high, first + fill.count)
                 if cut[0] < cut[1]:
-                    if known.setdefault(picture.digest, len(pictures)) == len(pictures):
+                    if index.setdefault(picture.digest, len(pictures)) == len(pictures):
                         pictures.append(picture)
                     tokens = slice(begin + cut[0] - first, begin + cut[1] - first)
-                    which[tokens], inside[tokens] = known[picture.digest], np.arange(*cut) - low
+                    which[tokens], inside[tokens] = index[picture.digest], np.arange(*cut) - low
             begin += fill.count
         if not pictures:
             return None
@@ -136,16 +136,16 @@ class Towers:
             sizes = [picture.rows for picture in new]
             first, *deeper = (level.split(sizes) for level in _levels(encode(self._model, inputs, sizes)))
             for i, picture in enumerate(new):
-                own = Features(first[i].clone(), tuple(level[i].clone() for level in deeper))
-                self._kept[picture.digest] = own
+                of_picture = Features(first[i].clone(), tuple(level[i].clone() for level in deeper))
+                self._kept[picture.digest] = of_picture
             self.encoded += len(new)
-        found = [self._kept[picture.digest] for picture in pictures]
+        shown = [self._kept[picture.digest] for picture in pictures]
         for picture in pictures:
             self._kept.move_to_end(picture.digest)
         rows = sum(len(features.embedding) for features in self._kept.values())
         while rows > KEPT_ROWS and len(self._kept) > 1:
             rows -= len(self._kept.popitem(last=False)[1].embedding)
-        first, *deeper = (torch.cat(level) for level in zip(*map(_levels, found), strict=True))
+        first, *deeper = (torch.cat(level) for level in zip(*map(_levels, shown), strict=True))
         return Features(first, tuple(deeper))
 
 

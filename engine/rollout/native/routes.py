@@ -46,13 +46,13 @@ class RouteCache:
         end = tree.end(kv)
         slots = None
         for n in node.path():
-            known = n.start + len(n.routes)
+            recorded = n.start + len(n.routes)
             until = (
                 min(n.start + len(n.records), end) if n.sealed else end
             )  # an open node's tokens are in the row table
-            if known < until and self.pages is not None:
+            if recorded < until and self.pages is not None:
                 slots = path_slots(tree, kv) if slots is None else slots
-                at = torch.from_numpy(slots[known:until]).to(self.pages.device)
+                at = torch.from_numpy(slots[recorded:until]).to(self.pages.device)
                 new = self.pages.flatten(0, 1).index_select(0, at).cpu().numpy()
                 n.routes = np.concatenate([n.routes, new]) if len(n.routes) else new
 
@@ -64,9 +64,9 @@ class RouteCache:
 def path_slots(tree: KvTree, kv: int) -> Array:  # [end] int64
     """Return the slots of all keys on the path to a KV node."""
     indptr, page_ids, offsets, lengths, *_ = tree.plan(np.array([kv]), np.array([1]))
-    found = []
+    slots = []
     for i, (offset, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=True)):
         at = offset + np.arange(length)
         pages = page_ids[indptr[i] : indptr[i + 1]].astype(np.int64)
-        found.append(pages[at // tree.page_size] * tree.page_size + at % tree.page_size)
-    return np.concatenate(found)
+        slots.append(pages[at // tree.page_size] * tree.page_size + at % tree.page_size)
+    return np.concatenate(slots)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -44,12 +44,30 @@ class Sampled(NamedTuple):
     kept: Array | None = None  # [E] object: the ids that the sample was drawn from, int32, if they are recorded
     why: Array | None = None  # [E] object: the reason of a failure, if it is known
 
-    def only(self, some: Array) -> Sampled:  # [E] bool
-        """Return the samples where ``some`` is True."""
-        if some.all():
+    def only(self, mask: Array) -> Sampled:  # [E] bool
+        """Return the samples where ``mask`` is True."""
+        return self if mask.all() else Sampled(*_selected(self, mask))
+
+
+class Samples(NamedTuple):
+    """Samples of a step and where they belong, one entry each; those of one branch follow one another."""
+
+    slot: Array  # [E] int64, the branch in the row table
+    offset: Array  # [E] int64, drafted tokens between the branch's last one and the sample
+    row: Array  # [E] int64, the row of the step whose logits were sampled
+    sampled: Sampled
+    effect: Array | None = None  # [E] int8: what the sample does if it is the last of its branch; see `stops`
+
+    def only(self, mask: Array) -> Samples:  # [E] bool
+        """Return the samples where ``mask`` is True."""
+        if mask.all():
             return self
-        values: list[Any] = [None if x is None else x[some] for x in self]
-        return Sampled(*values)
+        slot, offset, row, effect = _selected((self.slot, self.offset, self.row, self.effect), mask)
+        return Samples(slot, offset, row, self.sampled.only(mask), effect)
+
+
+def _selected(columns: Iterable[Array | None], mask: Array) -> list[Any]:
+    return [None if x is None else x[mask] for x in columns]
 
 
 class RowTable:
@@ -119,8 +137,8 @@ class RowTable:
         self.kv_node[slots] = [branch.kv for branch in branches]
         self.order[slots] = [branch.order for branch in branches]
         self.seed[slots] = [branch.seed for branch in branches]
-        for branch, own in zip(branches, slots, strict=True):
-            branch.slot = own
+        for branch, taken in zip(branches, slots, strict=True):
+            branch.slot = taken
         self.remove(slot)
 
     def save(self, slot: int) -> dict[str, Any]:

@@ -183,8 +183,8 @@ class Runner:
             logits, why = logits.clone(), np.full(len(slots), None)
             last = step.input_ids[step.sample_rows[draws.head_row]]
             self._constraints.apply(logits, rows, slots, draws.offset, last, draws.constrained, why)
-            own = {name: column[: len(slots)] for name, column in columns.items()}
-            drawn = draw(logits, own, draws.filters, self._never)
+            of_rows = {name: column[: len(slots)] for name, column in columns.items()}
+            drawn = draw(logits, of_rows, draws.filters, self._never)
             raw = free.log_softmax(-1).gather(1, drawn.out.token.clamp(min=0)[:, None])[:, 0]
             drawn = device_samples(drawn.out._replace(raw_logprob=raw))
         if drawn is None:
@@ -199,8 +199,8 @@ class Runner:
             top_raw = (free.gather(1, top.indices) - free.logsumexp(-1, keepdim=True)).cpu().numpy()
         kept = None
         if len(draws.keeping):
-            some = self._to_device(draws.keeping)
-            indptr, ids = kept_tokens(logits.index_select(0, some), drawn.out.last_kept.index_select(0, some))
+            keeping = self._to_device(draws.keeping)
+            indptr, ids = kept_tokens(logits.index_select(0, keeping), drawn.out.last_kept.index_select(0, keeping))
             kept = np.empty(len(slots), object)
             for i, of_row in zip(
                 draws.keeping.tolist(), np.split(ids.int().cpu().numpy(), indptr[1:-1].cpu().numpy()), strict=True

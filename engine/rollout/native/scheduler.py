@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,19 +31,23 @@ from .rows import Fill, RowTable
 from .states import StateCache
 from .stops import Stops
 
+if TYPE_CHECKING:
+    from ._host import KvTree
+
 Array = npt.NDArray[Any]
 
 
 class TooLargeError(KvExhaustedError):  # type: ignore[misc, unused-ignore]
     """One branch alone does not fit into the KV cache."""
 
-    def __init__(self, branch: Branch, capacity: int) -> None:
+    def __init__(self, branch: Branch, tree: KvTree) -> None:
+        capacity = tree.num_pages * tree.page_size
         message = f"One response alone exceeds the KV cache; raise kv_tokens (now {capacity}) or lower max_new_tokens."
         super().__init__(message)
         self.request = branch.request
-        prompt, asked = len(self.request.prompt), self.request.params.max_new_tokens
-        limit = min(capacity, prompt + asked - 1)  # less than the cache where it holds the prompt in pieces
-        self.too_long = TooLongError(message, prompt, asked, limit)
+        prompt, response = len(self.request.prompt), self.request.params.max_new_tokens
+        limit = min(capacity, prompt + response - 1)  # less than the cache where it holds the prompt in pieces
+        self.too_long = TooLongError(message, prompt, response, limit)
 
 
 class Scheduler:
@@ -140,7 +143,8 @@ class Scheduler:
             pages = self._pages_for(slots)
         fills: list[Fill] = []
         if self.waiting:
-            fills, pages = self._fill(pages, idle=not self.rows.running.any())
+            filling = self._fill(pages, idle=not self.rows.running.any())
+            fills, pages = filling.fills, filling.pages
         drafts = self._draft(slots, fills, pages) if self.drafts is not None and len(slots) else None
         self.cache.save_dropped()
         if not len(slots) and not fills:
@@ -185,137 +189,35 @@ class Scheduler:
         branch = rows.branch[running[np.argmax(rows.order[running])]]
         assert branch is not None
         if len(running) == 1:
-            raise self._too_large(branch)
+            raise TooLargeError(branch, tree)
         self.preempt(branch)
         return self._running()
 
-    def _too_large(self, branch: Branch) -> TooLargeError:
-        return TooLargeError(branch, self.cache.tree.num_pages * self.cache.tree.page_size)
-
     # -- waiting branches -------------------------------------------------------------------------------------------
 
-    def _fill(self, taken: int, *, idle: bool) -> tuple[list[Fill], int]:
-        """Return chunks of waiting branches, oldest first, within the budget of tokens and the pages that remain after
-        ``taken``, and the number of pages then taken."""
-        tree = self.cache.tree
-        fills: list[Fill] = []
-        planned: dict[int, int] = {}  # KvTree node -> keys that this step adds to it
-        coming: dict[int, set[int]] = {}  # serial of a node -> positions of the recurrent states that this step makes
-        budget = self.max_prefill_tokens
-        headroom = self._growth(np.flatnonzero(self.rows.running))
+    def _fill(self, pages: int, *, idle: bool) -> Filling:
+        """Return the chunks of waiting branches that a step computes, oldest branch first.
+
+        Args:
+            pages: those that the step's running rows take.
+            idle: no branch runs, so the oldest one may take all pages.
+        """
+        filling = Filling(
+            self.cache,
+            self.rows,
+            pages=pages,
+            max_tokens=self.max_prefill_tokens,
+            whole_pictures=self.whole_pictures,
+        )
         for branch in list(self.waiting):
-            missing = self._missing(branch, planned, coming)
-            pages = self._pages_of(missing)
-            growth = self._growth(np.array([branch.slot])) * self._tips(branch)
-            if idle and not fills:  # no other branch runs: this one may take all pages
-                if tree.evict_others(np.array([branch.kv]), pages) < pages:
-                    raise self._too_large(branch)
-            else:
-                needed = taken + pages + growth + headroom
-                if tree.free_pages < needed and tree.make_room(needed) < needed:
-                    break
-            if self._restore(missing, planned):
-                missing = self._missing(branch, planned, coming)
-                pages = self._pages_of(missing)
-            taken += pages
-            headroom += growth
-            for fill in missing:
-                part = min(fill.count, budget)
-                if self.whole_pictures:
-                    first = tree.position(fill.node) + fill.begin
-                    part = whole_part(fill, first, budget, budget == self.max_prefill_tokens)
-                budget = budget - part if part == fill.count else 0
-                if part == 0:
-                    break
-                fill.count = part
-                if not fill.keys_held:
-                    planned[fill.node] = planned.get(fill.node, 0) + fill.count
-                fill.samples = fill is missing[-1] and self._reaches_end(fill)
-                fills.append(fill)
-                self._expect_states(fill, coming)
-                if budget == 0:
-                    break
-            if fills[-1].branch is branch and fills[-1].samples:
-                self.waiting.remove(branch)
-            if budget == 0:
+            if not filling.add(branch, alone=idle and not filling.fills):
                 break
-        return fills, taken
-
-    def _restore(self, missing: list[Fill], planned: Mapping[int, int]) -> bool:
-        """Copy missing keys back from the host, for which there are pages; return True if it had any."""
-        before = self.restored_tokens
-        for fill in missing:
-            if not fill.keys_held and fill.node not in planned:
-                self.restored_tokens += self.cache.restore(fill.node, fill.begin, fill.count)
-        return self.restored_tokens > before
-
-    def _expect_states(self, fill: Fill, coming: dict[int, set[int]]) -> None:
-        """Add the positions of the states that a fill makes to ``coming``; pin the last one of an unfinished branch."""
-        states, tree = self.cache.states, self.cache.tree
-        if states is None:
-            return
-        end = tree.position(fill.node) + fill.begin + fill.count
-        ends = coming.setdefault(tree.serial(fill.node), set())
-        ends.add(end)
-        if fill.samples:
-            if fill.count > 1:
-                ends.add(end - 1)
-            states.unpin(fill.branch.slot)
-        else:
-            states.pin(fill.branch.slot, tree, fill.node, end)
-
-    def _missing(self, branch: Branch, planned: Mapping[int, int], coming: Mapping[int, Iterable[int]]) -> list[Fill]:
-        """Return the tokens to compute before ``branch`` is sampled, nodes nearest the root first."""
-        tree = self.cache.tree
-        if self.cache.states is not None:
-            return self._since_state(branch, planned, coming, self.cache.states)
-        missing = []
-        for node, begin, count in zip(*tree.missing(branch.kv), strict=True):
-            held = planned.get(node, 0)
-            if held < count:
-                missing.append(Fill(branch, node, begin + held, count - held))
-        if not missing or not self._reaches_end(missing[-1]):
-            node = branch.kv
-            last = tree.end(node) - tree.position(node) - 1
-            missing.append(Fill(branch, node, last, 1, keys_held=True))
-        return missing
-
-    def _since_state(
-        self, branch: Branch, planned: Mapping[int, int], coming: Mapping[int, Iterable[int]], states: StateCache
-    ) -> list[Fill]:
-        """Return the tokens since the last recurrent state before the first that must be computed."""
-        tree, path = self.cache.tree, [branch.kv]
-        while (above := tree.parent(path[-1])) >= 0:
-            path.append(above)
-        path.reverse()
-        held = [tree.position(node) + tree.length(node) + planned.get(node, 0) for node in path]  # end of the keys
-        ends = [tree.end(node) for node in path]
-        first = min((h for h, end in zip(held, ends, strict=True) if h < end), default=ends[-1])
-        begin = states.nearest(tree, path, min(first, ends[-1] - 1), coming)
-        missing = []
-        for node, keys_end, end in zip(path, held, ends, strict=True):
-            position = tree.position(node)
-            for low, high, keys_held in ((position, keys_end, True), (keys_end, end, False)):
-                if (low := max(low, begin)) < high:
-                    missing.append(Fill(branch, node, low - position, high - low, keys_held))
-        return missing
-
-    def _reaches_end(self, fill: Fill) -> bool:
-        tree = self.cache.tree
-        return fill.node == fill.branch.kv and tree.position(fill.node) + fill.begin + fill.count == tree.end(fill.node)
-
-    def _pages_of(self, fills: list[Fill]) -> int:
-        nodes = np.array([fill.node for fill in fills], np.int64)
-        counts = np.array([0 if fill.keys_held else fill.count for fill in fills], np.int64)
-        return self.cache.tree.pages_needed(nodes, counts)
-
-    def _growth(self, slots: Array) -> int:  # [R] int64
-        """Return the pages reserved for branches: half of the tokens that they may still sample, as most end early."""
-        tokens = (self.rows.limit[slots] - self.rows.length[slots]) // 2
-        return int((-(-tokens // self.cache.tree.page_size)).sum())
-
-    def _tips(self, branch: Branch) -> int:
-        return max(1, int(self.rows.forks[branch.slot]))
+            if filling.is_complete(branch):
+                self.waiting.remove(branch)
+            if filling.tokens_left == 0:
+                break
+        self.restored_tokens += filling.restored_tokens
+        return filling
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
@@ -332,6 +234,155 @@ class Scheduler:
         nodes = self.rows.kv_node[slots]
         needed = tree.pages_needed(nodes, 1 + counts) + (taken - self._pages_for(slots) if taken else 0)
         return (counts, tokens) if tree.make_room(needed) >= needed else None
+
+
+class Filling:
+    """The chunks of waiting branches that one step computes, nodes nearest the root first.
+
+    Attributes:
+        fills: the chunks.
+        pages: pages of the cache that the step takes.
+        reserved_pages: pages left free for what the running branches and those of ``fills`` may still sample.
+        tokens_left: tokens that the step may still compute.
+        restored_tokens: tokens whose keys the host still had, and which are not computed.
+    """
+
+    def __init__(self, cache: KvCache, rows: RowTable, *, pages: int, max_tokens: int, whole_pictures: bool) -> None:
+        self._cache, self._rows, self._whole_pictures = cache, rows, whole_pictures
+        self.fills: list[Fill] = []
+        self.pages = pages
+        self.reserved_pages = self._growth(np.flatnonzero(rows.running))
+        self.tokens_left = self._max_tokens = max_tokens
+        self.restored_tokens = 0
+        self._planned_keys: dict[int, int] = {}  # KvTree node -> keys that this step adds to it
+        self._coming_states: dict[int, set[int]] = {}  # serial of a node -> positions of the states that it makes
+
+    def add(self, branch: Branch, *, alone: bool) -> bool:
+        """Add what a branch is missing, as far as tokens are left; return False if pages are too short for it.
+
+        Args:
+            alone: nothing else runs, so that the branch may take all pages.
+
+        Raises:
+            TooLargeError: it is alone, and the cache cannot hold it.
+        """
+        missing = self._missing(branch)
+        pages = self._pages_of(missing)
+        growth = self._growth(np.array([branch.slot])) * max(1, int(self._rows.forks[branch.slot]))
+        if not self._make_room(branch, pages, growth, alone=alone):
+            return False
+        if self._restore(missing):
+            missing = self._missing(branch)
+            pages = self._pages_of(missing)
+        self.pages += pages
+        self.reserved_pages += growth
+        for fill in missing:
+            count = self._count_of(fill)
+            self.tokens_left = self.tokens_left - count if count == fill.count else 0
+            if count:
+                fill.count = count
+                fill.samples = fill is missing[-1] and self._reaches_end(fill)
+                self.fills.append(fill)
+                self._expect_keys_and_states(fill)
+            if self.tokens_left == 0:
+                break
+        return True
+
+    def is_complete(self, branch: Branch) -> bool:
+        """Return whether the chunks hold all that the branch added last is missing."""
+        last = self.fills[-1]
+        return last.branch is branch and last.samples
+
+    def _make_room(self, branch: Branch, pages: int, growth: int, *, alone: bool) -> bool:
+        tree = self._cache.tree
+        if alone:
+            if tree.evict_others(np.array([branch.kv]), pages) < pages:
+                raise TooLargeError(branch, tree)
+            return True
+        needed = self.pages + pages + growth + self.reserved_pages
+        return tree.free_pages >= needed or tree.make_room(needed) >= needed
+
+    def _restore(self, missing: list[Fill]) -> bool:
+        """Copy missing keys back from the host, for which there are pages; return True if it had any."""
+        before = self.restored_tokens
+        for fill in missing:
+            if not fill.keys_held and fill.node not in self._planned_keys:
+                self.restored_tokens += self._cache.restore(fill.node, fill.begin, fill.count)
+        return self.restored_tokens > before
+
+    def _count_of(self, fill: Fill) -> int:
+        """Return how many tokens of a missing chunk this step computes."""
+        if not self._whole_pictures:
+            return min(fill.count, self.tokens_left)
+        first = self._cache.tree.position(fill.node) + fill.begin
+        return whole_part(fill, first, self.tokens_left, self.tokens_left == self._max_tokens)
+
+    def _expect_keys_and_states(self, fill: Fill) -> None:
+        """Note which keys and recurrent states a chunk makes; pin the last state of an unfinished branch."""
+        if not fill.keys_held:
+            self._planned_keys[fill.node] = self._planned_keys.get(fill.node, 0) + fill.count
+        states, tree = self._cache.states, self._cache.tree
+        if states is None:
+            return
+        end = tree.position(fill.node) + fill.begin + fill.count
+        ends = self._coming_states.setdefault(tree.serial(fill.node), set())
+        ends.add(end)
+        if fill.samples:
+            if fill.count > 1:
+                ends.add(end - 1)
+            states.unpin(fill.branch.slot)
+        else:
+            states.pin(fill.branch.slot, tree, fill.node, end)
+
+    def _missing(self, branch: Branch) -> list[Fill]:
+        """Return the tokens to compute before ``branch`` is sampled, nodes nearest the root first."""
+        tree = self._cache.tree
+        if self._cache.states is not None:
+            return self._since_state(branch, self._cache.states)
+        missing = []
+        for node, begin, count in zip(*tree.missing(branch.kv), strict=True):
+            planned = self._planned_keys.get(node, 0)
+            if planned < count:
+                missing.append(Fill(branch, node, begin + planned, count - planned))
+        if not missing or not self._reaches_end(missing[-1]):
+            node = branch.kv
+            last = tree.end(node) - tree.position(node) - 1
+            missing.append(Fill(branch, node, last, 1, keys_held=True))
+        return missing
+
+    def _since_state(self, branch: Branch, states: StateCache) -> list[Fill]:
+        """Return the tokens since the last recurrent state before the first that must be computed."""
+        tree, path = self._cache.tree, [branch.kv]
+        while (above := tree.parent(path[-1])) >= 0:
+            path.append(above)
+        path.reverse()
+        keys_ends = [tree.position(node) + tree.length(node) + self._planned_keys.get(node, 0) for node in path]
+        ends = [tree.end(node) for node in path]
+        first = min(
+            (keys_end for keys_end, end in zip(keys_ends, ends, strict=True) if keys_end < end), default=ends[-1]
+        )
+        begin = states.nearest(tree, path, min(first, ends[-1] - 1), self._coming_states)
+        missing = []
+        for node, keys_end, end in zip(path, keys_ends, ends, strict=True):
+            position = tree.position(node)
+            for low, high, keys_held in ((position, keys_end, True), (keys_end, end, False)):
+                if (low := max(low, begin)) < high:
+                    missing.append(Fill(branch, node, low - position, high - low, keys_held))
+        return missing
+
+    def _reaches_end(self, fill: Fill) -> bool:
+        tree = self._cache.tree
+        return fill.node == fill.branch.kv and tree.position(fill.node) + fill.begin + fill.count == tree.end(fill.node)
+
+    def _pages_of(self, fills: list[Fill]) -> int:
+        nodes = np.array([fill.node for fill in fills], np.int64)
+        counts = np.array([0 if fill.keys_held else fill.count for fill in fills], np.int64)
+        return self._cache.tree.pages_needed(nodes, counts)
+
+    def _growth(self, slots: Array) -> int:  # [R] int64
+        """Return the pages reserved for branches: half of the tokens that they may still sample, as most end early."""
+        tokens = (self._rows.limit[slots] - self._rows.length[slots]) // 2
+        return int((-(-tokens // self._cache.tree.page_size)).sum())
 
 
 def _order(branch: Branch) -> int:

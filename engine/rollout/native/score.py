@@ -29,16 +29,16 @@ def score(
     max_tokens: int,
 ) -> list[list[Array]]:
     """Compute `RolloutEngine.score` in micro-batches of ``max_tokens`` tokens."""
-    asked = [i for i, some in enumerate(continuations) if len(some)]
-    trees = [TokenTree.from_sequences(prompts[i].tolist(), continuations[i]) for i in asked]
-    found: list[list[Array]] = [[] for _ in prompts]
+    scored = [i for i, of_prompt in enumerate(continuations) if len(of_prompt)]
+    trees = [TokenTree.from_sequences(prompts[i].tolist(), continuations[i]) for i in scored]
+    logprobs: list[list[Array]] = [[] for _ in prompts]
     device = model.get_output_embeddings().weight.device
     for batch in pack(trees, max_tokens=max_tokens, device=device, in_pieces=True):
         with torch.no_grad():
             logprob = batch_logprob(model, batch).logprob.cpu()
         for index, leaves in zip(batch.tree_index, batch.to_leaves(logprob), strict=True):
-            found[asked[index]] = [values.numpy() for values in leaves]
-    return found
+            logprobs[scored[index]] = [values.numpy() for values in leaves]
+    return logprobs
 
 
 def prompt_logprobs(
@@ -48,22 +48,22 @@ def prompt_logprobs(
     top: int,
 ) -> Array:  # [P - 1] records
     """Compute `RolloutEngine.prompt_logprobs` with ``top`` likeliest tokens at each position."""
-    found = np.zeros(len(ids) - 1, sample_dtype(top))
-    found["token"] = ids[1:]
-    if not len(found):
-        return found
+    records = np.zeros(len(ids) - 1, sample_dtype(top))
+    records["token"] = ids[1:]
+    if not len(records):
+        return records
     tree = TokenTree.from_sequences(ids[:1].tolist(), [ids[1:].tolist()])
     device = model.get_output_embeddings().weight.device
     (batch,) = pack([tree], max_tokens=len(ids), device=device)
     hidden = decode(model, batch).hidden
     target = torch.from_numpy(ids[1:].astype(np.int64)).to(device)
-    for begin in range(0, len(found), ROWS):
-        rows = slice(begin, min(begin + ROWS, len(found)))
+    for begin in range(0, len(records), ROWS):
+        rows = slice(begin, min(begin + ROWS, len(records)))
         logits = logits_of(hidden[rows])
         logsumexp = logits.logsumexp(-1, keepdim=True)
-        found["raw_logprob"][rows] = (logits.gather(1, target[rows, None]) - logsumexp)[:, 0].cpu().numpy()
+        records["raw_logprob"][rows] = (logits.gather(1, target[rows, None]) - logsumexp)[:, 0].cpu().numpy()
         likeliest = logits.topk(top, dim=-1)
-        found["top_id"][rows] = likeliest.indices.cpu().numpy()
-        found["top_raw"][rows] = (likeliest.values - logsumexp).cpu().numpy()
-    found["logprob"] = found["entropy"] = np.nan
-    return found
+        records["top_id"][rows] = likeliest.indices.cpu().numpy()
+        records["top_raw"][rows] = (likeliest.values - logsumexp).cpu().numpy()
+    records["logprob"] = records["entropy"] = np.nan
+    return records

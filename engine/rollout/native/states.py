@@ -88,9 +88,9 @@ class StateCache:
         """
         for node in reversed(path):
             serial, begin, end = tree.serial(node), tree.position(node), min(tree.end(node), position)
-            known = (*self._positions.get(serial, ()), *coming.get(serial, ()))
-            if found := [p for p in known if begin < p <= end]:
-                return max(found)
+            kept = (*self._positions.get(serial, ()), *coming.get(serial, ()))
+            if before := [p for p in kept if begin < p <= end]:
+                return max(before)
         return 0
 
     def pin(self, row: int, tree: KvTree, node: int, position: int) -> None:
@@ -160,41 +160,41 @@ class StateCache:
         if not fills:
             self._trim()
             return StateStep(None, read[order], write[order])
-        made: dict[Key, int] = {}  # the segment that ends with a state
-        given: list[int] = []
+        segment_of: dict[Key, int] = {}  # the segment that ends with a state
+        read_slots: list[int] = []
         lengths, parents, initial, written = [], [], [], []
         new = iter(taken.tolist())
         for item in order.tolist():
             if item < len(running):
                 lengths.append(1)
                 parents.append(-1)
-                initial.append(len(given))
-                given.append(int(read[item]))
+                initial.append(len(read_slots))
+                read_slots.append(int(read[item]))
                 written.append(int(write[item]))
                 continue
             fill = fills[item - len(running)]
             position = tree.position(fill.node) + fill.begin
             key = _key(tree, fill.node, position) if position else (0, 0)
             for count in cuts[item - len(running)]:
-                parents.append(made.get(key, -1))
+                parents.append(segment_of.get(key, -1))
                 initial.append(-1)
                 if parents[-1] < 0:
-                    initial[-1] = len(given)
-                    given.append(self._kept[key] if position else ZERO)
+                    initial[-1] = len(read_slots)
+                    read_slots.append(self._kept[key] if position else ZERO)
                 lengths.append(count)
                 position += count
                 key = tree.serial(fill.node), position
-                made[key] = len(written)
+                segment_of[key] = len(written)
                 written.append(next(new))
             if fill.samples:
                 rows.state[fill.branch.slot] = written[-1]
-        for key, segment in made.items():  # after all reads have their slots
+        for key, segment in segment_of.items():  # after all reads have their slots
             self._keep(key, written[segment])
         self._trim()
         columns = (np.array(values, np.int64) for values in (lengths, parents, initial))
         length, parent, first = columns
         segments = Segments(np.cumsum(length) - length, length, parent, first)
-        return StateStep(segments, np.array(given, np.int64), np.array(written, np.int64))
+        return StateStep(segments, np.array(read_slots, np.int64), np.array(written, np.int64))
 
     def recurrence(self, step: StateStep) -> Recurrence:
         """Return what the model's recurrent layers compute a step with."""
@@ -218,12 +218,12 @@ class StateCache:
         free = np.ones(self._slots, np.bool_)
         free[ZERO] = free[in_use] = False
         free[list(self._kept.values())] = False
-        found = np.flatnonzero(free)
-        self.peak = max(self.peak, self._slots - 1 - len(found) + count)
-        if len(found) < count:
+        unused = np.flatnonzero(free)
+        self.peak = max(self.peak, self._slots - 1 - len(unused) + count)
+        if len(unused) < count:
             before, self._slots = self._slots, max(2 * self._slots, self._slots + count)
-            found = np.append(found, np.arange(before, self._slots))
-        return found[:count]
+            unused = np.append(unused, np.arange(before, self._slots))
+        return unused[:count]
 
     def _plan(self, step: StateStep) -> RecurrencePlan:
         if step.segments is not None:

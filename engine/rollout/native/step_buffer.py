@@ -153,8 +153,8 @@ class StepVector:
             self.head_runs = self.runs
             values["head_tiles"] = np.zeros(0, np.int32)
             if len(step.sample_rows) < len(adapter):
-                own = adapter[step.sample_rows]
-                self.head_runs = self._runs(own, len(own), "head_tiles", values)
+                of_samples = adapter[step.sample_rows]
+                self.head_runs = self._runs(of_samples, len(of_samples), "head_tiles", values)
         for name, column in self._columns.items():
             new = values[name]
             if new is self._taken.get(name):

@@ -85,7 +85,7 @@ def _last_sampled(rows: RowTable, slot: int, most: int) -> Array:
     """Return up to ``most`` last tokens of the response, no further back than the last token that was not sampled."""
     parts = [rows.records["token"][slot, : rows.fill[slot]][-most:] if most else np.zeros(0, np.int32)]
     node = _branch(rows, slot).node.parent
-    while (wanted := most - sum(map(len, parts))) > 0 and node is not None and node.origin is Origin.SAMPLED:
-        parts.append(node.records["token"][-wanted:])
+    while (missing := most - sum(map(len, parts))) > 0 and node is not None and node.origin is Origin.SAMPLED:
+        parts.append(node.records["token"][-missing:])
         node = node.parent
     return np.concatenate(parts[::-1])

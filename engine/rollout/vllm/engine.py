@@ -155,15 +155,18 @@ class VllmEngine(RolloutEngine):
     def _score(self, prompts: Sequence[Array], continuations: Sequence[Sequence[Sequence[int]]]) -> list[list[Array]]:
         if self.loop.busy:
             raise RuntimeError("VllmEngine.score needs vLLM to itself; finish or abort the requests in flight first.")
-        paths = [[*p.tolist(), *c] for p, some in zip(prompts, continuations, strict=True) for c in some if len(c)]
-        asked = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+        by_prompt = list(zip(prompts, continuations, strict=True))
+        paths = [[*prompt.tolist(), *c] for prompt, of_prompt in by_prompt for c in of_prompt if len(c)]
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
         whole = [TokensPrompt(prompt_token_ids=p) for p in paths]
-        outputs = self.llm.generate(whole, asked, use_tqdm=False, lora_request=self.loop.adapter)
-        known = iter(zip(paths, outputs, strict=True))
-        found: list[list[Array]] = []
-        for prompt, some in zip(prompts, continuations, strict=True):
-            found.append([np.zeros(0, np.float32) if not len(c) else _known(*next(known), len(prompt)) for c in some])
-        return found
+        outputs = self.llm.generate(whole, params, use_tqdm=False, lora_request=self.loop.adapter)
+        scored = iter(zip(paths, outputs, strict=True))
+        logprobs: list[list[Array]] = []
+        for prompt, of_prompt in by_prompt:
+            logprobs.append(
+                [_scores(*next(scored), len(prompt)) if len(c) else np.zeros(0, np.float32) for c in of_prompt]
+            )
+        return logprobs
 
     def update_weights(
         self,
@@ -196,7 +199,7 @@ class VllmEngine(RolloutEngine):
     def digests(self) -> dict[str, Held]:
         with self._lock:
             workers = self.llm.apply_model(_digests)
-        return {name: held for found in workers for name, held in found.items()}
+        return {name: held for of_worker in workers for name, held in of_worker.items()}
 
     def sleep(self, *, weights: bool = False) -> None:
         """Free the KV cache until `wake`; needs ``enable_sleep_mode=True``. Unfinished requests are aborted, and `wake`
@@ -276,24 +279,24 @@ def _digests(model: nn.Module) -> dict[str, Held]:
     if get_tensor_model_parallel_world_size() > 1:
         return {}
     merged: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-    found: dict[str, Tensor] = {}
+    held: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if not isinstance(module, PLAIN) or not isinstance(getattr(module, "quant_method", None), UNQUANTIZED):
             continue
         path = path.removesuffix(".base_layer")  # of an adapter
-        parent, _, own = path.rpartition(".")
+        parent, _, leaf = path.rpartition(".")
         for name, parameter in module.named_parameters(recurse=False):
-            sizes = getattr(module, "output_sizes", None) if len(merged.get(own, ())) > 1 else None
+            sizes = getattr(module, "output_sizes", None) if len(merged.get(leaf, ())) > 1 else None
             if not parameter.numel():  # a packed copy has taken its place
                 continue
             if sizes is not None:
-                for part, tensor in zip(merged[own], parameter.split(sizes), strict=True):
-                    found[f"{parent}.{part}.{name}"] = tensor
+                for part, tensor in zip(merged[leaf], parameter.split(sizes), strict=True):
+                    held[f"{parent}.{part}.{name}"] = tensor
             elif isinstance(module, VocabParallelEmbedding):
-                found[f"{path}.{name}"] = parameter[: module.org_vocab_size]  # the rest is padding
+                held[f"{path}.{name}"] = parameter[: module.org_vocab_size]  # the rest is padding
             else:
-                found[f"{path}.{name}"] = parameter
-    return digests({_of_checkpoint(name, model): tensor for name, tensor in found.items()})
+                held[f"{path}.{name}"] = parameter
+    return digests({_of_checkpoint(name, model): tensor for name, tensor in held.items()})
 
 
 def _of_checkpoint(name: str, model: nn.Module) -> str:
@@ -305,8 +308,8 @@ def _of_checkpoint(name: str, model: nn.Module) -> str:
     return name
 
 
-def _known(path: list[int], output: Any, prompt: int) -> Array:
+def _scores(path: list[int], output: Any, prompt: int) -> Array:
     logprobs = [
-        known[token].logprob for token, known in zip(path[prompt:], output.prompt_logprobs[prompt:], strict=True)
+        likely[token].logprob for token, likely in zip(path[prompt:], output.prompt_logprobs[prompt:], strict=True)
     ]
     return np.array(logprobs, np.float32)

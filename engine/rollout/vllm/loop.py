@@ -15,7 +15,7 @@ from ...data.media import FIRST_ID
 from ...data.segment import LeafStatus, Origin
 from ...model.pictures import placeholders_of
 from ..branch import Branch, Node, Request
-from ..records import child_seed, given, join, sample_dtype
+from ..records import child_seed, join, sample_dtype, unsampled
 from ..steering import Steering
 from .pictures import prompt_of
 
@@ -78,7 +78,7 @@ class VllmLoop(Steering):
 
     def _start(self, request: Request, forks: int) -> None:
         request.started = True
-        root = Node(None, 0, given(request.prompt), Origin.PROMPT, sealed=True)
+        root = Node(None, 0, unsampled(request.prompt), Origin.PROMPT, sealed=True)
         branch = Branch(request, (), root, request.seed, request.next_order(), (0,), request.params.temperature)
         request.sampling[branch.id] = branch
         self._sample(branch, forks, self.segment_end(request, 0, request.program.segment_tokens))
@@ -161,7 +161,7 @@ class VllmLoop(Steering):
         length = self._length(branch)
         stop_ids = set(params.stop_token_ids) | set(program.segment_stop_token_ids)
         stop_ids |= set() if params.ignore_eos else self._eos
-        asked = SamplingParams(
+        of_branch = SamplingParams(
             temperature=branch.temperature,
             top_p=params.top_p,
             top_k=params.top_k or 0,
@@ -179,16 +179,16 @@ class VllmLoop(Steering):
             detokenize=bool(params.stop or program.segment_stop),
             output_kind=RequestOutputKind.DELTA,
         )
-        id_ = self._add_to_vllm(branch, asked)
+        id_ = self._add_to_vllm(branch, of_branch)
         self._flows[id_] = Flow(branch, begin, end)
         self._ids[branch] = id_
 
-    def _add_to_vllm(self, branch: Branch, asked: SamplingParams) -> str:
+    def _add_to_vllm(self, branch: Branch, params: SamplingParams) -> str:
         self._count += 1
         id_, media = str(self._count), branch.request.media
         placeholder = self._placeholders[0] if media is not None else 0
         prompt = prompt_of(branch.node.column("token"), media, placeholder)
-        self._engine.add_request(id_, prompt, asked, lora_request=self.adapter)
+        self._engine.add_request(id_, prompt, params, lora_request=self.adapter)
         return id_
 
     def _take(self, flow: Flow, output: Any) -> int:
@@ -197,12 +197,12 @@ class VllmLoop(Steering):
         params = replace(flow.branch.request.params, temperature=flow.branch.temperature)
         top = max(params.top_logprobs, program.top_logprobs)
         records = np.zeros(len(output.token_ids), sample_dtype(top))
-        for record, token, known in zip(records, output.token_ids, output.logprobs or (), strict=True):
+        for record, token, logprobs in zip(records, output.token_ids, output.logprobs or (), strict=True):
             record["token"], record["version"] = token, self.version
-            record["logprob"] = known[token].logprob if params.temperature else 0.0
-            record["raw_logprob"] = known[token].logprob if is_plain(params) else np.nan
+            record["logprob"] = logprobs[token].logprob if params.temperature else 0.0
+            record["raw_logprob"] = logprobs[token].logprob if is_plain(params) else np.nan
             record["entropy"] = np.nan
-            ranked = sorted(known.items(), key=lambda item: item[1].rank)[:top]
+            ranked = sorted(logprobs.items(), key=lambda item: item[1].rank)[:top]
             record["top_id"] = [id_ for id_, _ in ranked]
             record["top_logprob"] = [value.logprob for _, value in ranked]
             record["top_raw"] = record["top_logprob"] if is_plain(params) else np.nan
@@ -252,15 +252,15 @@ class VllmLoop(Steering):
             self._complete(request)
 
     def _ask_scores(self, leaves: Iterable[Branch]) -> None:
-        asked = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
         for leaf in leaves:
-            self._scores[self._add_to_vllm(leaf, asked)] = leaf
+            self._scores[self._add_to_vllm(leaf, params)] = leaf
 
     def _take_score(self, leaf: Branch, output: Any) -> None:
         tokens = leaf.node.column("token").tolist()
         raw = [
-            np.nan if known is None or t >= FIRST_ID else known[t].logprob  # vLLM has placeholders for pictures
-            for t, known in zip(tokens, output.prompt_logprobs, strict=True)
+            np.nan if logprobs is None or t >= FIRST_ID else logprobs[t].logprob  # vLLM has placeholders for pictures
+            for t, logprobs in zip(tokens, output.prompt_logprobs, strict=True)
         ]
         for node in leaf.node.path():
             if node.origin is Origin.SAMPLED:

@@ -40,9 +40,9 @@ def check_pictures(index: int, media: PromptMedia, model_config: Any) -> None:
     config = model_config.hf_config
     family = FAMILIES.get(config.model_type)
     if family is None or not family.grid:
-        known = ", ".join(name for name, other in FAMILIES.items() if other.grid)
+        families = ", ".join(name for name, other in FAMILIES.items() if other.grid)
         raise ValueError(
-            f"Prompt {index} has pictures, which VllmEngine takes for models of the types {known}; this one is of the "
+            f"Prompt {index} has pictures, which VllmEngine takes for models of the types {families}; this one is of "
             f"type {config.model_type}; use the native engine."
         )
     merged = int(config.vision_config.spatial_merge_size) ** 2

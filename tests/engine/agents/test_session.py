@@ -375,7 +375,7 @@ def test_after_a_cut_answer_the_templates_own_end_follows(name: str) -> None:
         add_generation_prompt=True,
     )
     assert again.base is first
-    assert tokenizer.decode(again.given) == text[text.rindex("cut") + 3 :]
+    assert tokenizer.decode(again.added) == text[text.rindex("cut") + 3 :]
 
 
 def test_a_template_that_rewrites_history_begins_a_branch() -> None:

@@ -60,6 +60,20 @@ def conversation_tree(seed: int, turns: int = 4, n: int = 4) -> TokenTree:
     return tree
 
 
+def test_the_example_of_observations_and_actions() -> None:
+    o1, a1, o2, a2, o3, a3, o4, a4 = [1, 2], [3, 4], [5], [6], [1, 9], [7], [8], [3]
+    calls = [(o1, a1), (o1 + a1 + o2, a2), (o3, a3), (o1 + a1 + o4, a4)]
+    record = EpisodeRecord(
+        tuple(SampledCall(call_tree(read, said, [-1.0] * len(said)), number=i) for i, (read, said) in enumerate(calls)),
+        STOP,
+    )
+    tree = episode_tree([], [record])
+    paths = [tree.token_id[tree.path_rows(leaf)].tolist() for leaf in range(tree.num_leaves)]
+    split = [(path[:length], path[length:]) for path, length in zip(paths, tree.leaf_prompt, strict=True)]
+    assert split == [(o1, a1 + o2 + a2), (o3, a3), (o1 + a1 + o4, a4)]
+    assert sorted(tree.token_id) == sorted([1, 2, *a1, *o2, *a2, 9, *a3, *o4, *a4])  # O3 shares its first token too
+
+
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_dialogue_that_only_appends_gives_the_tree_of_the_environment(seed: int) -> None:
