@@ -229,12 +229,12 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
 
         for number, config in enumerate(configs):
             print(resolved_toml(config))
-            known = config if number == 0 else config.model_copy(update={"model": configs[0].model})
+            planned = config if number == 0 else config.model_copy(update={"model": configs[0].model})
             if number:
                 print(
-                    f"# it begins with {config.model.path}, made by the stage before; planned with {known.model.path}"
+                    f"# it begins with {config.model.path}, made by the stage before; planned with {planned.model.path}"
                 )
-            print("\n".join(plan_lines(known, check_data=args.check_data)))
+            print("\n".join(plan_lines(planned, check_data=args.check_data)))
         return 0
     from .assembly.run import check_stages, is_finished
 

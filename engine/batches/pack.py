@@ -86,7 +86,7 @@ def pack(
         losing = [unshare.flat(part.tree) < WORTH_SHARING * unshare.shared(part.tree) for part in parts]
         plain = [leaf for part, loses in zip(parts, losing, strict=True) if loses for leaf in _sequences(part)]
         parts = [part for part, loses in zip(parts, losing, strict=True) if not loses]
-    fitted = [batch for some in (parts, plain) for batch in _best_fit(some, max_tokens, device, replay_routes)]
+    fitted = [batch for of_kind in (parts, plain) for batch in _best_fit(of_kind, max_tokens, device, replay_routes)]
     return oversized + fitted
 
 
@@ -127,7 +127,7 @@ def _pack_flat(
     leaves = [
         (index, leaf, int(length)) for index, tree in enumerate(trees) for leaf, length in enumerate(tree.path_length)
     ]
-    leaves.sort(key=lambda known: -known[2])
+    leaves.sort(key=lambda entry: -entry[2])
     batches: list[TreeBatch] = []
     while leaves:
         index, leaf, longest = leaves[0]

@@ -50,10 +50,10 @@ def order_nodes(parent: Array, length: Array, leaf_node: Array) -> Structure:
     Raises:
         ValueError: no leaf ends at a childless node.
     """
-    made = Structure(*_ordered(*(np.ascontiguousarray(array, np.int64) for array in (parent, length, leaf_node))))
-    if (made.last_leaf < made.first_leaf).any():
+    structure = Structure(*_ordered(*(np.ascontiguousarray(array, np.int64) for array in (parent, length, leaf_node))))
+    if (structure.last_leaf < structure.first_leaf).any():
         raise ValueError("A childless node must be the end of a leaf; name it in leaf_nodes or leave it out.")
-    return made
+    return structure
 
 
 @numba.njit(cache=True)

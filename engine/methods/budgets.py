@@ -122,9 +122,9 @@ class Predicted:
     def observe(self, group: Observed, step: int) -> None:
         """Add the mean reward of a group, if it has verdicts."""
         rewards = group.tree.rewards.get("verifier", group.tree.rewards["reward"])
-        known = rewards[~np.isnan(rewards)].astype(np.float64)
-        if self._column is None and len(known):
-            self._values.add(group.problem.id, group.problem.text, float(known.mean()), step)
+        judged = rewards[~np.isnan(rewards)].astype(np.float64)
+        if self._column is None and len(judged):
+            self._values.add(group.problem.id, group.problem.text, float(judged.mean()), step)
 
     def _rate(self, problem: Candidate, step: int) -> float | None:
         if self._column is None:
@@ -217,25 +217,25 @@ class Limr:
 
     def gate(self, problem: Candidate) -> bool:
         """Return whether the problem may be chosen; one with fewer groups always may."""
-        mine = self._history.get(problem.id, [])
-        if len(mine) < self._epochs:
+        history = self._history.get(problem.id, [])
+        if len(history) < self._epochs:
             return True
         means = [self._mean(k) for k in range(self._epochs)]
         far = sum((1 - mean) ** 2 for mean in means)
-        off = sum((r - mean) ** 2 for r, mean in zip(mine, means, strict=True))
+        off = sum((r - mean) ** 2 for r, mean in zip(history, means, strict=True))
         return far == 0 or 1 - off / far > self._least
 
     def observe(self, group: Observed) -> None:
         """Add the mean reward of a group, if it has verdicts and counts still."""
         rewards = group.tree.rewards.get("verifier", group.tree.rewards["reward"])
-        known = rewards[~np.isnan(rewards)]
-        mine = self._history.setdefault(group.problem.id, [])
-        if len(known) and len(mine) < self._epochs:
-            mine.append(float(known.mean()))
+        judged = rewards[~np.isnan(rewards)]
+        history = self._history.setdefault(group.problem.id, [])
+        if len(judged) and len(history) < self._epochs:
+            history.append(float(judged.mean()))
 
     def _mean(self, k: int) -> float:
-        known = [some[k] for some in self._history.values() if len(some) > k]
-        return sum(known) / len(known)
+        rewards = [history[k] for history in self._history.values() if len(history) > k]
+        return sum(rewards) / len(rewards)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history of each problem."""
@@ -277,10 +277,10 @@ class Ladder:
     def observe(self, group: Observed) -> None:
         """Count a group of the present level, and raise the level."""
         rewards = group.tree.rewards.get("verifier", group.tree.rewards["reward"])
-        known = rewards[~np.isnan(rewards)]
+        judged = rewards[~np.isnan(rewards)]
         difficulty = self._difficulty(group.problem)
-        if len(known) and self._level - self._rise < difficulty <= self._level:
-            self._recent = [*self._recent, float(known.mean())][-self._window :]
+        if len(judged) and self._level - self._rise < difficulty <= self._level:
+            self._recent = [*self._recent, float(judged.mean())][-self._window :]
         if len(self._recent) == self._window and sum(self._recent) / self._window > self._above:
             self._level, self._recent = self._level + self._rise, []
 

@@ -118,11 +118,11 @@ class Ucb:
                 f"data.curriculum = 'ucb' needs an advantage of whole responses, and algorithm.advantage gives "
                 f"{finer[0]}; use another, such as 'group_norm'."
             )
-        known = ~np.isnan(tree.rewards["reward"])
-        if known.any():
+        judged = ~np.isnan(tree.rewards["reward"])
+        if judged.any():
             arm = self._arm(group.problem)
             self._seen[arm] = self._seen.get(arm, 0) + 1
-            size = float(np.abs(tree.advantage[known].astype(np.float64)).mean())
+            size = float(np.abs(tree.advantage[judged].astype(np.float64)).mean())
             self._recent[arm] = [*self._recent.get(arm, []), size][-self._window :]
 
     def state_dict(self) -> dict[str, Any]:

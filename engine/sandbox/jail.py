@@ -83,14 +83,14 @@ def receive(control: socket.socket) -> Any:
         EOFError: the socket has been closed.
     """
     content = b""
-    for wanted in (LENGTH.size, None):
-        size = LENGTH.unpack(content)[0] if wanted is None else wanted
+    for fixed_size in (LENGTH.size, None):
+        size = LENGTH.unpack(content)[0] if fixed_size is None else fixed_size
         content = b""
         while len(content) < size:
-            some = control.recv(min(1 << 20, size - len(content)))
-            if not some:
+            chunk = control.recv(min(1 << 20, size - len(content)))
+            if not chunk:
                 raise EOFError
-            content += some
+            content += chunk
     return json.loads(content)
 
 
@@ -166,8 +166,8 @@ class Namespaces:
     def _read_only(self, place: str, flags: int) -> None:
         attributes = struct.pack("QQQQ", ATTR_RDONLY if flags else 1, 0, 0, 0)
         size = ctypes.c_size_t(len(attributes))
-        found = libc.syscall(MOUNT_SETATTR, AT_FDCWD, place.encode(), flags, attributes, size)
-        filters.check(found, f"mount_setattr {place}")
+        result = libc.syscall(MOUNT_SETATTR, AT_FDCWD, place.encode(), flags, attributes, size)
+        filters.check(result, f"mount_setattr {place}")
 
     def enter(self) -> None:
         """Give up all privileges; called in a child before it runs a program."""
@@ -239,10 +239,10 @@ class Filters:
 
 def libraries() -> list[str]:
     """Return the directories that the interpreter reads while it runs: modules and shared libraries."""
-    found = [path for path in sys.path if os.path.isdir(path)]
-    found += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", os.path.join(sys.base_prefix, "lib")]
+    folders = [path for path in sys.path if os.path.isdir(path)]
+    folders += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", os.path.join(sys.base_prefix, "lib")]
     kept: list[str] = []
-    for path in sorted({os.path.normpath(path) for path in found if os.path.isdir(path)}, key=len):
+    for path in sorted({os.path.normpath(path) for path in folders if os.path.isdir(path)}, key=len):
         if not any(path == other or path.startswith(f"{other}/") for other in kept):
             kept.append(path)
     return kept
@@ -259,18 +259,18 @@ class Run:
 
     def answer(self) -> dict[str, Any]:
         begin = time.monotonic()
-        given = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
-        os.write(given, self.request["stdin"].encode("utf-8", "surrogateescape"))
-        os.lseek(given, 0, os.SEEK_SET)
+        stdin = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
+        os.write(stdin, self.request["stdin"].encode("utf-8", "surrogateescape"))
+        os.lseek(stdin, 0, os.SEEK_SET)
         pipes = {name: os.pipe() for name in self.seen}
         child = os.fork()
         if child == 0:
             try:
-                self._become([given, pipes["out"][1], pipes["error"][1]], pipes["mark"][1])
+                self._become([stdin, pipes["out"][1], pipes["error"][1]], pipes["mark"][1])
                 _execute(self.request["code"], self.request["then"], self.token)
             finally:
                 os._exit(70)
-        os.close(given)
+        os.close(stdin)
         for _, write in pipes.values():
             os.close(write)
         ended = self._watch(child, {pipes[name][0]: name for name in pipes}, begin + self.limits["wall_s"])
@@ -368,11 +368,11 @@ class Run:
         """Return the limit that the program has exceeded, if any."""
         if time.monotonic() >= deadline:
             return "timeout"
-        found = self.jail.processes(child)
-        if len(found) > self.limits["processes"]:
+        processes = self.jail.processes(child)
+        if len(processes) > self.limits["processes"]:
             return "processes"
         resident = 0
-        for pid in found:
+        for pid in processes:
             with contextlib.suppress(OSError):
                 fd = os.open(f"{pid}/statm", os.O_RDONLY, dir_fd=self.jail.proc)
                 resident += int(os.read(fd, 200).split()[1]) * resource.getpagesize()
@@ -386,10 +386,10 @@ class Run:
             if not self.jail.alone:
                 with contextlib.suppress(ChildProcessError):
                     # orphans become children of the jail, and count as processes until they are reaped
-                    while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                        if found.si_pid == child:
+                    while (orphan := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                        if orphan.si_pid == child:
                             break
-                        os.waitpid(found.si_pid, 0)
+                        os.waitpid(orphan.si_pid, 0)
             return None
         while not self.jail.alone:
             self.jail.kill_all(child)

@@ -212,6 +212,6 @@ def engine_host(config: TrainConfig) -> Host:
     program = rollout_program(config.rollout)
     if config.reward.hosts:
         asked = Questions()
-        return Host(engine, program.with_verifier(asked), partial(decode, tokenizer), asked=asked)
+        return Host(engine, program.with_verifier(asked), partial(decode, tokenizer), questions=asked)
     verifier = ProgramVerifier(make_rewards(config.reward, config.data.tasks, roles=program.roles), starts=True)
     return Host(engine, program.with_verifier(verifier), partial(decode, tokenizer))

@@ -108,8 +108,8 @@ def make_app(
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        well, known = service.rollouts.health()
-        return JSONResponse(known, 200 if well else 503)
+        well, details = service.rollouts.health()
+        return JSONResponse(details, 200 if well else 503)
 
     def card(model: str) -> dict[str, Any]:
         return {"id": model, "object": "model", "created": 0, "owned_by": "rolltree"}
@@ -266,8 +266,8 @@ class Service:
             try:
                 if task.echo and isinstance(task.form, Form) and task.form.logprobs:
                     for i, prompt in enumerate(task.prompts):
-                        own = partial(self.engine.prompt_logprobs, prompt, task.top, task.adapter)
-                        scored[i] = Scored.of_prompt(prompt, await self.rollouts.call(own))
+                        score_prompt = partial(self.engine.prompt_logprobs, prompt, task.top, task.adapter)
+                        scored[i] = Scored.of_prompt(prompt, await self.rollouts.call(score_prompt))
                 job = await self._submit(task)
             except ValueError as wrong:
                 raise refused(wrong) from wrong
@@ -285,7 +285,7 @@ class Service:
                         raise ClientDisconnect from None
         _check_job(job)
         choices = [rollout.completions() for rollout in job.rollouts]
-        if failing := next((c.error for some in choices for c in some if c.error), None):
+        if failing := next((c.error for of_prompt in choices for c in of_prompt if c.error), None):
             raise _no_answer(task, failing)
         return JSONResponse(self._whole(task, choices, scored), headers=task.headers)
 
@@ -335,14 +335,14 @@ def _check_job(job: Job) -> None:
     """Raise RefusedError if a job has no answers."""
     if job.error is not None:
         raise RefusedError(str(job.error), 500)
-    found = next((rollout.error for rollout in job.rollouts if rollout.error is not None), None)
-    if isinstance(found, TooLargeError):
-        raise ContextLengthError(found.too_long)
-    if found is not None:
-        raise RefusedError(str(found) or type(found).__name__, 500)
+    error = next((rollout.error for rollout in job.rollouts if rollout.error is not None), None)
+    if isinstance(error, TooLargeError):
+        raise ContextLengthError(error.too_long)
+    if error is not None:
+        raise RefusedError(str(error) or type(error).__name__, 500)
 
 
 def _no_answer(task: Task, why: str) -> RefusedError:
     """Return the refusal of a request whose answer has failed."""
-    own = task.params is not None and by_its_constraints(task.params, why)
-    return RefusedError(f"The answer cannot go on: {why}." if own else why, 400 if own else 500)
+    by_constraints = task.params is not None and by_its_constraints(task.params, why)
+    return RefusedError(f"The answer cannot go on: {why}." if by_constraints else why, 400 if by_constraints else 500)

@@ -260,7 +260,7 @@ def test_an_own_class_orders_gates_sizes_and_sees_dropped_groups(toml: Path, tmp
     flags = given(toml, f"{toml.parent}/mine.py:Least", "{skip = 'rows/2'}")
     steps = take_steps(toml, tmp_path, *flags, "--loop.callback=dynamic_sampling", "--trainer.prompts_per_step=2",
                        "--trainer.steps=2")  # fmt: skip
-    seen = steps.orchestrator.source.curriculum._own.seen
+    seen = steps.orchestrator.source.curriculum._part.seen
     assert {why for _, _, why, *_ in seen} == {None, "equal_rewards"}
     first = 2 + int(steps.rows[0]["group/dropped_equal_rewards"])
     assert len(seen) == first + 2 + steps.rows[1]["group/dropped_equal_rewards"]

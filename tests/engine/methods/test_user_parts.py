@@ -164,12 +164,12 @@ def test_a_run_of_own_parts_and_its_resumption(toml: Path, tmp_path: Path) -> No
         mean = sum(row["reward"] for row in group) / 6
         assert [row["advantage"] for row in group] == pytest.approx([row["reward"] - mean for row in group], abs=1e-6)
     assert [row["actor/lr"] for row in rows(whole)] == pytest.approx([1e-3 * cosine(k, {}, end=4) for k in (1, 2)])
-    assert whole.source._stream._own.seen == 12
+    assert whole.source._stream._source.seen == 12
 
     first = run(toml, tmp_path / "parts", "--trainer.steps=1")
-    assert first.source._stream._own.seen == 6
+    assert first.source._stream._source.seen == 6
     again = run(toml, tmp_path / "parts", resume=True)
-    assert again.source._stream._own.seen == 12
+    assert again.source._stream._source.seen == 12
     assert untimed(rows(again)[-1]) == untimed(rows(whole)[-1])
 
 
