@@ -15,7 +15,7 @@ from rolltree.kernels.policy_loss.surrogates import SURROGATES
 
 from ..errors import UserError
 from ..methods.advantages import ADVANTAGES
-from ..methods.budgets import CURRICULA
+from ..methods.curricula import CURRICULA
 from ..methods.groups import GROUP_CALLBACKS, KEEPS
 from ..methods.losses import LOSSES
 from ..methods.other_names import OTHER_NAMES

@@ -88,13 +88,13 @@ class Fleet:
 
     @property
     def longest(self) -> int | None:
-        return self._facts().longest
+        return self._known_facts().longest
 
     @property
     def end_token_ids(self) -> Collection[int]:
-        return self._facts().end_token_ids
+        return self._known_facts().end_token_ids
 
-    def _facts(self) -> Facts:
+    def _known_facts(self) -> Facts:
         while self._facts is None:
             self._round(LOOK_S)
         return self._facts

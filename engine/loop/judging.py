@@ -169,10 +169,7 @@ class Judging:
         ids = [[*self.tokenizer(text, add_special_tokens=False)["input_ids"], *end] for text in responses]
         tree = TokenTree.from_nodes(
             [-1] + [0] * len(ids),
-            [
-                Segment.prompt(group.prompt.token_ids),
-                *(Segment.make(token_ids, origin=Origin.INJECTED) for token_ids in ids),
-            ],
+            [Segment.prompt(group.prompt.token_ids), *(Segment.make(tokens, origin=Origin.INJECTED) for tokens in ids)],
             list(range(1, len(ids) + 1)),
             [LeafStatus.STOP] * len(ids),
             pictures=pictures_of(group.prompt, self.tokenizer),
@@ -224,11 +221,9 @@ def item(prompt: Prompt, responses: Responses, leaf: int, text_of: Callable[[Arr
         text_of: returns the text of token ids, for the texts of roles; None: the response has one role.
     """
     tree, roles = responses.tree, None
-    given_reward = tree.meta.get("given_rewards", {}).get(leaf)
+    assigned = tree.meta.get("given_rewards", {}).get(leaf)
     if text_of is not None and "roles" in tree.meta:
         whole = Episodes(tree)
         roles = role_texts(whole.tree, int(whole.place[leaf]), text_of)
     ended = bool(tree.status[leaf] == LeafStatus.STOP)
-    return RewardItem(
-        responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, given_reward, roles, ended=ended
-    )
+    return RewardItem(responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, assigned, roles, ended=ended)

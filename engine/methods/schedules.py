@@ -186,7 +186,7 @@ def find_schedule(key: str, setting: float | str | Sequence[tuple[int, float]], 
         if options:
             raise UserError(f"{key}_options needs a function; name one in {key}, or leave the options out.")
         return setting
-    function = resolve(key, setting, options, builtin=SCHEDULES, inputs=("step", "metrics"))
+    function = resolve(key, setting, options, parts=SCHEDULES, inputs=("step", "metrics"))
 
     def value(step: int, metrics: Mapping[str, float]) -> float:
         number = function(step, metrics)

@@ -272,31 +272,21 @@ def _ordinary(
     softcap: float | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    whole_mask = mask.make() if isinstance(mask, DeferredMask) else mask
+    full = mask.make() if isinstance(mask, DeferredMask) else mask
     if softcap is None and kwargs.get("s_aux") is None:
         return sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            whole_mask,
-            dropout=dropout,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            **kwargs,
+            module, query, key, value, full, dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kwargs
         )
     # SDPA has no softcap and no sinks; a model with one has an eager function, which takes an additive mask
     if softcap is not None:
         kwargs["softcap"] = softcap
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    if whole_mask is None:
+    if full is None:
         queries, keys = query.shape[2], key.shape[2]
-        whole_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]
-    if whole_mask.dtype == torch.bool:
-        whole_mask = torch.zeros_like(whole_mask, dtype=query.dtype).masked_fill(
-            ~whole_mask, torch.finfo(query.dtype).min
-        )
-    return eager(module, query, key, value, whole_mask, dropout=dropout, scaling=scaling, **kwargs)
+        full = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]
+    if full.dtype == torch.bool:
+        full = torch.zeros_like(full, dtype=query.dtype).masked_fill(~full, torch.finfo(query.dtype).min)
+    return eager(module, query, key, value, full, dropout=dropout, scaling=scaling, **kwargs)
 
 
 AttentionInterface.register(NAME, _attention)

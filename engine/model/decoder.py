@@ -187,13 +187,11 @@ def unchecked_logprob(
 def _logprob_of_pieces(
     model: PreTrainedModel, batch: TreeBatch, temperature: float | Tensor, want: Sequence[str]
 ) -> LogprobOutput:
-    def score(hidden: Tensor, target: Tensor, p: Piece, piece_temperature: float | Tensor) -> dict[str, Tensor | None]:
-        return target_logprob(model, hidden, target, p.head_row, p.head_index, piece_temperature, want)._asdict()
+    def score(hidden: Tensor, target: Tensor, p: Piece, temperature: float | Tensor) -> dict[str, Tensor | None]:
+        return target_logprob(model, hidden, target, p.head_row, p.head_index, temperature, want)._asdict()
 
-    statistics = _collected(model, batch, temperature, score)
-    return LogprobOutput(
-        statistics["logprob"], statistics["logsumexp"], statistics.get("entropy"), statistics.get("sum_p2"), None
-    )
+    scores = _collected(model, batch, temperature, score)
+    return LogprobOutput(scores["logprob"], scores["logsumexp"], scores.get("entropy"), scores.get("sum_p2"), None)
 
 
 def target_hidden(model: PreTrainedModel, batch: TreeBatch) -> Tensor:  # [M, H]
@@ -205,7 +203,7 @@ def target_hidden(model: PreTrainedModel, batch: TreeBatch) -> Tensor:  # [M, H]
     if not batch.pieces:
         return decode(model, batch).hidden.index_select(0, batch.head_row)[batch.head_index]
 
-    def rows(hidden: Tensor, target: Tensor, p: Piece, piece_temperature: float | Tensor) -> dict[str, Tensor]:
+    def rows(hidden: Tensor, target: Tensor, p: Piece, temperature: float | Tensor) -> dict[str, Tensor]:
         return {"hidden": hidden.index_select(0, p.head_row)[p.head_index]}
 
     return _collected(model, batch, 1.0, rows)["hidden"]
@@ -220,9 +218,9 @@ def statistics_of_pieces(
 ) -> dict[str, Tensor]:
     """Compute `target_statistics` of a batch in pieces, without gradients."""
 
-    def score(hidden: Tensor, target: Tensor, p: Piece, piece_temperature: float | Tensor) -> dict[str, Tensor]:
+    def score(hidden: Tensor, target: Tensor, p: Piece, temperature: float | Tensor) -> dict[str, Tensor]:
         ids = None if extra_ids is None else extra_ids[p.target]
-        return target_statistics(model, hidden, target, p.head_row, p.head_index, piece_temperature, want, ids)
+        return target_statistics(model, hidden, target, p.head_row, p.head_index, temperature, want, ids)
 
     return _collected(model, batch, temperature, score)
 

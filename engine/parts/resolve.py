@@ -30,7 +30,7 @@ def resolve(
     name: str,
     options: Mapping[str, Any] | None = None,
     *,
-    builtin: Mapping[str, Callable[..., Any]],
+    parts: Mapping[str, Callable[..., Any]],
     inputs: tuple[str, ...] = (),
     options_key: str | None = None,
     context: Context | None = None,
@@ -40,9 +40,9 @@ def resolve(
 
     Args:
         key: the configuration's key, for error messages, such as ``rollout.program``.
-        name: a name in ``builtin``, or ``file.py:object``.
+        name: a name in ``parts``, or ``file.py:object``.
         options: the part's options.
-        builtin: the built-in parts of this kind.
+        parts: the built-in parts of this kind.
         inputs: names of a function's first arguments, which the run fills in; a class gets its options alone.
         options_key: the configuration's key of the options, if it is not ``<key>_options``.
         context: the run's values; needed for options that change with the step.
@@ -53,7 +53,7 @@ def resolve(
             refused by the part itself.
     """
     options = options or {}
-    part = builtin[name] if name in builtin else _imported(key, name, builtin)
+    part = parts[name] if name in parts else _imported(key, name, parts)
     of = f"{key} = '{name}'"
     accepted = options_of(part, inputs, of)
     asks: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ def resolve(
         raise UserError(f"{of} needs the option '{missing[0]}'; give it in {options_key or f'{key}_options'}.")
     changing = any(isinstance(value, Changing) for value in options.values())
     if not inspect.isclass(part):
-        function = part if name in builtin else functools.partial(call, of, part)
+        function = part if name in parts else functools.partial(call, of, part)
         if context is not None and (asks or changing):
             return Filled(function, context, asks, options)
         return functools.partial(function, **options) if options else function
@@ -131,12 +131,12 @@ def import_object(reference: str) -> Callable[..., Any]:
     return member
 
 
-def _imported(key: str, name: str, builtin: Iterable[str]) -> Callable[..., Any]:
+def _imported(key: str, name: str, parts: Iterable[str]) -> Callable[..., Any]:
     if ":" in name:
         return import_object(name)
-    builtin = list(builtin)
-    near = difflib.get_close_matches(name, builtin, 1)
-    hint = f"did you mean '{near[0]}', or " if near else f"use one of {', '.join(builtin)}, or " if builtin else ""
+    parts = list(parts)
+    near = difflib.get_close_matches(name, parts, 1)
+    hint = f"did you mean '{near[0]}', or " if near else f"use one of {', '.join(parts)}, or " if parts else ""
     raise UserError(f"{key} = '{name}' is not known; {hint}name your own as file.py:object.")
 
 

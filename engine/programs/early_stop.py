@@ -75,7 +75,7 @@ class EarlyStop(RolloutProgram):
         if segment_tokens < 1 or then not in THEN:
             raise ValueError(f"early_stop needs segment_tokens >= 1, and then of {', '.join(THEN)}.")
         self.rule: Rule = resolve(
-            "rollout.program_options.rule", rule, rule_options, builtin=RULES, inputs=("segment", "entry"),
+            "rollout.program_options.rule", rule, rule_options, parts=RULES, inputs=("segment", "entry"),
             options_key="rollout.program_options.rule_options",
         )  # fmt: skip
         self.segment_tokens, self.then = segment_tokens, then

@@ -295,7 +295,7 @@ def _maker(environment: str | type, options: Mapping[str, Any]) -> Any:
     elif ":" in name:
         makers[name] = _later(import_object(name))
     key = "rollout.program_options.environment"
-    return resolve(key, name, options, builtin=makers, inputs=("context",))
+    return resolve(key, name, options, parts=makers, inputs=("context",))
 
 
 def _later(environment: Callable[..., Any]) -> Callable[..., Any]:

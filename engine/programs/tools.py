@@ -19,7 +19,7 @@ def find_tool(name: str, options: Mapping[str, Any] | None = None) -> Tool:
     Raises:
         UserError: the tool or an option does not exist.
     """
-    tool: Tool = resolve("rollout.program_options.tool", name, options, builtin=TOOLS, inputs=("call", "context"))
+    tool: Tool = resolve("rollout.program_options.tool", name, options, parts=TOOLS, inputs=("call", "context"))
     return tool
 
 

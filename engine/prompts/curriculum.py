@@ -10,8 +10,8 @@ import numpy as np
 
 from ..data.episodes import Episodes
 from ..errors import UserError
-from ..methods.budgets import CURRICULA
-from ..methods.curricula import Candidate, Observed, Store
+from ..methods.candidates import Candidate, Observed, Store
+from ..methods.curricula import CURRICULA
 from ..methods.shaping import GIVEN
 from ..parts.calling import call
 from ..parts.context import Context
@@ -40,7 +40,7 @@ class Curriculum:
         self._context = context or Context()
         assert config.curriculum is not None
         self.what = f"data.curriculum = '{config.curriculum}'"
-        self._part = resolve("data.curriculum", config.curriculum, config.curriculum_options, builtin=CURRICULA)
+        self._part = resolve("data.curriculum", config.curriculum, config.curriculum_options, parts=CURRICULA)
         self._keeps = config.path is not None
         self._observed: dict[str, list[float]] = {}  # number of judged responses and sum of their rewards, by prompt id
         if not any(self._method(name) for name in ("order", "gate", "wanted")):

@@ -36,7 +36,7 @@ class UserProblems:
         assert config.source is not None
         self._what = f"data.source = '{config.source}'"
         self._config = config
-        self._source = resolve("data.source", config.source, config.source_options, builtin=SOURCES)
+        self._source = resolve("data.source", config.source, config.source_options, parts=SOURCES)
         if not callable(getattr(self._source, "next", None)):
             raise UserError(f"{self._what} must be a class with a method next(count).")
         self._ready: dict[int, dict[str, Any]] = {}  # rows by number, also those requested ahead

@@ -168,10 +168,7 @@ class ResponsesBody(Telemetry):
             ValueError: it holds an item or a part that is no text and no call of a function.
         """
         items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        shown = {
-            (shown_function.namespace, shown_function.function.name): shown_function.name
-            for shown_function in self.functions
-        }
+        shown = {(function.namespace, function.function.name): function.name for function in self.functions}
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -207,26 +204,12 @@ class ResponsesBody(Telemetry):
         if isinstance(choice, NamedFunction):
             choice = {"type": "function", "function": {"name": choice.name}}
         functions = [
-            {
-                "name": shown_function.name,
-                "description": shown_function.description,
-                "parameters": shown_function.function.parameters,
-            }
-            for shown_function in self.functions
+            {"name": tool.name, "description": tool.description, "parameters": tool.function.parameters}
+            for tool in self.functions
         ]
-        kept_names = (
-            "model",
-            "parallel_tool_calls",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "stop",
-            "stream",
-        )
+        kept = ("model", "parallel_tool_calls", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream")
         return ChatBody.model_validate(
-            {name: getattr(self, name) for name in kept_names}
+            {name: getattr(self, name) for name in kept}
             | {
                 "messages": messages,
                 "tools": [{"type": "function", "function": function} for function in functions] or None,

@@ -70,5 +70,5 @@ def make_rewards(
     options = {**config.options, **run_values}
     if taken := set(config.options) & set(run_values):
         raise UserError(f"reward.verifier = '{config.verifier}' has no option '{min(taken)}'; leave it out.")
-    rewards: Rewards = resolve("reward.verifier", config.verifier, options, builtin=OWN, options_key="reward.options")
+    rewards: Rewards = resolve("reward.verifier", config.verifier, options, parts=OWN, options_key="reward.options")
     return rewards

@@ -266,9 +266,7 @@ class Trainer:
     @property
     def copied(self) -> set[str]:
         """The names of the parameters whose fp32 weights are copies."""
-        return {
-            name for (name, parameter), copy in zip(self._named, self._masters, strict=True) if copy is not parameter
-        }
+        return {name for (name, weight), copy in zip(self._named, self._masters, strict=True) if copy is not weight}
 
     def like(self, name: str) -> Tensor | None:
         """Return a tensor that is sharded as the one that `state_dict` names so; None: it is not sharded."""

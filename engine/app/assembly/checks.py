@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import UserError
 from ...methods.advantages import ADVANTAGES
-from ...methods.budgets import CURRICULA
+from ...methods.curricula import CURRICULA
 from ...methods.groups import GROUP_CALLBACKS
 from ...parts.context import asked
 from ...parts.resolve import import_object, options_of

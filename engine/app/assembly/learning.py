@@ -189,7 +189,7 @@ def credit(config: TrainConfig, context: Context | None = None) -> CreditFunctio
     key, context = "algorithm.advantage", context or Context()
     options = scheduled(context, "advantage", f"{key}_options", algorithm.advantage_options)
     found: CreditFunction = resolve(
-        key, algorithm.advantage, options, builtin=ADVANTAGES, inputs=("trees",), context=context, offers=OF_TREES
+        key, algorithm.advantage, options, parts=ADVANTAGES, inputs=("trees",), context=context, offers=OF_TREES
     )
     return found
 
@@ -351,13 +351,7 @@ def loss_terms(config: TrainConfig, context: Context | None = None) -> list[tupl
         if term.pairs is not None:
             options = scheduled(context, f"{term.name}.pairs", f"{key}.pairs_options", term.pairs_options)
             choose = resolve(
-                f"{key}.pairs",
-                term.pairs,
-                options,
-                builtin=PAIRINGS,
-                inputs=("tree",),
-                context=context,
-                offers=OF_TREES,
+                f"{key}.pairs", term.pairs, options, parts=PAIRINGS, inputs=("tree",), context=context, offers=OF_TREES
             )
             if term.loss_options.get("kind", "sigmoid") not in WITHOUT_REFERENCE and config.roles.reference is None:
                 raise UserError(f"{key} needs a reference policy; give the run a [roles.reference].")
@@ -367,7 +361,7 @@ def loss_terms(config: TrainConfig, context: Context | None = None) -> list[tupl
         if term.loss is not None:
             select = _selection(f"{key}.select", term.select, term.select_options, term.name, context)
             options = scheduled(context, term.name, f"{key}.loss_options", term.loss_options)
-            own = resolve(f"{key}.loss", term.loss, options, builtin=LOSSES)
+            own = resolve(f"{key}.loss", term.loss, options, parts=LOSSES)
             counted = TokenTerm(FIELDS, term.name, select)
             terms.append((UserTerm(f"{key}.loss = '{term.loss}'", own, counted, context), weight))
             continue
@@ -394,7 +388,7 @@ def shapings(config: TrainConfig, context: Context | None = None) -> list[tuple[
         if given.name in SHAPINGS and "longest" in options_of(SHAPINGS[given.name], ("tree",)):
             options = {"longest": config.rollout.max_new_tokens} | options
         shaping = resolve(
-            key, given.name, options, builtin=SHAPINGS, inputs=("tree",), options_key=f"{key}.options", context=context,
+            key, given.name, options, parts=SHAPINGS, inputs=("tree",), options_key=f"{key}.options", context=context,
             offers=OF_TREES,
         )  # fmt: skip
         found.append((f"{key} '{given.name}'", shaping))
@@ -405,9 +399,7 @@ def _selection(key: str, name: str | None, options: dict[str, Any], term: str, c
     if name is None:
         return None
     options = scheduled(context, f"{term}.select", f"{key}_options", options)
-    found: Selection = resolve(
-        key, name, options, builtin=SELECTIONS, inputs=("tree",), context=context, offers=OF_TREES
-    )
+    found: Selection = resolve(key, name, options, parts=SELECTIONS, inputs=("tree",), context=context, offers=OF_TREES)
     return found
 
 

@@ -252,7 +252,7 @@ def group_callback(config: TrainConfig, context: Context) -> GroupCallback | Non
         return None
     options = scheduled(context, "callback", "loop.callback_options", loop.callback_options)
     found: GroupCallback = resolve(
-        "loop.callback", loop.callback, options, builtin=GROUP_CALLBACKS, inputs=("tree",), context=context,
+        "loop.callback", loop.callback, options, parts=GROUP_CALLBACKS, inputs=("tree",), context=context,
         offers=(*OF_TREES, *SAMPLING),
     )  # fmt: skip
     return found

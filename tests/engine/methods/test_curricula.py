@@ -15,7 +15,8 @@ import pytest
 from rolltree.engine import UserError, load_config
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
-from rolltree.engine.methods.curricula import Candidate, Store, Ucb
+from rolltree.engine.methods.candidates import Candidate, Store
+from rolltree.engine.methods.curricula import Ucb
 from rolltree.engine.prompts.curriculum import Curriculum
 
 from ...support.real_step import Steps, take_steps
