@@ -277,8 +277,7 @@ def versions() -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 if every task passed, 1 if one failed or was cut off, 2 for a wrong command line or no GPU."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make gpu", description="Tests, figures and profiles of a GPU.")
     parser.add_argument("--part", action="append", metavar="NAME", help="first, kernels, ... (default: all short ones)")
     parser.add_argument("--list", action="store_true", help="only list parts and tasks")
@@ -293,7 +292,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="small cases; tools and GPU tests left out")
     parser.add_argument("--versions", action="store_true", help="only print versions")
     parser.add_argument("--build", action="store_true", help="only build the native parts")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0 if every task passed, 1 if one failed or was cut off, 2 for a wrong command line or no GPU."""
+    args = _parser().parse_args(argv)
     if args.versions:
         return versions()
     archive = None if args.pack is None else args.pack.resolve()
@@ -307,8 +311,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"make gpu needs a checkout with its tests; there are none in {REPOSITORY / 'tests'}.", file=sys.stderr)
         return 2
     if args.list:
-        for name, tasks in task_makers.items():
-            print(name, *(task.name for task in tasks()), sep="\n  ")
+        for name, make in task_makers.items():
+            print(name, *(task.name for task in make()), sep="\n  ")
         return 0
     if args.device == "cuda" and not torch.cuda.is_available():
         print(
@@ -325,13 +329,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     todo = {name: task_makers[name]() for name in chosen}
     if args.cases:
         try:
-            todo = {
-                name: [t for t in of_part if t.selects(torch.device(args.device))] for name, of_part in todo.items()
-            }
+            todo = {name: [t for t in tasks if t.selects(torch.device(args.device))] for name, tasks in todo.items()}
         except re.error as error:
             print(f"make gpu: --cases {args.cases!r} is not a regular expression: {error}.", file=sys.stderr)
             return 2
-        if not any("rolltree.bench" in task.command for of_part in todo.values() for task in of_part):
+        if not any("rolltree.bench" in task.command for tasks in todo.values() for task in tasks):
             print(
                 f"make gpu: no case of {', '.join(chosen)} contains --cases {args.cases!r}; rolltree bench --list has "
                 "their names.",
@@ -339,10 +341,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             return 2
     missed = []
-    for name, of_part in todo.items():
+    for name, tasks in todo.items():
         begun = time.monotonic()
         seconds = args.part_seconds or PART_SECONDS.get(name, OTHER_PART_SECONDS)
-        missed += run_part(of_part, to, float("inf") if name in LONG else seconds)
+        missed += run_part(tasks, to, float("inf") if name in LONG else seconds)
         print(f"== part {name}: {time.monotonic() - begun:.0f} s", flush=True)
     rows = [row for op in OPS if (to.out / f"{op}.jsonl").exists() for row in read(to.out / f"{op}.jsonl")]
     if rows:

@@ -84,19 +84,24 @@ def model_cases(path: Path, device: torch.device, quick: bool) -> Iterator[Case]
         yield Case(name, partial(Inputs, device, prompt, group, response, model))
 
 
-def trainer(x: Inputs, parts: dict[str, bool] | None) -> Calls:
-    from datasets import Dataset
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of `WORDS` words, ``w0`` and so on."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from trl import GRPOConfig, GRPOTrainer
-
-    from rolltree.engine.integrations.trl import accelerate
 
     ids_by_token = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": 3 + i for i in range(WORDS)}}
     words = Tokenizer(models.WordLevel(ids_by_token, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
     )
+
+
+def trainer(x: Inputs, parts: dict[str, bool] | None) -> Calls:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from rolltree.engine.integrations.trl import accelerate
+
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 3 + WORDS, (x.prompt,), generator=g)
     rows = [{"prompt": " ".join(f"w{i - 3}" for i in ids.tolist())}] * x.group
@@ -119,7 +124,7 @@ def trainer(x: Inputs, parts: dict[str, bool] | None) -> Calls:
                 learning_rate=1e-6,
             ),
             train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
+            processing_class=_tokenizer(),
         )
     trl_trainer.eos_token_ids = [vocabulary - 1]  # hardly ever sampled, so all completions have one length
     trl_trainer.generation_config.eos_token_id = trl_trainer.eos_token_ids

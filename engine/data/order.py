@@ -57,9 +57,9 @@ def order_nodes(parent: Array, length: Array, leaf_node: Array) -> Structure:
 
 
 @numba.njit(cache=True)
-def _ordered(parent: Array, length: Array, leaf_node: Array) -> tuple[Array, ...]:
-    """The arrays of `Structure`."""
-    nodes, leaves, tokens = len(parent), len(leaf_node), length.sum()
+def _preorder(parent: Array) -> tuple[Array, Array]:
+    """The place of each node in depth-first preorder, and the node at each place."""
+    nodes = len(parent)
     child, sibling = np.full(nodes, -1), np.full(nodes, -1)  # first child and next sibling of each node
     for node in range(nodes - 1, 0, -1):
         sibling[node], child[parent[node]] = child[parent[node]], node
@@ -75,6 +75,14 @@ def _ordered(parent: Array, length: Array, leaf_node: Array) -> tuple[Array, ...
         if child[node] >= 0:
             waiting[open_nodes] = child[node]
             open_nodes += 1
+    return rank, source
+
+
+@numba.njit(cache=True)
+def _ordered(parent: Array, length: Array, leaf_node: Array) -> tuple[Array, ...]:
+    """The arrays of `Structure`."""
+    nodes, leaves, tokens = len(parent), len(leaf_node), length.sum()
+    rank, source = _preorder(parent)
 
     size, below = np.ones(nodes, np.int64), np.zeros(nodes, np.int64)  # nodes and leaves of each subtree
     for leaf in range(leaves):

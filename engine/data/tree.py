@@ -435,17 +435,8 @@ def in_order(
     structure = order_nodes(parent, length, leaf_node)
     ordered = structure.ordered({"advantage": np.zeros(len(leaf_node), np.float32)} | columns)
     return TokenTree(
-        parent=structure.parent,
-        start=structure.start,
-        length=structure.length,
-        first_leaf=structure.first_leaf,
-        last_leaf=structure.last_leaf,
+        **{name: values for name, values in structure._asdict().items() if not name.endswith("_source")},
         token_id=token_id[structure.row_source],
-        position=structure.position,
-        parent_row=structure.parent_row,
-        subtree_end=structure.subtree_end,
-        leaf_node=structure.leaf_node,
-        leaf_order=structure.leaf_order,
         leaf_prompt=np.asarray(leaf_prompt, np.int32),
         columns={name: np.array(values) for name, values in ordered.items()},
     )

@@ -111,18 +111,7 @@ def make_app(
         well, details = service.rollouts.health()
         return JSONResponse(details, 200 if well else 503)
 
-    def card(model: str) -> dict[str, Any]:
-        return {"id": model, "object": "model", "created": 0, "owned_by": "rolltree"}
-
-    @app.get("/v1/models")
-    async def models(http: Request) -> dict[str, Any]:
-        saved = await service.aside(partial(service.saved, key_of(http.headers)))
-        return {"object": "list", "data": [card(model) for model in (name, *saved)]}
-
-    @app.get("/v1/models/{model:path}")  # a name may have slashes, as on the Hub
-    async def model(model: str, http: Request) -> dict[str, Any]:
-        await service.aside(partial(service.check_model, model, key_of(http.headers)))
-        return card(model)
+    _add_models(app, service)
 
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
@@ -145,6 +134,23 @@ def make_app(
         return JSONResponse({"input_tokens": tokens})
 
     return app
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    """Add the endpoints that tell which models there are: the server's, and those that a key has saved."""
+
+    def card(model: str) -> dict[str, Any]:
+        return {"id": model, "object": "model", "created": 0, "owned_by": "rolltree"}
+
+    @app.get("/v1/models")
+    async def models(http: Request) -> dict[str, Any]:
+        saved = await service.aside(partial(service.saved, key_of(http.headers)))
+        return {"object": "list", "data": [card(model) for model in (service.name, *saved)]}
+
+    @app.get("/v1/models/{model:path}")  # a name may have slashes, as on the Hub
+    async def model(model: str, http: Request) -> dict[str, Any]:
+        await service.aside(partial(service.check_model, model, key_of(http.headers)))
+        return card(model)
 
 
 @dataclass(frozen=True)
