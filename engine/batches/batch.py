@@ -43,7 +43,19 @@ OldLogprob = Tensor | Literal["behaviour", "proximal"] | None
 
 @dataclass(frozen=True, eq=False)
 class TreeBatch:
-    """Packed trees: ``T`` rows, ``M`` targets, ``R`` rows that predict a target, ``L`` leaves."""
+    """Packed trees: ``T`` rows, ``M`` targets, ``R`` rows that predict a target, ``L`` leaves.
+
+    The responses ``7 8`` and ``7 9 4`` to the prompt ``5 6`` are a tree of two leaves, with six rows and four targets.
+    Row 3, of token 8, ends the first response, and no other row sees it; row 2, of token 7, predicts two targets::
+
+        input_ids      5 6 7 8 9 4
+        position_ids   0 1 2 3 3 4
+        subtree_end    6 6 6 4 6 6
+        target         7 8 9 4
+        row            1 2 2 4
+        target_end     4 2 4 4
+        leaf_target    1 3
+    """
 
     trees: tuple[TokenTree, ...]  # empty for a filler of `distribute`, which has no token in the loss
     tree_index: tuple[int, ...]  # each tree's index in the list given to pack()
