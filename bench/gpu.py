@@ -227,16 +227,16 @@ def native_parts(device: torch.device) -> dict[str, bool]:
     """Return by native part whether it loads here and is no older than its sources."""
     # found without importing its package, whose requirements a machine for kernels may lack
     host = PathFinder.find_spec("_host", [str(REPOSITORY / "engine" / "rollout" / "native")])
-    found = {"_host": host is not None, "_cpu": load_library("cpu")}
+    usable = {"_host": host is not None, "_cpu": load_library("cpu")}
     files = {"_host": [Path(host.origin)] if host and host.origin else []}
     files["_cpu"] = cpu_libraries(REPOSITORY / "kernels")[:1]  # the one that is loaded
     if device.type == "cuda":
-        found["_cuda"] = load_library("cuda")
+        usable["_cuda"] = load_library("cuda")
         files["_cuda"] = [REPOSITORY / "kernels" / "_cuda.so"]
-    for name in found:
+    for name in usable:
         newest = max(path.stat().st_mtime for path in (REPOSITORY / "csrc" / name[1:]).iterdir())
-        found[name] = found[name] and min(path.stat().st_mtime for path in files[name]) >= newest
-    return found
+        usable[name] = usable[name] and min(path.stat().st_mtime for path in files[name]) >= newest
+    return usable
 
 
 def architecture(major: int, minor: int) -> str:
@@ -257,8 +257,8 @@ def build(device: torch.device) -> int:
     code = subprocess.run(command, cwd=REPOSITORY, env=environment).returncode
     importlib.invalidate_caches()
     load_library.cache_clear()
-    print(found := native_parts(device))
-    return code or int(not all(found.values()))
+    print(usable := native_parts(device))
+    return code or int(not all(usable.values()))
 
 
 def versions() -> int:
@@ -277,8 +277,7 @@ def versions() -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 if every task passed, 1 if one failed or was cut off, 2 for a wrong command line or no GPU."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make gpu", description="Tests, figures and profiles of a GPU.")
     parser.add_argument("--part", action="append", metavar="NAME", help="first, kernels, ... (default: all short ones)")
     parser.add_argument("--list", action="store_true", help="only list parts and tasks")
@@ -293,22 +292,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="small cases; tools and GPU tests left out")
     parser.add_argument("--versions", action="store_true", help="only print versions")
     parser.add_argument("--build", action="store_true", help="only build the native parts")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0 if every task passed, 1 if one failed or was cut off, 2 for a wrong command line or no GPU."""
+    args = _parser().parse_args(argv)
     if args.versions:
         return versions()
     archive = None if args.pack is None else args.pack.resolve()
     to = Setting(args.device, args.rehearse, args.seconds, args.cases, args.out.resolve(), archive)
-    known = parts(to)
-    chosen = args.part or [name for name in known if name not in LONG]
-    if unknown := [name for name in chosen if name not in known]:
-        print(f"make gpu has no part '{unknown[0]}'; it has {', '.join(known)}.", file=sys.stderr)
+    task_makers = parts(to)
+    chosen = args.part or [name for name in task_makers if name not in LONG]
+    if unknown := [name for name in chosen if name not in task_makers]:
+        print(f"make gpu has no part '{unknown[0]}'; it has {', '.join(task_makers)}.", file=sys.stderr)
         return 2
     if not (REPOSITORY / "tests").is_dir():
         print(f"make gpu needs a checkout with its tests; there are none in {REPOSITORY / 'tests'}.", file=sys.stderr)
         return 2
     if args.list:
-        for name, tasks in known.items():
-            print(name, *(task.name for task in tasks()), sep="\n  ")
+        for name, make in task_makers.items():
+            print(name, *(task.name for task in make()), sep="\n  ")
         return 0
     if args.device == "cuda" and not torch.cuda.is_available():
         print(
@@ -322,14 +326,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if args.build:
         return build(torch.device(args.device))
-    todo = {name: known[name]() for name in chosen}
+    todo = {name: task_makers[name]() for name in chosen}
     if args.cases:
         try:
-            todo = {name: [t for t in some if t.selects(torch.device(args.device))] for name, some in todo.items()}
+            todo = {name: [t for t in tasks if t.selects(torch.device(args.device))] for name, tasks in todo.items()}
         except re.error as error:
             print(f"make gpu: --cases {args.cases!r} is not a regular expression: {error}.", file=sys.stderr)
             return 2
-        if not any("rolltree.bench" in task.command for some in todo.values() for task in some):
+        if not any("rolltree.bench" in task.command for tasks in todo.values() for task in tasks):
             print(
                 f"make gpu: no case of {', '.join(chosen)} contains --cases {args.cases!r}; rolltree bench --list has "
                 "their names.",
@@ -337,10 +341,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             return 2
     missed = []
-    for name, some in todo.items():
+    for name, tasks in todo.items():
         begun = time.monotonic()
         seconds = args.part_seconds or PART_SECONDS.get(name, OTHER_PART_SECONDS)
-        missed += run_part(some, to, float("inf") if name in LONG else seconds)
+        missed += run_part(tasks, to, float("inf") if name in LONG else seconds)
         print(f"== part {name}: {time.monotonic() - begun:.0f} s", flush=True)
     rows = [row for op in OPS if (to.out / f"{op}.jsonl").exists() for row in read(to.out / f"{op}.jsonl")]
     if rows:

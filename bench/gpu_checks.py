@@ -77,37 +77,37 @@ def backend(name: str) -> Iterator[None]:
             os.environ["ROLLTREE_BACKEND"] = before
 
 
-def relative(found: Tensor, exact: Tensor) -> float:
+def relative(computed: Tensor, exact: Tensor) -> float:
     """Return the norm of the error over that of ``exact``; inf if it is not a number."""
-    found, exact = found.detach().double().cpu(), exact.detach().double().cpu()
-    error = float((found - exact).norm() / exact.norm().clamp(min=1e-300))
+    computed, exact = computed.detach().double().cpu(), exact.detach().double().cpu()
+    error = float((computed - exact).norm() / exact.norm().clamp(min=1e-300))
     return error if error == error else torch.inf
 
 
 def compare(
-    run: Callable[[list[Tensor]], Outputs], given: dict[str, Tensor], name: str, plain: Callable[..., Outputs] | None
+    run: Callable[[list[Tensor]], Outputs], inputs: dict[str, Tensor], name: str, plain: Callable[..., Outputs] | None
 ) -> list[Compared]:
     """Compare ``run`` by backend ``name`` with itself by the reference in float64; ``plain`` replaces the reference.
 
-    ``given`` are the inputs that have gradients, which are compared too.
+    ``inputs`` have gradients, which are compared too.
     """
-    dtype = next(iter(given.values())).dtype
+    dtype = next(iter(inputs.values())).dtype
 
     def outputs(function: Callable[[list[Tensor]], Outputs], dtype: torch.dtype, by: str) -> Outputs:
         with backend(by):
-            leaves = [x.detach().to(dtype).requires_grad_() for x in given.values()]
+            leaves = [x.detach().to(dtype).requires_grad_() for x in inputs.values()]
             out = function(leaves)
             upstream = [_upstream(x) for x in out.values()]
             gradients = torch.autograd.grad(list(out.values()), leaves, upstream)
-        return out | {f"d_{name}": x for name, x in zip(given, gradients, strict=True)}
+        return out | {f"d_{name}": x for name, x in zip(inputs, gradients, strict=True)}
 
     def bound(key: str) -> float:
         return min(max(2 * relative(rounded[key], exact[key]), FLOOR[dtype]), CAP)
 
-    found = outputs(run, dtype, name)
+    computed = outputs(run, dtype, name)
     exact = outputs(plain or run, torch.float64, "reference")
     rounded = outputs(plain or run, dtype, "reference")
-    return [Compared(key, relative(found[key], exact[key]), bound(key)) for key in exact]
+    return [Compared(key, relative(computed[key], exact[key]), bound(key)) for key in exact]
 
 
 def _upstream(x: Tensor) -> Tensor:
@@ -127,23 +127,23 @@ def _ends(prompt: int, responses: int, longest: int, trees: int) -> Tensor:
     lengths = torch.randint(1, longest + 1, (trees, responses), generator=torch.Generator().manual_seed(3))
     ends: list[Tensor] = []
     begin = 0
-    for some in lengths:
-        after = begin + prompt + some.cumsum(0)
-        ends += [after[-1].expand(prompt), after.repeat_interleave(some)]
+    for tree_lengths in lengths:
+        after = begin + prompt + tree_lengths.cumsum(0)
+        ends += [after[-1].expand(prompt), after.repeat_interleave(tree_lengths)]
         begin = int(after[-1])
     return torch.cat(ends).int()
 
 
 def _head(rows: int, width: int, vocabulary: int) -> Compare:
     def check(name: str, device: torch.device) -> list[Compared]:
-        given = {"hidden": _normal(0, device, rows, width), "weight": _normal(1, device, vocabulary, width) / 16}
+        inputs = {"hidden": _normal(0, device, rows, width), "weight": _normal(1, device, vocabulary, width) / 16}
         target = _integers(vocabulary, rows, device)
 
         def plain(leaves: list[Tensor]) -> Outputs:
             return {"logprob": (leaves[0] @ leaves[1].T).log_softmax(-1).gather(1, target[:, None])[:, 0]}
 
         run = lambda leaves: {"logprob": linear_logprob(leaves[0], leaves[1], target).logprob}  # noqa: E731
-        return compare(run, {key: x.bfloat16() for key, x in given.items()}, name, plain)
+        return compare(run, {key: x.bfloat16() for key, x in inputs.items()}, name, plain)
 
     return check
 
@@ -182,11 +182,11 @@ def _policy_loss(tokens: int) -> Compare:
 
 def _head_and_loss(rows: int, width: int, vocabulary: int) -> Compare:
     def check(name: str, device: torch.device) -> list[Compared]:
-        given = {"hidden": _normal(0, device, rows, width), "weight": _normal(1, device, vocabulary, width) / 16}
-        given = {key: x.bfloat16() for key, x in given.items()}
+        inputs = {"hidden": _normal(0, device, rows, width), "weight": _normal(1, device, vocabulary, width) / 16}
+        inputs = {key: x.bfloat16() for key, x in inputs.items()}
         target, objective = _integers(vocabulary, rows, device), Objective.preset("dapo")
         with backend("reference"), torch.no_grad():
-            old = linear_logprob(given["hidden"].double(), given["weight"].double(), target).logprob
+            old = linear_logprob(inputs["hidden"].double(), inputs["weight"].double(), target).logprob
 
         def run(leaves: list[Tensor]) -> Outputs:
             dtype = torch.float64 if leaves[0].dtype == torch.float64 else torch.float32
@@ -199,7 +199,7 @@ def _head_and_loss(rows: int, width: int, vocabulary: int) -> Compare:
             fields = _fields(rows, device, old, dtype)
             return {"loss": policy_loss(logprob.to(dtype), fields, objective, normalizer=rows).loss}
 
-        return compare(run, given, name, plain)
+        return compare(run, inputs, name, plain)
 
     return check
 
@@ -208,33 +208,35 @@ def _attention(prompt: int, responses: int, longest: int, trees: int, heads: tup
     def check(name: str, device: torch.device) -> list[Compared]:
         ends = _ends(prompt, responses, longest, trees).to(device)
         counts = {"q": heads[0], "k": heads[1], "v": heads[1]}
-        given = {
+        inputs = {
             key: _normal(seed, device, len(ends), count, dim).bfloat16()
             for seed, (key, count) in enumerate(counts.items())
         }
-        return compare(lambda leaves: {"out": tree_attention(leaves[0], leaves[1], leaves[2], ends)}, given, name, None)
+        return compare(
+            lambda leaves: {"out": tree_attention(leaves[0], leaves[1], leaves[2], ends)}, inputs, name, None
+        )
 
     return check
 
 
-def _decode(prefix: int, own: int, group: int, groups: int, heads: tuple[int, int], dim: int) -> Compare:
+def _decode(prefix: int, unique: int, group: int, groups: int, heads: tuple[int, int], dim: int) -> Compare:
     def check(name: str, device: torch.device) -> list[Compared]:
         page = tree_decode.PAGE
-        pages = groups * (prefix + group * own) // page
+        pages = groups * (prefix + group * unique) // page
         q = _normal(0, device, groups * group, heads[0], dim).bfloat16()
         k, v = _normal(1, device, 2, pages, page, heads[1], dim).bfloat16()
-        plan = tree_decode.Inputs(q, k, v, prefix, own, group, groups).plan(shared=True)
+        plan = tree_decode.Inputs(q, k, v, prefix, unique, group, groups).plan(shared=True)
 
         def outputs(by: str, dtype: torch.dtype) -> Outputs:
             with backend(by):
                 out, lse = tree_decode_attention(q.to(dtype), k.to(dtype), v.to(dtype), plan)
             return {"out": out, "lse": lse}
 
-        found, exact = outputs(name, torch.bfloat16), outputs("reference", torch.float64)
+        computed, exact = outputs(name, torch.bfloat16), outputs("reference", torch.float64)
         rounded = outputs("reference", torch.bfloat16)
         floors = {"out": FLOOR[torch.bfloat16], "lse": 2.0**-10}
         return [
-            Compared(key, relative(found[key], exact[key]), max(2 * relative(rounded[key], exact[key]), floor))
+            Compared(key, relative(computed[key], exact[key]), max(2 * relative(rounded[key], exact[key]), floor))
             for key, floor in floors.items()
         ]
 
@@ -252,12 +254,12 @@ def _sampling(rows: int, vocabulary: int, top_k: int | None, top_p: float | None
                 out = sample_tokens(logits.to(to), top_k=top_k, top_p=top_p, **draw)  # type: ignore[arg-type]
             return {"token": out.token, "logprob": out.logprob, "entropy": out.entropy}
 
-        found, exact = draw(name, device), draw("reference", torch.device("cpu"))
-        other = float((found["token"].cpu() != exact["token"]).double().mean())
+        computed, exact = draw(name, device), draw("reference", torch.device("cpu"))
+        other = float((computed["token"].cpu() != exact["token"]).double().mean())
         numbers = ("logprob", "entropy")
         return [
             Compared("token", other, 0.0),
-            *(Compared(key, relative(found[key], exact[key]), FLOOR[torch.float32]) for key in numbers),
+            *(Compared(key, relative(computed[key], exact[key]), FLOOR[torch.float32]) for key in numbers),
         ]
 
     return check
@@ -270,7 +272,7 @@ def _recurrence(prompt: int, responses: int, longest: int, heads: tuple[int, int
         groups, count = heads
         query, key = (_normal(seed, device, len(ends), groups, dim) for seed in (0, 1))
         value, gates = _normal(2, device, len(ends), count, dim), _normal(3, device, 2, len(ends), count)
-        given = {
+        inputs = {
             "query": query / query.norm(dim=-1, keepdim=True),
             "key": key / key.norm(dim=-1, keepdim=True),
             "value": value,
@@ -282,7 +284,7 @@ def _recurrence(prompt: int, responses: int, longest: int, heads: tuple[int, int
             query, key, value, decay, beta = leaves
             return {"out": tree_recurrence(query, key, value, decay, beta, plan, scale=dim**-0.5)[0]}
 
-        return compare(run, given, name, None)
+        return compare(run, inputs, name, None)
 
     return check
 

@@ -98,14 +98,15 @@ def compared(backend: str, device: torch.device, small: bool, context: Context) 
 
 
 def _compare(check: Check, backend: str, device: torch.device, context: Context) -> tuple[list[Row], str]:
-    found = check.compare(backend, device)
-    if wrong := [x for x in found if not x.error <= x.bound]:
+    compared = check.compare(backend, device)
+    if wrong := [x for x in compared if not x.error <= x.bound]:
         raise WrongError(", ".join(f"{x.name} is off by {x.error:.2g} ({x.bound:.2g} is allowed)" for x in wrong))
     shared = asdict(context)
     rows = [
-        Row("first", check.name, backend, x.name, "error", x.error, x.error, x.error, x.bound, **shared) for x in found
+        Row("first", check.name, backend, x.name, "error", x.error, x.error, x.error, x.bound, **shared)
+        for x in compared
     ]
-    return rows, ", ".join(f"{x.name} {x.error:.1e} of {x.bound:.1e}" for x in found)
+    return rows, ", ".join(f"{x.name} {x.error:.1e} of {x.bound:.1e}" for x in compared)
 
 
 def timed(device: torch.device, small: bool, seconds: float) -> Iterator[tuple[str, Run]]:

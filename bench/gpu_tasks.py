@@ -78,8 +78,8 @@ class Setting:
         command = self.python("rolltree.bench", op, "--device", self.device, "--seconds", str(self.seconds))
         if self.rehearse or quick:
             command.append("--quick")
-        wanted = self.cases or ("" if self.rehearse or quick else cases)
-        command += ["--cases", wanted, "--providers", providers]
+        pattern = self.cases or ("" if self.rehearse or quick else cases)
+        command += ["--cases", pattern, "--providers", providers]
         name = (name or f"rows {op}") + (f" of {self.cases}" if self.cases else "")  # other cases are another task
         if not under:
             command += ["--out", str(self.out), "--limit", str(min(limit / 2, 120.0))]
@@ -205,11 +205,11 @@ def training(to: Setting) -> list[Task]:
 
 def all_tests(to: Setting) -> list[Task]:
     """Return all kernel tests, since Triton and CUDA are real here, and the other tests marked gpu."""
-    found = []
+    tasks = []
     for path in sorted((REPOSITORY / "tests").glob("*/test_*.py")):
         name = str(path.relative_to(REPOSITORY))
         if path.parent.name == "kernels":
-            found.append(to.pytest(name, name, limit=900.0, passing=(0, NOTHING_COLLECTED)))
+            tasks.append(to.pytest(name, name, limit=900.0, passing=(0, NOTHING_COLLECTED)))
         elif "mark.gpu" in path.read_text():
-            found.append(to.pytest(name, name, "-m", "gpu", limit=900.0))
-    return found
+            tasks.append(to.pytest(name, name, "-m", "gpu", limit=900.0))
+    return tasks

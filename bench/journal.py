@@ -46,13 +46,13 @@ class Journal:
 
     def read(self) -> list[Outcome]:
         """Read what other processes recorded, and return the outcomes that are new."""
-        known, self.outcomes = len(self.outcomes), []
+        before, self.outcomes = len(self.outcomes), []
         if self.directory is not None and self._path("outcomes.jsonl").exists():
             for line in self._path("outcomes.jsonl").read_text().splitlines():
                 outcome = Outcome(**json.loads(line))
                 if outcome.commit == self.commit:
                     self.outcomes.append(outcome)
-        return self.outcomes[known:]
+        return self.outcomes[before:]
 
     def _path(self, suffix: str) -> Path:
         assert self.directory is not None

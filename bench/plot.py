@@ -104,15 +104,15 @@ def bars(rows: Sequence[Row]) -> Iterator[Drawn]:
     """Yield a figure of times for each op, with a panel for each case and direction and a bar for each provider."""
     for (device, op), of_op in _by(("device", "op"), [r for r in rows if r.metric == "time_ms"]):
         panels = list(_by(("case", "direction"), of_op))
-        heights = [0.6 + 0.25 * len(some) for _, some in panels]
+        heights = [0.6 + 0.25 * len(of_panel) for _, of_panel in panels]
         figure, axes = _panels(len(panels), 1, (9, sum(heights) + 0.5), heights)
         figure.suptitle(f"{op}, {device}", fontsize=9)
-        for axis, ((case, direction), some) in zip(axes, panels, strict=True):
-            value = [r.value for r in some]
-            spread = [[r.value - r.p20 for r in some], [r.p80 - r.value for r in some]]
-            colour = [BLUE if OURS in r.provider else GREY for r in some]
-            axis.barh([r.provider for r in some], value, xerr=spread, color=colour, capsize=2)
-            for r in some:
+        for axis, ((case, direction), of_panel) in zip(axes, panels, strict=True):
+            value = [r.value for r in of_panel]
+            spread = [[r.value - r.p20 for r in of_panel], [r.p80 - r.value for r in of_panel]]
+            colour = [BLUE if OURS in r.provider else GREY for r in of_panel]
+            axis.barh([r.provider for r in of_panel], value, xerr=spread, color=colour, capsize=2)
+            for r in of_panel:
                 if r.ceiling is not None:
                     axis.axvline(r.ceiling, color=RED, linewidth=1, label="ceiling")
             if (handles := axis.get_legend_handles_labels())[0]:
@@ -126,18 +126,18 @@ def rooflines(rows: Sequence[Row]) -> Iterator[Drawn]:
     """Yield a figure for each device: FLOP a second over FLOP a byte."""
     timed = [r for r in rows if r.metric == "time_ms"]
     for (device,), of_device in _by(("device",), timed):
-        some = [r for r in of_device if r.flop and r.bytes and r.op != "ceilings"]
-        if not some:
+        measured = [r for r in of_device if r.flop and r.bytes and r.op != "ceilings"]
+        if not measured:
             continue
         figure, (axis,) = _panels(1, 1, (9, 6), [1])
-        for (op, provider), group in _by(("op", "provider"), some):
+        for (op, provider), group in _by(("op", "provider"), measured):
             x, y = [r.flop / r.bytes for r in group], [r.flop / r.value / 1e6 for r in group]
             axis.plot(x, y, "o" if OURS in provider else "x", label=f"{op}, {provider}")
         limits = [r for r in of_device if r.op == "ceilings"]
         flops = max((r.flop / r.value / 1e6 for r in limits if r.flop), default=None)
         rate = max((r.bytes / r.value / 1e6 for r in limits if r.bytes), default=None)
         if flops is not None and rate is not None:
-            intensities = [r.flop / r.bytes for r in some]
+            intensities = [r.flop / r.bytes for r in measured]
             x = sorted([min(intensities) / 2, flops / rate, max(intensities) * 2])
             label = f"product {flops:.3g} GFLOP/s, copy {rate:.3g} GB/s"
             axis.plot(x, [min(rate * i, flops) for i in x], color=RED, linewidth=1, label=label)
@@ -149,14 +149,14 @@ def rooflines(rows: Sequence[Row]) -> Iterator[Drawn]:
 
 def curves(points: Sequence[Point]) -> Iterator[Drawn]:
     """Yield a figure for each job: held-out accuracy, a line for each provider."""
-    for (device, case), some in _by(("device", "case"), points):
+    for (device, case), of_job in _by(("device", "case"), points):
         figure, axes = _panels(1, 2, (11, 4.5), [1])
-        for (provider,), line in _by(("provider",), sorted(some, key=lambda p: p.step)):
+        for (provider,), line in _by(("provider",), sorted(of_job, key=lambda p: p.step)):
             style = "-" if provider.startswith(OURS) else "--"
             accuracy = [100 * p.accuracy for p in line]
             axes[0].plot([p.seconds for p in line], accuracy, style, marker=".", label=provider)
             axes[1].plot([p.tokens for p in line], accuracy, style, marker=".", label=provider)
-        axes[0].set(xlabel="seconds of training", ylabel=f"% of {some[0].problems} held-out problems")
+        axes[0].set(xlabel="seconds of training", ylabel=f"% of {of_job[0].problems} held-out problems")
         axes[1].set(xlabel="tokens sampled")
         axes[0].legend(fontsize=8)
         figure.suptitle(f"{case}\n{device}", fontsize=8)
@@ -173,10 +173,10 @@ def _panels(rows: int, columns: int, size: tuple[float, float], heights: Sequenc
 
 def _by(names: Sequence[str], things: Sequence[Any]) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
     """Yield the groups of equal attributes in the order of their first members."""
-    found: dict[tuple[Any, ...], list[Any]] = {}
+    groups: dict[tuple[Any, ...], list[Any]] = {}
     for thing in things:
-        found.setdefault(tuple(getattr(thing, name) for name in names), []).append(thing)
-    yield from found.items()
+        groups.setdefault(tuple(getattr(thing, name) for name in names), []).append(thing)
+    yield from groups.items()
 
 
 def _name(*parts: str) -> str:

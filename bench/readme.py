@@ -36,7 +36,7 @@ class Line(NamedTuple):
     case: str
     direction: str
     ours: str
-    theirs: str
+    peer_provider: str
     peer: str
 
 
@@ -128,16 +128,16 @@ def jobs(rows: Sequence[Row]) -> str:
     of: dict[tuple[str, str], dict[tuple[str, str], Row]] = {}
     for row in rows:
         of.setdefault((row.case, row.provider), {})[row.direction, row.metric] = row
-    for (case, provider), found in of.items():
-        step, whole, accuracy = found["step", "time_ms"], found["job", "time_ms"], found["job", "accuracy"]
-        speedup = found.get(("step", "speedup"))
+    for (case, provider), measured in of.items():
+        step, whole, accuracy = measured["step", "time_ms"], measured["job", "time_ms"], measured["job", "accuracy"]
+        speedup = measured.get(("step", "speedup"))
         cells = (
             case,
             provider,
             f"{_number(step.value)} ms ({_number(step.p20)} to {_number(step.p80)})",
             "" if speedup is None else f"{speedup.value:.2f} x",
             f"{whole.value / 1e3:.0f} s",
-            f"{_number(found['job', 'peak_memory_mib'].value)} MiB",
+            f"{_number(measured['job', 'peak_memory_mib'].value)} MiB",
             f"{100 * accuracy.value:.1f} %",
         )
         lines.append(f"| {' | '.join(cells)} |")
@@ -150,17 +150,17 @@ def summary(folder: str) -> str:
     for line in SUMMARIES[folder]:
         rows = [r for r in read(RESULTS / folder / f"{line.op}.jsonl") if (r.case, r.direction) == line[2:4]]
         of = {(r.provider, r.metric): r for r in rows}
-        ours, theirs = (of[provider, "time_ms"].value for provider in (line.ours, line.theirs))
+        ours, peer_ms = (of[provider, "time_ms"].value for provider in (line.ours, line.peer_provider))
         gain, other = (
-            of.get((provider, "speedup")) for provider in (line.ours, line.theirs)
+            of.get((provider, "speedup")) for provider in (line.ours, line.peer_provider)
         )  # over the first provider of the case
-        ratio = theirs / ours if gain is None else gain.value / (1.0 if other is None else other.value)
-        peaks = [of.get((provider, "peak_memory_mib")) for provider in (line.ours, line.theirs)]
+        ratio = peer_ms / ours if gain is None else gain.value / (1.0 if other is None else other.value)
+        peaks = [of.get((provider, "peak_memory_mib")) for provider in (line.ours, line.peer_provider)]
         memory = " : ".join(_number(peak.value) for peak in peaks if peak is not None)
         cells = (
             line.what,
             f"{_number(ours)} ms",
-            f"{_number(theirs)} ms, {line.peer}",
+            f"{_number(peer_ms)} ms, {line.peer}",
             f"**{ratio:.2f} x**",
             f"{memory} MiB" if None not in peaks else "",
         )
@@ -224,12 +224,12 @@ def draw_jobs(results: Path = RESULTS, out: Path = REPOSITORY / "docs") -> None:
     jobs: dict[str, list[Point]] = {}
     for point in points:
         jobs.setdefault(name_of(point.case), []).append(point)
-    for name, some in jobs.items():
-        of = sorted({f"'{point.case}' on {point.device}" for point in some})
+    for name, of_job in jobs.items():
+        of = sorted({f"'{point.case}' on {point.device}" for point in of_job})
         if len(of) > 1:
             raise ValueError(f"There are curves of {' and of '.join(of)}; keep those that job_{name}.png is to show.")
-        ((_, figure),) = plot.curves(some)
-        _save(figure, out / f"job_{name}.png", some[0].case)
+        ((_, figure),) = plot.curves(of_job)
+        _save(figure, out / f"job_{name}.png", of_job[0].case)
 
 
 def main() -> None:

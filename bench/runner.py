@@ -183,18 +183,18 @@ def _measure(
 
     def time(calls: dict[str, Calls]) -> None:
         for direction, by_provider in calls.items():
-            found = interleaved(by_provider, device, seconds=choice.budget, warmup=bench.warmup, guard=guard)
-            samples.setdefault(direction, {}).update(found)
+            timed = interleaved(by_provider, device, seconds=choice.budget, warmup=bench.warmup, guard=guard)
+            samples.setdefault(direction, {}).update(timed)
             if bench.replayed and device.type == "cuda" and not direction.endswith("launched"):
                 continue  # a replay allocates nothing
-            for name in found:
+            for name in timed:
                 with guard(name):
                     peaks.setdefault(direction, {})[name] = peak_memory_mib(by_provider[name], device)
 
     for name, provider in providers.items():
         if journal.known(case, name):  # an earlier process recorded it
             continue
-        own: dict[str, Calls] = {}
+        prepared: dict[str, Calls] = {}
         with guard(name):
             for direction, call in provider(inputs).items():
                 call()  # raises here, before anything is timed, if the provider cannot run
@@ -204,19 +204,19 @@ def _measure(
                     except GraphError as error:
                         say(f"{bench.op} / {case}: {name} is timed with its launches: {error}")
                         direction += ", launched"
-                own[direction] = {name: call}
+                prepared[direction] = {name: call}
         if bench.alone:
-            time(own)
-            own.clear()
+            time(prepared)
+            prepared.clear()
             call = provider = None  # type: ignore[assignment]
             _release(device)
-        for direction, of_provider in own.items():
+        for direction, of_provider in prepared.items():
             calls.setdefault(direction, {}).update(of_provider)
     time(calls)
     rows = [
         row
-        for direction, found in samples.items()
-        for row in _rows(bench, case, direction, inputs, found, peaks.get(direction, {}), context)
+        for direction, of_direction in samples.items()
+        for row in _rows(bench, case, direction, inputs, of_direction, peaks.get(direction, {}), context)
     ]
     for name, share in (bench.shares(inputs) if bench.shares else {}).items():
         rows.append(Row(bench.op, case, name, "-", "share", share, share, share, None, **asdict(context)))
@@ -242,8 +242,8 @@ def _rows(
     flop, moved = bench.work(inputs).get(direction.partition(",")[0], (0.0, 0.0)) if bench.work else (0.0, 0.0)
 
     def row(provider: str, metric: str, p20: float, value: float, p80: float, ceiling: float | None) -> Row:
-        found = Row(bench.op, case, provider, direction, metric, value, p20, p80, ceiling, **asdict(context))
-        return replace(found, flop=flop or None, bytes=moved or None) if metric == "time_ms" else found
+        measured_row = Row(bench.op, case, provider, direction, metric, value, p20, p80, ceiling, **asdict(context))
+        return replace(measured_row, flop=flop or None, bytes=moved or None) if metric == "time_ms" else measured_row
 
     for provider, measured in samples.items():
         if provider == CEILING:
@@ -253,10 +253,10 @@ def _rows(
             yield row(provider, "peak_memory_mib", peak, peak, peak, None)
         base = samples.get(bench.speedup_over or "")
         if base is not None and provider != bench.speedup_over:
-            theirs = (
+            base_ms = (
                 [base.quantiles()[1]] * len(measured.ms) if bench.alone else base.ms
             )  # otherwise the ratio of each round
-            ratios = [a / b for a, b in zip(theirs, measured.ms, strict=True)]
+            ratios = [a / b for a, b in zip(base_ms, measured.ms, strict=True)]
             ceiling = bench.speedup_ceiling(inputs) if bench.speedup_ceiling else None
             yield row(provider, "speedup", *quantiles(ratios), ceiling)
 

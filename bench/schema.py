@@ -61,8 +61,8 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists() and (found := re.search(r"model name\s*: (.*)", cpuinfo.read_text())):
-        model = found[1]
+    if cpuinfo.exists() and (match := re.search(r"model name\s*: (.*)", cpuinfo.read_text())):
+        model = match[1]
     return f"{model}, {torch.get_num_threads()} threads"
 
 
@@ -72,15 +72,15 @@ def folder_name(device: torch.device) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in VERSIONED:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
+            installed[package] = "not installed"
     if device.type == "cuda":
-        found["cuda"] = str(torch.version.cuda)
-    return found
+        installed["cuda"] = str(torch.version.cuda)
+    return installed
 
 
 def commit() -> str:

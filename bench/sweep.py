@@ -64,10 +64,10 @@ def attention(device: torch.device, small: bool) -> Iterator[Candidate]:
             for change in tile_changes(small):
 
                 def tiles(*args: Any, kernel: str = kernel, change: dict[str, int] = change, **options: Any) -> Any:
-                    found = chosen(*args, **options)
-                    tile = getattr(found, kernel)
-                    known = {k: v for k, v in change.items() if hasattr(tile, k)}
-                    return dataclasses.replace(found, **{kernel: dataclasses.replace(tile, **known)})
+                    default_tiles = chosen(*args, **options)
+                    tile = getattr(default_tiles, kernel)
+                    applicable = {k: v for k, v in change.items() if hasattr(tile, k)}
+                    return dataclasses.replace(default_tiles, **{kernel: dataclasses.replace(tile, **applicable)})
 
                 shape = f"{kernel} D={dim} heads {heads[0]}/{heads[1]} T={tree.num_tokens}"
                 yield Candidate(shape, text(change), module, "tiles_for", tiles, call)
@@ -107,8 +107,8 @@ def fresh(inputs: tree_decode.Inputs) -> Callable[[], Any]:
 
     def call() -> Any:
         if "forward" not in calls:
-            made: Calls = tree_decode.rolltree(inputs)
-            calls.update(made)
+            fresh_calls: Calls = tree_decode.rolltree(inputs)
+            calls.update(fresh_calls)
         return calls["forward"]()
 
     return call
@@ -142,10 +142,10 @@ def tensors(result: Any) -> list[Tensor]:
     return [x for part in vars(result).values() if part is not None for x in tensors(part)] if result else []
 
 
-def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def difference(computed: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest relative difference; infinite if a number is not finite."""
     worst = 0.0
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(computed, expected, strict=True):
         a, b = a.double(), b.double()
         ratio = float((a - b).norm() / b.norm().clamp(min=1e-30))
         worst = max(worst, ratio if ratio == ratio else float("inf"))
@@ -154,7 +154,7 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 def tried(candidate: Candidate, device: torch.device, seconds: float) -> dict[str, Any]:
     """Return the line of ``sweep.jsonl``: median milliseconds with and without the candidate, or an error."""
-    found: dict[str, Any] = {"shape": candidate.shape, "candidate": candidate.name}
+    line: dict[str, Any] = {"shape": candidate.shape, "candidate": candidate.name}
     swap = patch.object(candidate.module, candidate.attribute, candidate.value)
 
     def swapped() -> Any:
@@ -167,13 +167,13 @@ def tried(candidate: Candidate, device: torch.device, seconds: float) -> dict[st
             expected = [x.clone() for x in tensors(candidate.call())]
             wrong = difference(tensors(swapped()), expected)
             if wrong > TOLERANCE:
-                return found | {"reason": f"its result differs by {wrong:.2e}"}
+                return line | {"reason": f"its result differs by {wrong:.2e}"}
             calls = {"default": candidate.call, "candidate": swapped}
             samples = interleaved(calls, device, seconds=seconds)
     except Exception as error:  # too much shared memory or registers, or an unsupported tile
-        return found | {"reason": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+        return line | {"reason": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
     times = {name: s.quantiles()[1] for name, s in samples.items()}
-    return found | {"ms": times["candidate"], "default_ms": times["default"], "difference": wrong}
+    return line | {"ms": times["candidate"], "default_ms": times["default"], "difference": wrong}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -188,11 +188,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     context = {"device": device_name(device), "commit": commit()}
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     lines = [line for line in lines if {k: line.get(k) for k in context} == context]
-    known = {(line["shape"], line["candidate"]) for line in lines}
+    recorded = {(line["shape"], line["candidate"]) for line in lines}
     shapes = set()
     for candidate in KERNELS[args.kernel](device, args.rehearse):
         shapes.add(candidate.shape)
-        if (candidate.shape, candidate.name) in known:
+        if (candidate.shape, candidate.name) in recorded:
             continue
         line = tried(candidate, device, 0.0 if args.rehearse else SECONDS) | context
         append_line(line, path)

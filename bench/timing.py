@@ -72,30 +72,30 @@ def interleaved(
     samples.
     """
     clock = clock_of(device)
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
 
     def measure(name: str, *, keep: bool) -> None:
         with guard(name):
             call = calls[name]
             taken = call.milliseconds() if isinstance(call, TimedCall) else clock.time(call)
             if keep:
-                found[name].append(taken)
+                times[name].append(taken)
             return
-        del found[name]
+        del times[name]
 
-    for name in list(found):
+    for name in list(times):
         for _ in range(warmup):
-            if name in found:
+            if name in times:
                 measure(name, keep=False)
     deadline = time.perf_counter() + seconds
     for round_index in range(max_rounds):
-        if not found or (round_index >= MIN_ROUNDS and time.perf_counter() > deadline):
+        if not times or (round_index >= MIN_ROUNDS and time.perf_counter() > deadline):
             break
-        names = list(found)
+        names = list(times)
         shift = round_index % len(names)
         for name in names[shift:] + names[:shift]:
             measure(name, keep=True)
-    return {name: Samples(tuple(ms)) for name, ms in found.items()}
+    return {name: Samples(tuple(ms)) for name, ms in times.items()}
 
 
 class GraphError(RuntimeError):
@@ -146,9 +146,9 @@ def peak_memory_mib(call: Callable[[], object], device: torch.device) -> float |
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
     try:
         forget_peak(device)
-        own = _unmapped_mib("VmRSS")
+        resident = _unmapped_mib("VmRSS")
         call()
-        peak = _unmapped_mib("VmHWM") - own
+        peak = _unmapped_mib("VmHWM") - resident
     except OSError:
         return None
     return peak if peak >= 1 else None  # small allocations reuse memory that the process holds, and do not show

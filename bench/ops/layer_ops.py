@@ -21,7 +21,7 @@ Op = Callable[..., "Tensor | tuple[Tensor, ...]"]
 @dataclass(frozen=True)
 class Inputs:
     op: str
-    given: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
     """The op's tensors; the first two require a gradient."""
     upstream: tuple[Tensor, ...]
 
@@ -67,21 +67,21 @@ def _inputs(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
             angle.cos().to(dtype),
             angle.sin().to(dtype),
         )  # Liger's kernel rotates its inputs in place, which keeps their lengths
-        given: tuple[Tensor, ...] = heads(shape[1]), heads(shape[2]), *turn
+        tensors: tuple[Tensor, ...] = heads(shape[1]), heads(shape[2]), *turn
         upstream: tuple[Tensor, ...] = heads(shape[1]), heads(shape[2])
     else:
-        given = random(*shape), random(*(shape[1:] if op == "rms_norm" else shape))
+        tensors = random(*shape), random(*(shape[1:] if op == "rms_norm" else shape))
         upstream = (random(*shape),)
-    return Inputs(op, tuple(t.requires_grad_(i < 2) for i, t in enumerate(given)), upstream)
+    return Inputs(op, tuple(t.requires_grad_(i < 2) for i, t in enumerate(tensors)), upstream)
 
 
 def both_directions(x: Inputs, run: Op) -> Calls:
     def forward() -> object:
         with torch.no_grad():
-            return run(*x.given)
+            return run(*x.tensors)
 
     def forward_backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(run(*x.given), x.given[:2], x.upstream)
+        return torch.autograd.grad(run(*x.tensors), x.tensors[:2], x.upstream)
 
     return {"forward": forward, "forward+backward": forward_backward}
 
@@ -93,7 +93,7 @@ def rolltree(x: Inputs) -> Calls:
 
 def _modules(x: Inputs) -> Op:
     if x.op == "rms_norm":
-        norm = llama.LlamaRMSNorm(len(x.given[1]), EPS)
+        norm = llama.LlamaRMSNorm(len(x.tensors[1]), EPS)
         return lambda h, w: torch.func.functional_call(norm, {"weight": w}, (h,))
     return {"rotate": llama.apply_rotary_pos_emb, "silu_mul": _gated}[x.op]
 
@@ -111,7 +111,7 @@ def torch_compile(x: Inputs) -> Calls:
 
 
 def liger(x: Inputs) -> Calls:
-    if x.given[0].device.type == "cpu":
+    if x.tensors[0].device.type == "cpu":
         raise UnsupportedError("liger-kernel's functions are Triton kernels, which need CUDA")
     from liger_kernel.transformers import functional
 
@@ -127,7 +127,7 @@ def copies(x: Inputs) -> Calls:
     """The traffic by ``copy_``, whose every two passes are a read and a write: forwards read the rows that have a
     gradient and write the result; backwards read these and the result's gradient, and write theirs; of a turn they
     read the gradient alone."""
-    rows = x.given[:1] if x.op == "rms_norm" else x.given[:2]
+    rows = x.tensors[:1] if x.op == "rms_norm" else x.tensors[:2]
     number = sum(t.numel() for t in rows)
     result = sum(t.numel() for t in x.upstream)
     kept = 0 if x.op == "rotate" else number

@@ -79,7 +79,7 @@ def _groups(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device) ->
     row = torch.where(place % x.length == 0, last_of_prompt, place)
     with torch.no_grad():
         parts = zip(row.split(256), x.target.split(256), strict=True)
-        now = torch.cat([full_logits(x.hidden[some], x.weight, target) for some, target in parts])
+        now = torch.cat([full_logits(x.hidden[rows], x.weight, target) for rows, target in parts])
     noise = torch.randn(len(now), generator=torch.Generator(now.device).manual_seed(1), device=now.device)
     return replace(x, row=row, old_logprob=now.float() + 0.02 * noise)
 
@@ -122,8 +122,8 @@ def rolltree(x: Inputs) -> Calls:
     )  # fmt: skip
 
     def loss() -> Tensor:
-        given = (x.hidden, x.weight, x.target, fields, objective)
-        return linear_policy_loss(*given, normalizer=normalizer, row=x.row, plan=plan).loss
+        arguments = (x.hidden, x.weight, x.target, fields, objective)
+        return linear_policy_loss(*arguments, normalizer=normalizer, row=x.row, plan=plan).loss
 
     return with_gradients(x, loss)
 

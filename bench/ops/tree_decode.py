@@ -45,17 +45,17 @@ class Inputs:
                 begin.append(row)
                 end.append(row + self.group)
             for i in range(self.group):
-                own = list(range(first, first + own_pages))
+                unique_pages = list(range(first, first + own_pages))
                 first += own_pages
-                pages.append(own if shared else prefix + own)
+                pages.append(unique_pages if shared else prefix + unique_pages)
                 length.append(self.unique + (0 if shared else self.prefix))
                 position.append(self.prefix if shared else 0)
                 begin.append(row + i)
                 end.append(row + i + 1)
         device = self.q.device
         indptr = [0]
-        for some in pages:
-            indptr.append(indptr[-1] + len(some))
+        for node_pages in pages:
+            indptr.append(indptr[-1] + len(node_pages))
 
         def tensor(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
@@ -63,7 +63,7 @@ class Inputs:
         rows = self.group * self.groups
         return DecodePlan(
             page_indptr=tensor(indptr),
-            page_ids=tensor([page for some in pages for page in some]),
+            page_ids=tensor([page for node_pages in pages for page in node_pages]),
             node_offset=tensor([0] * len(pages)),
             node_length=tensor(length),
             node_position=tensor(position),

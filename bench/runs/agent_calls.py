@@ -80,8 +80,8 @@ def model_cases(path: Path, device: torch.device, quick: bool) -> Iterator[Case]
 
 
 def _inputs(model: Callable[[], PreTrainedModel], job: Job) -> Inputs:
-    made = model().eval()
-    return Inputs(made, job, int(made.config.get_text_config().vocab_size))
+    loaded = model().eval()
+    return Inputs(loaded, job, int(loaded.config.get_text_config().vocab_size))
 
 
 def native(x: Inputs, *, keep: bool) -> Calls:
@@ -108,8 +108,8 @@ def vllm(x: Inputs, *, keep: bool) -> Calls:
     params = vllm.SamplingParams(max_tokens=x.job.sampled, ignore_eos=True, logprobs=0, detokenize=False)
 
     def answer(prompts: list[list[int]]) -> list[list[int]]:
-        given: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return [list(output.outputs[0].token_ids) for output in llm.generate(given, params, use_tqdm=False)]
+        requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(output.outputs[0].token_ids) for output in llm.generate(requests, params, use_tqdm=False)]
 
     def sample() -> None:
         llm.reset_prefix_cache()

@@ -59,9 +59,9 @@ class Job:
 
     def smaller(self, by: int) -> Job:
         """Return the job with its lengths divided."""
-        made = {name: max(getattr(self, name) // by, 1) for name in ("shared", "sampled", "read")}
+        lengths = {name: max(getattr(self, name) // by, 1) for name in ("shared", "sampled", "read")}
         summary, full = max(self.summary // by, 1), self.full // by
-        return Job(**made, calls=self.calls, episodes=self.episodes, full=full, summary=summary)
+        return Job(**lengths, calls=self.calls, episodes=self.episodes, full=full, summary=summary)
 
     def records(self) -> list[EpisodeRecord]:
         """Return the episodes, with random tokens."""
@@ -70,7 +70,7 @@ class Job:
         def words(count: int) -> list[int]:
             return rng.integers(1, VOCABULARY, count).tolist()
 
-        begin, found = words(self.shared), []
+        begin, records = words(self.shared), []
         for _ in range(self.episodes):
             context, calls = list(begin), []
             for number in range(self.calls):
@@ -81,8 +81,8 @@ class Job:
                 context = context + said + words(self.read)
                 if self.full and len(context) >= self.shared + self.full:
                     context = begin + words(self.summary)
-            found.append(EpisodeRecord(tuple(calls), LeafStatus.STOP))
-        return found
+            records.append(EpisodeRecord(tuple(calls), LeafStatus.STOP))
+        return records
 
 
 JOBS = {
@@ -127,8 +127,8 @@ def model_cases(path: Path, device: torch.device, quick: bool) -> Iterator[Case]
     for dtype in (torch.bfloat16, torch.float32):
         model = cache(partial(workloads.pretrained, path, dtype, device))
         for name, job in JOBS.items():
-            some = name if by == 1 else f"{name}, all / {by}"
-            case = f"{path.name} {some} {str(dtype).removeprefix('torch.')}"
+            label = name if by == 1 else f"{name}, all / {by}"
+            case = f"{path.name} {label} {str(dtype).removeprefix('torch.')}"
             yield Case(case, partial(Inputs.of, lambda model=model: model().train(), job.smaller(by)))  # type: ignore[misc]
 
 
@@ -170,10 +170,10 @@ def flat(x: Inputs, kind: str) -> Calls:
     for (prompt, response), trees in shapes.items():
         most = max(1, MAX_TOKENS[model.device.type] // (prompt + response))
         for begin in range(0, len(trees), most):
-            some = trees[begin : begin + most]
-            ids = torch.tensor(np.stack([tree.token_id for tree in some]), device=model.device).long()
-            mask = torch.tensor(np.concatenate([tree.loss_mask[prompt:] for tree in some]), device=model.device)
-            credit = torch.tensor([float(tree.advantage[0]) for tree in some], device=model.device)
+            of_batch = trees[begin : begin + most]
+            ids = torch.tensor(np.stack([tree.token_id for tree in of_batch]), device=model.device).long()
+            mask = torch.tensor(np.concatenate([tree.loss_mask[prompt:] for tree in of_batch]), device=model.device)
+            credit = torch.tensor([float(tree.advantage[0]) for tree in of_batch], device=model.device)
             batches.append((ids, response, mask * credit.repeat_interleave(response)))
 
     def losses() -> Iterator[Tensor]:
@@ -188,11 +188,11 @@ def flat(x: Inputs, kind: str) -> Calls:
 
 def saved(x: Inputs) -> dict[str, float]:
     """Return what the tree computes of what the sequences do, and the tokens that it trains of those sampled."""
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for kind, trees in x.sequences.items():
-        found[f"tokens of the tree, of {kind}"] = x.tree.num_tokens / x.tokens(trees)
-        found[f"FLOP of the tree, of {kind}"] = x.flop([x.tree]) / x.flop(trees)
-    return found | {"tokens trained, of those sampled": x.tree.loss_tokens / x.sampled}
+        shares[f"tokens of the tree, of {kind}"] = x.tree.num_tokens / x.tokens(trees)
+        shares[f"FLOP of the tree, of {kind}"] = x.flop([x.tree]) / x.flop(trees)
+    return shares | {"tokens trained, of those sampled": x.tree.loss_tokens / x.sampled}
 
 
 def flop_ratio(x: Inputs) -> float:

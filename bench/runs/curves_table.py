@@ -41,11 +41,11 @@ Run = tuple[str, str]  # case, which has the seed, and recipe
 
 def campaigns(points: Sequence[Point]) -> dict[str, dict[Run, list[Point]]]:
     """Return the runs of each campaign, by its name, with their points in the order of steps."""
-    found: dict[str, dict[Run, list[Point]]] = {}
+    by_campaign: dict[str, dict[Run, list[Point]]] = {}
     for point in sorted(points, key=lambda point: point.step):
-        runs = found.setdefault(SEED.sub("", point.case), {})
+        runs = by_campaign.setdefault(SEED.sub("", point.case), {})
         runs.setdefault((point.case, point.provider), []).append(point)
-    return found
+    return by_campaign
 
 
 def reached(runs: dict[Run, list[Point]], axis: Axis) -> float:
@@ -71,10 +71,10 @@ def accuracy_at(points: Sequence[Point], axis: Axis, x: float) -> float:
 
 def at(runs: dict[Run, list[Point]], axis: Axis, x: float) -> dict[str, dict[str, float]]:
     """Return each recipe's accuracy after ``x`` tokens or seconds, by case."""
-    found: dict[str, dict[str, float]] = {}
+    accuracies: dict[str, dict[str, float]] = {}
     for (case, recipe), points in runs.items():
-        found.setdefault(recipe, {})[case] = accuracy_at(points, axis, x)
-    return found
+        accuracies.setdefault(recipe, {})[case] = accuracy_at(points, axis, x)
+    return accuracies
 
 
 def markdown(points: Sequence[Point]) -> str:
@@ -90,10 +90,10 @@ def _table(name: str, runs: dict[Run, list[Point]]) -> str:
             x = limits[axis] * part
             heads += [f"{x / 1e3:.3g} k tokens" if axis == "tokens" else f"{x:.3g} s", f"against {BASE}"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    found = [at(runs, axis, limits[axis] * part) for axis in AXES for part in PARTS]
-    for recipe in sorted(found[0], key=lambda recipe: -mean(found[0][recipe].values())):
-        cells = [recipe, str(len(found[0][recipe]))]
-        for accuracy in found:
+    columns = [at(runs, axis, limits[axis] * part) for axis in AXES for part in PARTS]
+    for recipe in sorted(columns[0], key=lambda recipe: -mean(columns[0][recipe].values())):
+        cells = [recipe, str(len(columns[0][recipe]))]
+        for accuracy in columns:
             cells += [_spread([100 * v for v in accuracy[recipe].values()]), _difference(accuracy, recipe)]
         lines.append(f"| {' | '.join(cells)} |")
     first = [points[0].accuracy for points in runs.values()]
@@ -102,9 +102,9 @@ def _table(name: str, runs: dict[Run, list[Point]]) -> str:
         f"Per cent of {problems} held-out problems, {100 * mean(first):.1f} before training: the mean over "
         "seeds, and the lowest and highest in brackets; differences are of runs with the same seed."
     )
-    some = [point for points in runs.values() for point in points]
+    all_points = [point for points in runs.values() for point in points]
     on = (
-        " and ".join(sorted({value for point in some if (value := of(point))}))
+        " and ".join(sorted({value for point in all_points if (value := of(point))}))
         for of in (lambda p: p.device, lambda p: f"torch {p.versions['torch']}", lambda p: p.commit)
     )
     return "\n".join([*lines, "", sentence, "Measured on {}, {}, commit {}.".format(*on)]) + "\n"
@@ -115,12 +115,12 @@ def _spread(values: Sequence[float], sign: str = "") -> str:
     return text if len(values) == 1 else f"{text} ({min(values):{sign}.1f} to {max(values):{sign}.1f})"
 
 
-def _difference(found: dict[str, dict[str, float]], recipe: str) -> str:
+def _difference(accuracies: dict[str, dict[str, float]], recipe: str) -> str:
     """Return the difference to `BASE` in points, over the seeds that both have; empty for `BASE`."""
     if recipe == BASE:
         return ""
-    both = [case for case in found[recipe] if case in found.get(BASE, {})]
-    return _spread([100 * (found[recipe][case] - found[BASE][case]) for case in both], "+") if both else ""
+    both = [case for case in accuracies[recipe] if case in accuracies.get(BASE, {})]
+    return _spread([100 * (accuracies[recipe][case] - accuracies[BASE][case]) for case in both], "+") if both else ""
 
 
 def actions(rows: Sequence[Row], metrics: Sequence[str] = SHOWN) -> str:
@@ -129,11 +129,11 @@ def actions(rows: Sequence[Row], metrics: Sequence[str] = SHOWN) -> str:
     tables = []
     for name in dict.fromkeys(SEED.sub("", row.case) for row in rows):
         lines = [f"| {name} | {' | '.join(f'`{metric}`' for metric in metrics)} |", "|---" * (len(metrics) + 1) + "|"]
-        some = [row for row in rows if SEED.sub("", row.case) == name]
-        for recipe in dict.fromkeys(row.provider for row in some):
+        of_campaign = [row for row in rows if SEED.sub("", row.case) == name]
+        for recipe in dict.fromkeys(row.provider for row in of_campaign):
             cells = [recipe]
             for metric in metrics:
-                values = [row.value for row in some if (row.provider, row.metric) == (recipe, metric)]
+                values = [row.value for row in of_campaign if (row.provider, row.metric) == (recipe, metric)]
                 cells.append(f"{mean(values):.3g}" if values else "")
             lines.append(f"| {' | '.join(cells)} |")
         tables.append("\n".join(lines) + "\n")
@@ -154,8 +154,8 @@ def figure(runs: dict[Run, list[Point]], axis: Axis) -> Figure:
     others = [recipe for recipe in dict.fromkeys(recipe for _, recipe in runs) if recipe != BASE]
     columns = min(4, len(others))
     rows = -(-len(others) // columns)
-    made = Figure(figsize=(2.6 * columns, 2.1 * rows + 0.3), layout="constrained")
-    panels = made.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
+    canvas = Figure(figsize=(2.6 * columns, 2.1 * rows + 0.3), layout="constrained")
+    panels = canvas.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
     limit = reached(runs, axis)
     for panel, recipe in zip(panels, others, strict=False):
         for which, colour in ((BASE, GREY), (recipe, BLUE)):
@@ -163,9 +163,9 @@ def figure(runs: dict[Run, list[Point]], axis: Axis) -> Figure:
                 panel.plot(x, y, color=colour, linewidth=1)
         panel.set_title(recipe, fontsize=9)
         panel.tick_params(labelsize=7)
-    made.supxlabel(f"{LABELS[axis]} ({BASE}: grey)", fontsize=9)
-    made.supylabel("% of held-out problems", fontsize=9)
-    return made
+    canvas.supxlabel(f"{LABELS[axis]} ({BASE}: grey)", fontsize=9)
+    canvas.supylabel("% of held-out problems", fontsize=9)
+    return canvas
 
 
 def _lines(
@@ -174,6 +174,6 @@ def _lines(
     """Yield the curve of each run of ``recipe`` up to ``limit``."""
     for (_, name), points in runs.items():
         if name == recipe:
-            some = [(getattr(p, axis), p.accuracy) for p in points if getattr(p, axis) < limit]
-            some.append((limit, accuracy_at(points, axis, limit)))
-            yield [SCALES[axis] * x for x, _ in some], [100 * y for _, y in some]
+            curve = [(getattr(p, axis), p.accuracy) for p in points if getattr(p, axis) < limit]
+            curve.append((limit, accuracy_at(points, axis, limit)))
+            yield [SCALES[axis] * x for x, _ in curve], [100 * y for _, y in curve]

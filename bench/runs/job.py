@@ -81,11 +81,11 @@ def main(argv: Sequence[str]) -> int:
     for key, value in (("trainer.steps", args.steps), ("evaluation.every", args.every)):
         overrides += [f"--{key}", value] if value is not None else []
     try:
-        wanted = [name for name in PROVIDERS if re.search(args.providers, name)]
+        chosen = [name for name in PROVIDERS if re.search(args.providers, name)]
         if args.list:
-            print("\n".join(wanted))
+            print("\n".join(chosen))
             return 0
-        return _run(args.config, overrides, wanted, args.limit, args.out)
+        return _run(args.config, overrides, chosen, args.limit, args.out)
     except re.error as error:
         print(f"rolltree bench: '{error.pattern!r}' is not a regular expression: {error}", file=sys.stderr)
     except ImportError as error:
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     return 2
 
 
-def _run(path: str, overrides: Sequence[str], wanted: Sequence[str], limit: float, out: Path) -> int:
+def _run(path: str, overrides: Sequence[str], providers: Sequence[str], limit: float, out: Path) -> int:
     from transformers.utils import logging
 
     from rolltree.engine.app.assembly.sampling import prepare_model
@@ -106,14 +106,14 @@ def _run(path: str, overrides: Sequence[str], wanted: Sequence[str], limit: floa
         config = load_config(path, overrides)
         if config.evaluation.problems == 0:
             raise UserError(f"'{path}' holds no problems out; set evaluation.problems.")
-        if wanted:
+        if providers:
             prepare_model(config)  # made once, before any provider's clock runs
     except UserError as error:
         print(f"rolltree bench: {error}", file=sys.stderr)
         return 2
     journal = Journal("job", out)
     context = Context.of(choose_device(config.model.device))
-    for provider in wanted:
+    for provider in providers:
         if not journal.known(case_of(config), provider):
             one(config, provider, journal, context, limit)
     rows = [row for row in journal.rows if row.case == case_of(config)]
@@ -124,8 +124,8 @@ def _run(path: str, overrides: Sequence[str], wanted: Sequence[str], limit: floa
 
 
 def case_of(config: Any) -> str:
-    given = config.trainer
-    shape = f"{given.steps} steps of {given.prompts_per_step} x {config.rollout.n}"
+    trainer = config.trainer
+    shape = f"{trainer.steps} steps of {trainer.prompts_per_step} x {config.rollout.n}"
     return f"{config.name}, {shape}, at most {config.rollout.max_new_tokens} tokens, seed {config.seed}"
 
 
@@ -205,8 +205,8 @@ def _points(
         for line in lines
         if line["weights"] and weights_of(directory, line["step"]).exists()
     ]
-    found = accuracies(config, [file for *_, file in kept]) if len(kept) > 1 else []
-    for (step, seconds, tokens, _), accuracy in zip(kept, found, strict=False):
+    measured = accuracies(config, [file for *_, file in kept]) if len(kept) > 1 else []
+    for (step, seconds, tokens, _), accuracy in zip(kept, measured, strict=False):
         problems = config.evaluation.problems
         yield Point(case_of(config), provider, step, seconds, tokens, accuracy, problems, **asdict(context))
 

@@ -211,7 +211,7 @@ def trl(config: TrainConfig, recorder: Recorder, *, accelerated: bool = False, v
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             recorder.start()
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             if recorder.due(state.global_step):
                 recorder.weights(state.global_step, sampled_tokens, model)
             recorder.step(state.global_step, sampled_tokens)
@@ -238,8 +238,8 @@ def trl(config: TrainConfig, recorder: Recorder, *, accelerated: bool = False, v
             optimizers=optimizer(config, model),
             callbacks=[Recorded()],
         )
-        if (theirs := objective(trainer)) != loss:
-            raise UnsupportedError(f"the job's loss is {loss}, and TRL's would be {theirs}")
+        if (trl_loss := objective(trainer)) != loss:
+            raise UnsupportedError(f"the job's loss is {loss}, and TRL's would be {trl_loss}")
         if accelerated:
             accelerate(trainer)
         trainer.train()
@@ -320,9 +320,9 @@ def grpo_arguments(config: TrainConfig, loss: Objective, longest: int, directory
 
 def optimizer(config: TrainConfig, model: Any) -> Any:
     """Return AdamW and its schedule, with the job's numbers."""
-    given, warmup = config.trainer, config.trainer.lr_warmup_steps
+    trainer, warmup = config.trainer, config.trainer.lr_warmup_steps
     adam = torch.optim.AdamW(
-        model.parameters(), lr=given.lr, betas=given.betas, weight_decay=given.weight_decay, fused=True
+        model.parameters(), lr=trainer.lr, betas=trainer.betas, weight_decay=trainer.weight_decay, fused=True
     )
     return adam, torch.optim.lr_scheduler.LambdaLR(adam, lambda k: min(1.0, (k + 1) / warmup if warmup else 1.0))
 

@@ -56,7 +56,7 @@ class _Prompts:
 
     def next(self, count: int) -> list[Prompt]:
         ids = self.random.integers(0, 1024, (count, self.x.prompt)).tolist()
-        return [Prompt(str(i), "random", "", some, {}, "") for i, some in enumerate(ids)]
+        return [Prompt(str(i), "random", "", prompt_ids, {}, "") for i, prompt_ids in enumerate(ids)]
 
     def observe(self, trees: Sequence[Any]) -> None:
         pass

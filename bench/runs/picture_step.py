@@ -116,7 +116,7 @@ def flat(x: Inputs, *, once: bool = False) -> Calls:
     n, response = len(sequences), len(sequences[0].response)
     ids = torch.tensor([s.prompt + s.response for s in sequences], device=model.device)
     shown = ids >= FIRST_ID
-    given = {
+    inputs = {
         "input_ids": ids.masked_fill(shown, model.config.image_token_id),
         "mm_token_type_ids": shown.long(),
         **{
@@ -130,7 +130,7 @@ def flat(x: Inputs, *, once: bool = False) -> Calls:
         model.model.get_image_features = _encoded_once(model.model.get_image_features, n)
 
     def losses() -> Iterator[Tensor]:
-        logits = model(**given, use_cache=False, logits_to_keep=response + 1).logits[:, :-1].float()
+        logits = model(**inputs, use_cache=False, logits_to_keep=response + 1).logits[:, :-1].float()
         logprob = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), target, reduction="none")
         yield on_policy(logprob, advantage, normalizer)
 
@@ -140,8 +140,8 @@ def flat(x: Inputs, *, once: bool = False) -> Calls:
 def _encoded_once(encode: Any, n: int) -> Any:
     """Return a function in place of ``encode`` that runs it on the first of ``n`` equal pictures."""
 
-    def first(pixel_values: Tensor, image_grid_thw: Tensor, **given: Any) -> Any:
-        out = encode(pixel_values[: len(pixel_values) // n], image_grid_thw[:1], **given)
+    def first(pixel_values: Tensor, image_grid_thw: Tensor, **options: Any) -> Any:
+        out = encode(pixel_values[: len(pixel_values) // n], image_grid_thw[:1], **options)
         out.pooler_output = list(out.pooler_output) * n
         out.deepstack_features = [list(level) * n for level in out.deepstack_features]
         return out

@@ -184,8 +184,8 @@ def read_groups(run: Path, config: TrainConfig) -> list[Group]:
         if missing := [name for name in COLUMNS if name not in table.column_names]:
             raise UserError(f"'{file}' has no column {missing[0]}; record the run again with this version.")
         rows = table.select(COLUMNS).to_pylist()
-        for ticket, some in itertools.groupby(rows, key=lambda row: row["group"]):
-            leaves = list(some)
+        for ticket, of_group in itertools.groupby(rows, key=lambda row: row["group"]):
+            leaves = list(of_group)
             if any(set(leaf["origin"]) - {int(Origin.SAMPLED)} for leaf in leaves):
                 raise UserError(
                     f"'{file}' holds tokens that were not sampled, such as a tool's; such runs are not read."
@@ -221,15 +221,15 @@ def _parts(responses: list[list[int]], nodes: list[list[int]]) -> dict[BranchId,
             return
         if any(len(nodes[i]) == end for i in leaves):
             raise UserError("A recorded response ends where another one goes on; such runs are not read.")
-        below = [list(some) for _, some in itertools.groupby(leaves, key=lambda i: nodes[i][end])]
+        below = [list(members) for _, members in itertools.groupby(leaves, key=lambda i: nodes[i][end])]
         parts[branch] = Part(np.array(responses[leaves[0]][:end], np.int64), len(below))
-        for i, some in enumerate(below):
-            grow((*branch, i), some, end)
+        for i, members in enumerate(below):
+            grow((*branch, i), members, end)
 
-    below = [list(some) for _, some in itertools.groupby(range(len(nodes)), key=lambda i: nodes[i][:1])]
+    below = [list(members) for _, members in itertools.groupby(range(len(nodes)), key=lambda i: nodes[i][:1])]
     parts[()] = Part(np.zeros(0, np.int64), len(below))
-    for i, some in enumerate(below):
-        grow((i,), some, 0)
+    for i, members in enumerate(below):
+        grow((i,), members, 0)
     return parts
 
 
@@ -242,9 +242,9 @@ def cases(
     n = config.rollout.n
     for width in WIDTHS[:1] if quick else sorted({*WIDTHS, config.trainer.prompts_per_step}):
         for again in (False, True):
-            some = [group for group in groups if group.again == again]
-            before = groups[: groups.index(some[0])] if some and again else []
-            batches = [some[i : i + width] for i in range(0, len(some) - width + 1, width)]
+            chosen = [group for group in groups if group.again == again]
+            before = groups[: groups.index(chosen[0])] if chosen and again else []
+            batches = [chosen[i : i + width] for i in range(0, len(chosen) - width + 1, width)]
             make = partial(_inputs, load, directory, config, before, batches)
             yield Case(f"{width} x {n} rows of {run.name}, {'later' if again else 'first'} epochs", make)
 
@@ -318,8 +318,8 @@ def vllm(x: Inputs, method: str | None = None) -> Calls:
     if not options:
         options = {"kv_cache_memory_bytes": 1 << 30, "dtype": x.config.model.dtype, "enable_chunked_prefill": True}
     if method is not None:
-        own = {"num_speculative_tokens": 5, "prompt_lookup_max": 4} if method == "ngram" else {}
-        options["speculative_config"] = {"method": method, **own}
+        settings = {"num_speculative_tokens": 5, "prompt_lookup_max": 4} if method == "ngram" else {}
+        options["speculative_config"] = {"method": method, **settings}
     llm = VllmEngine(str(x.directory), max_model_len=longest, max_num_seqs=rollout.max_batch_rows, **options).llm
     turns = itertools.count()
 
@@ -351,8 +351,8 @@ def vllm(x: Inputs, method: str | None = None) -> Calls:
     return {"generate": batch}
 
 
-def bench(run: Path, own: Bench) -> Bench:
-    """Return ``own``, the benchmark of drafts, over the rollouts of ``run``.
+def bench(run: Path, drafts_bench: Bench) -> Bench:
+    """Return ``drafts_bench`` over the rollouts of ``run``.
 
     Raises:
         UserError: the run cannot be read.
@@ -366,4 +366,4 @@ def bench(run: Path, own: Bench) -> Bench:
         "vllm ngram": partial(vllm, method="ngram"),
         "vllm": vllm,
     }
-    return replace(own, cases=partial(cases, run, *parts), providers=providers)
+    return replace(drafts_bench, cases=partial(cases, run, *parts), providers=providers)

@@ -40,8 +40,8 @@ class LongTail(RolloutProgram):
     def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
         drawn = np.random.default_rng(abs(group.seed)).lognormal(np.log(self.median), 1.0, group.width)
         for segment in (s for s in finished if s.status is None):
-            wanted = min(drawn[segment.branch[0]], self.longest)
-            yield Finish(segment.branch) if segment.length >= wanted else Fork(segment.branch)
+            length = min(drawn[segment.branch[0]], self.longest)
+            yield Finish(segment.branch) if segment.length >= length else Fork(segment.branch)
 
 
 @dataclass(frozen=True)

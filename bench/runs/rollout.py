@@ -86,15 +86,15 @@ def model_cases(path: Path, device: torch.device, quick: bool) -> Iterator[Case]
             )
 
 
-def kv_tokens(model: PreTrainedModel, wanted: int) -> int:
-    """Return the capacity of a KV cache: ``wanted`` tokens, or fewer if four fifths of the device's free memory hold
+def kv_tokens(model: PreTrainedModel, tokens: int) -> int:
+    """Return the capacity of a KV cache: ``tokens`` tokens, or fewer if four fifths of the device's free memory hold
     fewer."""
     if model.device.type != "cuda":
-        return wanted
+        return tokens
     config: Any = model.config
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     free, _ = torch.cuda.mem_get_info(model.device)
-    return min(wanted, int(0.8 * free) // token)
+    return min(tokens, int(0.8 * free) // token)
 
 
 def native(x: Inputs, *, compile: bool = False) -> Calls:

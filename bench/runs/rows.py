@@ -58,10 +58,10 @@ def main(argv: Sequence[str]) -> int:
 def _case(home: Path, count: int, form: str, args: argparse.Namespace) -> None:
     file = home / f"rows.{form}"
     _write(file, count)
-    found = np.array([_in_a_process(file) for _ in range(args.rounds)])
+    measured = np.array([_in_a_process(file) for _ in range(args.rounds)])
     file.unlink()
     context, rows = Context.of(torch.device("cpu")), []
-    for (direction, metric), values in zip(FIGURES, found.T, strict=True):
+    for (direction, metric), values in zip(FIGURES, measured.T, strict=True):
         low, middle, high = np.percentile(values, (20, 50, 80)).tolist()
         case = f"{count:,} rows of .{form}"
         rows.append(Row("rows", case, args.provider, direction, metric, middle, low, high, None,
@@ -76,8 +76,8 @@ def _in_a_process(file: Path) -> list[float]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"the process that reads '{file.name}' failed: {done.stderr.strip().splitlines()[-1]}.")
-    found: list[float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    figures: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 def _words() -> list[str]:
@@ -96,8 +96,8 @@ def _write(file: Path, count: int) -> None:
         for begin in range(0, count, 10_000):
             drawn = words[draw.integers(0, len(words), (min(10_000, count - begin), WORDS))]
             rows = [
-                {"prompt": f"Problem {n}: {' '.join(some)}", "answer": str(n % 997), "source": f"made up/{n % 7}"}
-                for n, some in enumerate(drawn, begin)
+                {"prompt": f"Problem {n}: {' '.join(problem)}", "answer": str(n % 997), "source": f"made up/{n % 7}"}
+                for n, problem in enumerate(drawn, begin)
             ]
             if isinstance(writer, pq.ParquetWriter):
                 writer.write_table(pa.Table.from_pylist(rows, schema), row_group_size=10_000)

@@ -109,8 +109,8 @@ class AtOnce:
             tree = pickle.loads(self.tree)
             answer.set_result(Result(tree, [""] * tree.num_leaves, Counter()))
         else:
-            known = {"facts": Facts(None, [0], 0), "health": Health(0, 0.0, None, True, Counter())}
-            answer.set_result(known.get(method))
+            answers = {"facts": Facts(None, [0], 0), "health": Health(0, 0.0, None, True, Counter())}
+            answer.set_result(answers.get(method))
         return answer
 
     def put(self, value: Any) -> Any:
@@ -229,8 +229,8 @@ def _drive(length: int, groups: int, engines: int, batch: int, staleness: int) -
 def log_normal(seed: int, n: int) -> list[int]:
     """Return lengths as in recorded runs: log-normal with sigma 1, and cut."""
     drawn = np.random.default_rng(seed % 2**63).lognormal(math.log(MEDIAN), 1.0, n)
-    found: list[int] = np.clip(np.ceil(drawn), 1, LONGEST).astype(int).tolist()
-    return found
+    lengths: list[int] = np.clip(np.ceil(drawn), 1, LONGEST).astype(int).tolist()
+    return lengths
 
 
 @dataclass(frozen=True)
@@ -286,34 +286,34 @@ def scenario(gpus: int, staleness: int, gpu: str, lengths: Any, prompt: int) -> 
     )
 
 
-def simulated(made: Scenario, steps: int, driver: Driver | None) -> Row:
+def simulated(scenario: Scenario, steps: int, driver: Driver | None) -> Row:
     """Simulate a run with and without failures."""
-    settling = made.budget.staleness + 2
-    base, plain = _run(made, steps, settling)
-    gpus = made.ranks + made.engines
+    settling = scenario.budget.staleness + 2
+    base, plain = _run(scenario, steps, settling)
+    gpus = scenario.ranks + scenario.engines
     rate = LOSSES / (gpus * plain)
-    failing, seconds = _run(replaced(made, failures=rate), steps, settling)
+    failing, seconds = _run(replaced(scenario, failures=rate), steps, settling)
     losses = failing.lost_engines + failing.lost_ranks
     cost = max(0.0, seconds - plain) / losses if losses else 0.0
-    groups_s = made.budget.batch / base.step_s
+    groups_s = scenario.budget.batch / base.step_s
     busy = None if driver is None else groups_s * driver.group_s + base.tokens_s * driver.token_s
     return Row(
         gpus=gpus,
-        ranks=made.ranks,
-        staleness=made.budget.staleness,
-        prompts=made.budget.batch,
+        ranks=scenario.ranks,
+        staleness=scenario.budget.staleness,
+        prompts=scenario.budget.batch,
         outcome=base,
         failures_day=LLAMA_3_FAILURES * gpus * 86400,
         lost=cost * LLAMA_3_FAILURES * gpus,
         driver=busy,
         store=2 * base.tokens_s * TOKEN_BYTES / NETWORK,
-        weights=(made.publish_s + made.load_s) / base.step_s,
+        weights=(scenario.publish_s + scenario.load_s) / base.step_s,
     )
 
 
-def _run(made: Scenario, steps: int, settling: int) -> tuple[Outcome, float]:
+def _run(scenario: Scenario, steps: int, settling: int) -> tuple[Outcome, float]:
     """Return the outcome and the seconds of all steps."""
-    run = Simulation(made)
+    run = Simulation(scenario)
     with run.controller.running(Verdicts()):
         for step in range(settling + steps):
             if step == settling:
@@ -330,10 +330,11 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     )
     yield "|---" * 15 + "|"
     for row in rows:
-        found = row.outcome
+        outcome = row.outcome
         cells = [
-            row.gpus, row.ranks, row.staleness, row.prompts, f"{found.step_s:.0f}", f"{found.tokens_s / row.gpus:.0f}",
-            f"{100 * found.trainer_waits:.0f} %", f"{100 * found.engines_idle:.0f} %", found.max_lag,
+            row.gpus, row.ranks, row.staleness, row.prompts, f"{outcome.step_s:.0f}",
+            f"{outcome.tokens_s / row.gpus:.0f}",
+            f"{100 * outcome.trainer_waits:.0f} %", f"{100 * outcome.engines_idle:.0f} %", outcome.max_lag,
             f"{row.failures_day:.2g}", f"{100 * row.lost:.2g} %",
             "not measured" if row.driver is None else f"{100 * row.driver:.2g} %", f"{100 * row.store:.2g} %",
             f"{100 * row.weights:.2g} %", row.limit,

@@ -115,21 +115,21 @@ def _steps(url: str, model: str, data: list[list[int]], trained: int, rounds: in
 
     inside = _direct(model, data, trained)
     work: dict[str, Callable[[], None]] = {"together": together, "inside": inside, "one by one": one_by_one}
-    found: dict[str, list[float]] = {name: [] for name in [*work, "optim_step"]}
+    seconds: dict[str, list[float]] = {name: [] for name in [*work, "optim_step"]}
     for run in (together, inside):
         run()  # once for what is made at the first call
     for _ in range(rounds):  # interleaved, so that a change of the machine's speed meets all
         for name, run in work.items():
-            found[name].append(_seconds(run))
+            seconds[name].append(_seconds(run))
         again()
-        found["optim_step"].append(_seconds(one_step))
-    _say("a step on all data", found["together"])
-    _say("the same without the protocol", found["inside"])
-    _say("one datum a request", found["one by one"])
-    _say("optim_step alone", found["optim_step"])
-    pairs = [a / b for a, b in zip(found["together"], found["inside"], strict=True)]
+        seconds["optim_step"].append(_seconds(one_step))
+    _say("a step on all data", seconds["together"])
+    _say("the same without the protocol", seconds["inside"])
+    _say("one datum a request", seconds["one by one"])
+    _say("optim_step alone", seconds["optim_step"])
+    pairs = [a / b for a, b in zip(seconds["together"], seconds["inside"], strict=True)]
     print(f"overhead of the protocol: {100 * (median(pairs) - 1):.1f} % ({_range(100 * (p - 1) for p in pairs)})")
-    speed = [a / b for a, b in zip(found["one by one"], found["together"], strict=True)]
+    speed = [a / b for a, b in zip(seconds["one by one"], seconds["together"], strict=True)]
     print(f"together against one by one: {median(speed):.2f} x ({_range(speed)})", flush=True)
     client.holder.close()
 
@@ -142,17 +142,17 @@ def _direct(model: str, data: list[list[int]], trained: int) -> Callable[[], Non
     trainer = new_trainer(adapters, name)
     trainer.config = replace(trainer.config, lr=1e-5)
     loss = LOSSES["importance_sampling"].with_config({})
-    mine = []
+    datums = []
     for ids in data:
         advantage = np.zeros(len(ids) - 1, np.float32)
         advantage[-trained:] = 1.0
         inputs = {"target_tokens": np.array(ids[1:]), "logprobs": 0 * advantage, "advantages": advantage}
-        mine.append(Datum(np.array(ids[:-1], np.int32), inputs))
+        datums.append(Datum(np.array(ids[:-1], np.int32), inputs))
 
     def step() -> None:
-        for part in shares(mine):
+        for part in shares(datums):
             with adapters.training(name) as parameters:
-                scored, gradients = differentiate(adapters.model, part, loss, mine, parameters)
+                scored, gradients = differentiate(adapters.model, part, loss, datums, parameters)
             trainer.accumulate(partial(_given, parameters, gradients, scored.loss))
         trainer.optim_step()
 
@@ -169,10 +169,10 @@ def _clients(url: str, name: str, count: int) -> None:
     """Time clients with keys of their own, each with a small step and a sample, alone and all at once."""
     import tinker
 
-    made = []
+    clients = []
     for i in range(count):
         client = tinker.ServiceClient(base_url=url, api_key=f"tml-bench-{i}")
-        made.append((client, client.create_lora_training_client(name, 4, seed=i).result()))
+        clients.append((client, client.create_lora_training_client(name, 4, seed=i).result()))
     adam, params = tinker.types.AdamParams(learning_rate=1e-4), tinker.types.SamplingParams(max_tokens=8, stop=[])
 
     def turn(training: Any) -> None:
@@ -181,14 +181,14 @@ def _clients(url: str, name: str, count: int) -> None:
         sampler = training.save_weights_and_get_sampling_client().result()
         sampler.sample(tinker.types.ModelInput.from_ints(list(range(1000, 1016))), 1, params).result()
 
-    alone = [_seconds(partial(turn, training)) for _, training in made]
+    alone = [_seconds(partial(turn, training)) for _, training in clients]
     with ThreadPoolExecutor(count) as pool:
         begin = time.perf_counter()
-        each = list(pool.map(lambda one: _seconds(partial(turn, one[1])), made))
+        each = list(pool.map(lambda one: _seconds(partial(turn, one[1])), clients))
         whole = time.perf_counter() - begin
     print(f"{count} clients one after another: {sum(alone):.2f} s, {_range(alone)} each")
     print(f"{count} clients at once: {whole:.2f} s, {_range(each)} each", flush=True)
-    for client, _ in made:
+    for client, _ in clients:
         client.holder.close()
 
 
@@ -203,5 +203,5 @@ def _say(name: str, seconds: Sequence[float]) -> None:
 
 
 def _range(values: Any) -> str:
-    found = list(values)
-    return f"{min(found):.2f} to {max(found):.2f}"
+    numbers = list(values)
+    return f"{min(numbers):.2f} to {max(numbers):.2f}"

@@ -147,10 +147,10 @@ def flat(x: Inputs) -> Calls:
     model = own_model(x, "sdpa")
     sequences, batches = x.tree.flatten(), []
     for leaves in workloads.by_shape(x.tree, MAX_TOKENS[model.device.type]):
-        some = [sequences[leaf] for leaf in leaves]
-        ids = torch.tensor([s.prompt + s.response for s in some], device=model.device)
-        advantage = torch.tensor([s.advantage for s in some], device=model.device)
-        batches.append((ids, len(some[0].response), advantage))
+        of_batch = [sequences[leaf] for leaf in leaves]
+        ids = torch.tensor([s.prompt + s.response for s in of_batch], device=model.device)
+        advantage = torch.tensor([s.advantage for s in of_batch], device=model.device)
+        batches.append((ids, len(of_batch[0].response), advantage))
 
     def losses() -> Iterator[Tensor]:
         for ids, response, advantage in batches:
@@ -181,13 +181,13 @@ def packed_step(
     model: Any, batches: Sequence[tuple[TreeBatch, dict[str, Any]]], loss_of: Callable[[TreeBatch], Loss]
 ) -> Calls:
     """Return a step on packed tokens with Transformers' decoder; each batch has the arguments of its attention."""
-    prepared = [(batch, given, loss_of(batch)) for batch, given in batches]
+    prepared = [(batch, attention, loss_of(batch)) for batch, attention in batches]
 
     def losses() -> Iterator[Tensor]:
         decoder = model.get_decoder()
-        for batch, given, loss in prepared:
+        for batch, attention, loss in prepared:
             ids = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
-            yield loss(model, decoder(**ids, **given, use_cache=False).last_hidden_state[0])
+            yield loss(model, decoder(**ids, **attention, use_cache=False).last_hidden_state[0])
 
     return step_of(model, losses)
 

@@ -84,26 +84,31 @@ def model_cases(path: Path, device: torch.device, quick: bool) -> Iterator[Case]
         yield Case(name, partial(Inputs, device, prompt, group, response, model))
 
 
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of `WORDS` words, ``w0`` and so on."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    ids_by_token = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": 3 + i for i in range(WORDS)}}
+    words = Tokenizer(models.WordLevel(ids_by_token, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+
+
 def trainer(x: Inputs, parts: dict[str, bool] | None) -> Calls:
     from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
     from trl import GRPOConfig, GRPOTrainer
 
     from rolltree.engine.integrations.trl import accelerate
 
-    known = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": 3 + i for i in range(WORDS)}}
-    words = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 3 + WORDS, (x.prompt,), generator=g)
     rows = [{"prompt": " ".join(f"w{i - 3}" for i in ids.tolist())}] * x.group
     policy = x.make()
     vocabulary = policy.config.get_text_config().vocab_size
     with tempfile.TemporaryDirectory() as directory:
-        made: Any = GRPOTrainer(
+        trl_trainer: Any = GRPOTrainer(
             policy,
             reward_funcs=lambda completions, **_: [float(i % 3) for i, _ in enumerate(completions)],
             args=GRPOConfig(
@@ -119,20 +124,20 @@ def trainer(x: Inputs, parts: dict[str, bool] | None) -> Calls:
                 learning_rate=1e-6,
             ),
             train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
+            processing_class=_tokenizer(),
         )
-    made.eos_token_ids = [vocabulary - 1]  # hardly ever sampled, so all completions have one length
-    made.generation_config.eos_token_id = made.eos_token_ids
+    trl_trainer.eos_token_ids = [vocabulary - 1]  # hardly ever sampled, so all completions have one length
+    trl_trainer.generation_config.eos_token_id = trl_trainer.eos_token_ids
     if parts is not None:
-        accelerate(made, **parts)
-    made.current_gradient_accumulation_steps = 1
+        accelerate(trl_trainer, **parts)
+    trl_trainer.current_gradient_accumulation_steps = 1
     if x.checkpointing:
-        made.model.gradient_checkpointing_enable()
-    model, optimizer = made.model.train(), made.create_optimizer()
+        trl_trainer.model.gradient_checkpointing_enable()
+    model, optimizer = trl_trainer.model.train(), trl_trainer.create_optimizer()
     of_batch = {k: v.to(x.device) for k, v in batch(x, ids, vocabulary, g).items()}
 
     def update() -> None:
-        made.compute_loss(model, dict(of_batch)).backward()
+        trl_trainer.compute_loss(model, dict(of_batch)).backward()
         learn()
 
     def learn() -> None:
@@ -141,8 +146,8 @@ def trainer(x: Inputs, parts: dict[str, bool] | None) -> Calls:
         optimizer.zero_grad()
 
     def step() -> None:
-        made._buffered_inputs = None  # makes the trainer sample again
-        made.training_step(model, rows, None)
+        trl_trainer._buffered_inputs = None  # makes the trainer sample again
+        trl_trainer.training_step(model, rows, None)
         learn()
 
     return {"update": update, "step": step}
@@ -171,9 +176,9 @@ def flop_ratio(x: Inputs) -> float:
     tree = workloads.group(x.prompt, x.response, x.group)
     layers = 4 if x.checkpointing else 3
     scored, positions = x.group * x.response, x.group * (x.prompt + x.response - 1)
-    theirs = layers * (cost.flat(tree) - cost.scored * scored)
-    theirs += 4 * cost.scored * (positions if x.device.type == "cpu" else scored)
-    return theirs / (layers * (cost.shared(tree) - cost.scored * scored) + 3 * cost.scored * scored)
+    trl_flop = layers * (cost.flat(tree) - cost.scored * scored)
+    trl_flop += 4 * cost.scored * (positions if x.device.type == "cpu" else scored)
+    return trl_flop / (layers * (cost.shared(tree) - cost.scored * scored) + 3 * cost.scored * scored)
 
 
 BENCH = Bench(

@@ -115,6 +115,9 @@ class _Version(argparse.Action):
         sys.exit(0)
 
 
+KEYS = "any key of the configuration can be given too, as in --trainer.lr 1e-6 or --seed 1"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rolltree", description="Reinforcement learning on trees of rollouts.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
@@ -127,8 +130,23 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run, command=name)
         return sub
 
-    keys = "any key of the configuration can be given too, as in --trainer.lr 1e-6 or --seed 1"
-    train = command("train", _train, "Run the training that a TOML file describes.")
+    _train_arguments(command("train", _train, "Run the training that a TOML file describes."))
+    _rollout_arguments(
+        command("rollout", _rollout, "Sample trees for some training prompts and show them; nothing is trained.")
+    )
+    _plan_arguments(command("plan", _plan, "Simulate a configuration on N GPUs, layout by layout; nothing is run."))
+    _serve_arguments(command("serve", _serve, "Serve a model on this machine with an OpenAI-compatible API."))
+    _report_arguments(command("report", _report, "Write report.html of a run, or one page that compares several."))
+    _kernels_arguments(command("kernels", _kernels, "Compile a run's kernels ahead of time; needs no GPU."))
+    _methods_arguments(
+        command("methods", _methods, "List recipes, objectives, advantage estimators and rollout programs.")
+    )
+    command("doctor", _doctor, "Show what was found on this machine and what is missing.")
+    commands.add_parser("bench", help="Time the ops, their peers and limits; see `rolltree bench --help`.")
+    return parser
+
+
+def _train_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument("config", metavar="CONFIG", help="TOML file")
     train.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
     train.add_argument(
@@ -140,8 +158,10 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--check-data", action="store_true", help="try every row of data.path before the run, not only a sample"
     )
-    train.epilog = keys
-    rollout = command("rollout", _rollout, "Sample trees for some training prompts and show them; nothing is trained.")
+    train.epilog = KEYS
+
+
+def _rollout_arguments(rollout: argparse.ArgumentParser) -> None:
     rollout.add_argument("config", metavar="CONFIG", help="TOML file")
     rollout.add_argument(
         "--prompts", type=_integer(1, 2**31 - 1), default=2, metavar="N", help="prompts to sample for (default 2)"
@@ -150,16 +170,20 @@ def _parser() -> argparse.ArgumentParser:
     rollout.add_argument(
         "--record", type=Path, metavar="FILE", help="also keep the groups for `rolltree train --replay`"
     )
-    rollout.epilog = keys
-    plan = command("plan", _plan, "Simulate a configuration on N GPUs, layout by layout; nothing is run.")
+    rollout.epilog = KEYS
+
+
+def _plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("config", metavar="CONFIG", help="TOML file")
     plan.add_argument("--gpus", type=_integer(1, 4096), required=True, metavar="N", help="number of GPUs")
     rates = plan.add_mutually_exclusive_group()
     rates.add_argument("--device", default="H100", choices=["H100", "H200"], help="GPU (default H100)")
     rates.add_argument("--rates", type=Path, metavar="RUN_DIR", help="use the rates and lengths of this run instead")
     plan.add_argument("--json", action="store_true", help="print JSON")
-    plan.epilog = keys
-    serve = command("serve", _serve, "Serve a model on this machine with an OpenAI-compatible API.")
+    plan.epilog = KEYS
+
+
+def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("model", metavar="MODEL", help="Hugging Face directory")
     serve.add_argument("--name", help="what clients call the model (default: the directory's name)")
     serve.add_argument("--host", default="127.0.0.1", help="address; one that is not loopback needs a key")
@@ -184,27 +208,30 @@ def _parser() -> argparse.ArgumentParser:
         help="where --tinker keeps saved states (default rolltree-tinker)",
     )
     serve.add_argument("--tinker_full", action="store_true", help="train all weights of one model, not adapters")
-    report = command("report", _report, "Write report.html of a run, or one page that compares several.")
+
+
+def _report_arguments(report: argparse.ArgumentParser) -> None:
     report.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+")
     report.add_argument(
         "--out", type=Path, metavar="FILE", help="where the page on several runs goes (default comparison.html)"
     )
-    kernels = command("kernels", _kernels, "Compile a run's kernels ahead of time; needs no GPU.")
+
+
+def _kernels_arguments(kernels: argparse.ArgumentParser) -> None:
     kernels.add_argument("action", choices=["build"])
     kernels.add_argument(
         "config", metavar="CONFIG", type=Path, help="TOML file, or a Hugging Face directory for GRPO's"
     )
     kernels.add_argument("--arch", required=True, choices=["90a", "100a"], help="Hopper or Blackwell")
     kernels.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="of a directory (bfloat16)")
-    kernels.epilog = keys
-    methods = command("methods", _methods, "List recipes, objectives, advantage estimators and rollout programs.")
+    kernels.epilog = KEYS
+
+
+def _methods_arguments(methods: argparse.ArgumentParser) -> None:
     methods.add_argument(
         "name", metavar="NAME", nargs="?", help="show one of them: formula, source, what is inferred, and the recipe"
     )
     methods.add_argument("--papers", action="store_true", help="list papers, each with its recipe")
-    command("doctor", _doctor, "Show what was found on this machine and what is missing.")
-    commands.add_parser("bench", help="Time the ops, their peers and limits; see `rolltree bench --help`.")
-    return parser
 
 
 def _integer(least: int, most: int) -> Callable[[str], int]:

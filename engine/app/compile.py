@@ -120,19 +120,24 @@ def losses(job: Job) -> Iterator[tuple[str, Any]]:
 def tree(forked: bool, length: int = 3) -> TokenTree:
     """Make a tree of two responses of ``length`` tokens; with ``forked`` they share as many sampled tokens before."""
 
-    def some(n: int, token: int = 0) -> Segment:
+    def sampled(n: int, token: int = 0) -> Segment:
         return Segment.sampled(np.full(n, token, np.int32), np.full(n, -1.0))
 
-    parts = [Segment.prompt(np.zeros(5, np.int32)), some(length if forked else 0), some(length), some(length, token=1)]
-    found = TokenTree.from_nodes([-1, 0, 1, 1], parts, [2, 3], [LeafStatus.STOP] * 2)
-    found.advantage[:] = 1.0, -1.0
-    return found
+    parts = [
+        Segment.prompt(np.zeros(5, np.int32)),
+        sampled(length if forked else 0),
+        sampled(length),
+        sampled(length, token=1),
+    ]
+    result = TokenTree.from_nodes([-1, 0, 1, 1], parts, [2, 3], [LeafStatus.STOP] * 2)
+    result.advantage[:] = 1.0, -1.0
+    return result
 
 
 def update(job: Job, of: TokenTree, on_policy: bool) -> None:
     """Run the head and loss, forward and backward, as the trainer does for a batch of one tree."""
-    asked = {name for term in job.terms if isinstance(term, TokenTerm) for name in term.objective.needs_fields}
-    for name in (asked | job.columns) & FIELDS & COLUMNS.keys():
+    needed = {name for term in job.terms if isinstance(term, TokenTerm) for name in term.objective.needs_fields}
+    for name in (needed | job.columns) & FIELDS & COLUMNS.keys():
         of.set(name, 0.5)
     for term in job.terms:
         term.prepare([of])

@@ -55,7 +55,7 @@ class Finding:
     group: str
     name: str
     level: Level
-    found: str
+    state: str
     remedy: str = ""
 
 
@@ -107,7 +107,7 @@ def run(console: Console | None = None) -> int:
         mark, style = MARKS[finding.level]
         shown = finding.group if finding.group != group else ""
         group = finding.group
-        table.add_row(f"[bold]{shown}", finding.name, f"[{style}]{mark}", escape(finding.found))
+        table.add_row(f"[bold]{shown}", finding.name, f"[{style}]{mark}", escape(finding.state))
     console.print(table)
     for level, title in (("bad", "Needed"), ("slow", "For speed"), ("optional", "If wanted")):
         lines = [f for f in findings if f.level == level and f.remedy]
@@ -123,8 +123,8 @@ def run(console: Console | None = None) -> int:
 
 def examine() -> Iterable[Finding]:
     """Yield all findings, in the order of the table; only one where rolltree does not run at all."""
-    yield (found := platform_found())
-    if found.level == "bad":
+    yield (platform_finding := platform_found())
+    if platform_finding.level == "bad":
         return
     yield python_version(sys.version_info[:3])
     for package, low, high in REQUIRED:
@@ -154,8 +154,8 @@ def python_version(version: Version) -> Finding:
 def sandbox() -> Finding:
     """Report how untrusted code would be contained."""
     try:
-        with Sandbox() as made:
-            return Finding("rewards", "code", "ok", made.containment)
+        with Sandbox() as opened:
+            return Finding("rewards", "code", "ok", opened.containment)
     except OSError as error:
         return Finding(
             "rewards", "code", "optional", f'reward.verifier = "code": {error}', "Linux on x86_64 or aarch64"
@@ -165,25 +165,25 @@ def sandbox() -> Finding:
 def required_package(package: str, low: Version, high: Version | None) -> Finding:
     supported = _range(low, high)
     remedy = f"pip install '{package}{supported}'"
-    found = _version(package)
-    if found is None:
+    installed = _version(package)
+    if installed is None:
         return Finding("versions", package, "bad", f"not installed (supported: {supported})", remedy)
-    version = parse_version(found)
+    version = parse_version(installed)
     if version < low or (high and version >= high):
-        return Finding("versions", package, "bad", f"{found} is outside {supported}", remedy)
-    return Finding("versions", package, "ok", found)
+        return Finding("versions", package, "bad", f"{installed} is outside {supported}", remedy)
+    return Finding("versions", package, "ok", installed)
 
 
 def optional_package(module: str, purpose: str, command: str) -> Finding:
     if importlib.util.find_spec(module) is None:
         return Finding("optional", module, "optional", purpose, command)
-    found = _version(module)
-    if found and module in OPTIONAL_RANGES:
+    installed = _version(module)
+    if installed and module in OPTIONAL_RANGES:
         low, high = OPTIONAL_RANGES[module]
-        if not low <= parse_version(found) < high:
-            text = f"{found} is outside {_range(low, high)}: {purpose}"
+        if not low <= parse_version(installed) < high:
+            text = f"{installed} is outside {_range(low, high)}: {purpose}"
             return Finding("optional", module, "optional", text, command)
-    return Finding("optional", module, "ok", f"{found or 'installed'}: {purpose}")
+    return Finding("optional", module, "ok", f"{installed or 'installed'}: {purpose}")
 
 
 def devices() -> Iterable[Finding]:
@@ -197,14 +197,16 @@ def devices() -> Iterable[Finding]:
     yield Finding("devices", "cpu", "ok", f"{platform.machine()}, {cores} cores, {torch.get_num_threads()} threads")
     if not torch.cuda.is_available():
         built = torch.version.cuda
-        found = f"torch is built for CUDA {built} but sees no device" if built else "this torch is a CPU build"
+        summary = f"torch is built for CUDA {built} but sees no device" if built else "this torch is a CPU build"
         has_driver = shutil.which("nvidia-smi") is not None
         remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if built else "pip install --force-reinstall torch"
-        yield Finding("devices", "cuda", "slow" if has_driver else "optional", found, remedy if has_driver else "")
+        yield Finding("devices", "cuda", "slow" if has_driver else "optional", summary, remedy if has_driver else "")
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
-        yield Finding("devices", f"cuda:{index}", "ok", found)
+        summary = (
+            f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
+        )
+        yield Finding("devices", f"cuda:{index}", "ok", summary)
 
 
 def compiled_parts(package: Path) -> Iterable[Finding]:
@@ -228,8 +230,8 @@ def forced_paths() -> Iterable[Finding]:
     values["ROLLTREE_SANDBOX_WITHOUT"] = lambda: ", ".join(taken_away()) or "nothing"
     for name, value in values.items():
         try:
-            found = f"{value()} ({name} is set)" if os.environ.get(name) else value()
-            yield Finding("paths", name, "ok", found)
+            summary = f"{value()} ({name} is set)" if os.environ.get(name) else value()
+            yield Finding("paths", name, "ok", summary)
         except ValueError as error:
             yield Finding("paths", name, "bad", str(error), f"unset {name}")
         except ImportError:  # `devices` reports a broken torch
@@ -250,13 +252,13 @@ def _library(name: str, folder: Path, pattern: str, level: Level, remedy: str) -
 
 
 def _cpu_library(folder: Path, remedy: str) -> Finding:
-    found = _library("_cpu (CPU kernels)", folder, "_cpu_*.so", "slow", remedy)
-    if found.level == "ok":
+    finding = _library("_cpu (CPU kernels)", folder, "_cpu_*.so", "slow", remedy)
+    if finding.level == "ok":
         with contextlib.suppress(Exception):  # `devices` and `forced_paths` report it
             libraries = importlib.import_module("rolltree.kernels.libraries")
             if not libraries.cpu_libraries(folder):
-                return replace(found, level="slow", found=f"{found.found}: for another machine", remedy=remedy)
-    return found
+                return replace(finding, level="slow", state=f"{finding.state}: for another machine", remedy=remedy)
+    return finding
 
 
 def _program(name: str, remedy: str, describe: Callable[[str], str]) -> Finding:
@@ -275,8 +277,8 @@ def _last_word(version: str) -> str:
 
 def _nvcc_release(version: str) -> str:
     """Find the release in nvcc's output: 'Cuda compilation tools, release 13.0, V13.0.88' -> '13.0'."""
-    _, found, rest = version.partition("release ")
-    return rest.split(",")[0] if found else "unknown version"
+    _, separator, rest = version.partition("release ")
+    return rest.split(",")[0] if separator else "unknown version"
 
 
 def _version(package: str) -> str | None:

@@ -15,7 +15,7 @@ from rolltree.kernels.policy_loss.surrogates import SURROGATES
 
 from ..errors import UserError
 from ..methods.advantages import ADVANTAGES
-from ..methods.budgets import CURRICULA
+from ..methods.curricula import CURRICULA
 from ..methods.groups import GROUP_CALLBACKS, KEEPS
 from ..methods.losses import LOSSES
 from ..methods.other_names import OTHER_NAMES
@@ -99,8 +99,8 @@ def method_lines() -> Iterator[str]:
 
 def paper_lines() -> Iterator[str]:
     """Yield every paper that a recipe follows, in alphabetical order, with the recipe."""
-    found = [(str(paper), name) for name in recipe_names() for paper in read_recipe(name).papers]
-    for paper, name in sorted(found, key=lambda pair: (pair[0].casefold(), pair[1])):
+    pairs = [(str(paper), name) for name in recipe_names() for paper in read_recipe(name).papers]
+    for paper, name in sorted(pairs, key=lambda pair: (pair[0].casefold(), pair[1])):
         yield f"{name:21} {paper}"
 
 
@@ -110,20 +110,20 @@ def about(name: str) -> Iterator[str]:
     Raises:
         UserError: nothing has that name.
     """
-    found: list[Iterator[str]] = []
+    sections: list[Iterator[str]] = []
     if name in recipe_names():
-        found.append(_about_recipe(read_recipe(name)))
+        sections.append(_about_recipe(read_recipe(name)))
     if name in PRESETS:
-        found.append(_about_objective(name))
-    found += [_about_part(kind, name) for kind in KINDS if name in kind.parts]
+        sections.append(_about_objective(name))
+    sections += [_about_part(kind, name) for kind in KINDS if name in kind.parts]
     if name in OTHER_NAMES:
-        found.append(iter([name, *_wrapped("here", OTHER_NAMES[name])]))
-    if not found:
-        known = [*recipe_names(), *PRESETS, *(part for kind in KINDS for part in kind.parts), *OTHER_NAMES]
-        near = list(dict.fromkeys(difflib.get_close_matches(name[:100], known, n=3, cutoff=0.4)))
+        sections.append(iter([name, *_wrapped("here", OTHER_NAMES[name])]))
+    if not sections:
+        names = [*recipe_names(), *PRESETS, *(part for kind in KINDS for part in kind.parts), *OTHER_NAMES]
+        near = list(dict.fromkeys(difflib.get_close_matches(name[:100], names, n=3, cutoff=0.4)))
         hint = f"the nearest are {', '.join(near)}" if len(near) > 1 else f"did you mean '{near[0]}'" if near else ""
         raise UserError(f"There is no method '{name[:100]}'; {hint or '`rolltree methods` lists all'}.")
-    for i, lines in enumerate(found):
+    for i, lines in enumerate(sections):
         if i:
             yield ""
         yield from lines
@@ -186,14 +186,14 @@ def _recipes() -> list[Recipe]:
 
 def _named(recipe: Recipe, keys: tuple[str, ...]) -> list[Any]:
     """Return the values that a recipe gives ``keys``, within lists of tables too."""
-    found: list[Any] = []
+    values: list[Any] = []
     for key, value in flat(recipe.keys):
         for table in value if isinstance(value, list) else []:
             if isinstance(table, dict):
-                found += [table[k] for k in table if f"{key}.{k}" in keys]
+                values += [table[k] for k in table if f"{key}.{k}" in keys]
         if key in keys:
-            found.append(value)
-    return [value for value in found if isinstance(value, str)]
+            values.append(value)
+    return [value for value in values if isinstance(value, str)]
 
 
 def _objective(name: str) -> str:
@@ -209,8 +209,8 @@ def _objective(name: str) -> str:
 
 
 def _options(part: Callable[..., Any], inputs: tuple[str, ...]) -> str:
-    known = {key: value for key, value in options_of(part, inputs).items() if key not in RUN_GIVES}
-    return ", ".join(key if value is NEEDED else f"{key}={value!r}" for key, value in known.items())
+    shown = {key: value for key, value in options_of(part, inputs).items() if key not in RUN_GIVES}
+    return ", ".join(key if value is NEEDED else f"{key}={value!r}" for key, value in shown.items())
 
 
 def _paragraph(thing: Callable[..., Any]) -> str:

@@ -72,18 +72,18 @@ class Plan:
         fitting = [layout for layout in self.layouts if layout.fits is not False]
         best = max(fitting, key=lambda layout: layout.outcome.tokens_s, default=None)
         for layout in self.layouts:
-            found = layout.outcome
+            outcome = layout.outcome
             verdict = "does not fit" if layout.fits is False else "most tokens/s" if layout is best else ""
             rows.append(
                 [
                     str(layout.ranks),
                     str(layout.engines) if layout.engines else "the same GPU",
-                    f"{found.step_s:.3g}",
-                    f"{found.tokens_s:,.0f}",
-                    f"{found.tokens_s / layout.gpus:,.0f}",
-                    f"{100 * found.trainer_waits:.0f} %",
-                    f"{100 * found.engines_idle:.0f} %",
-                    f"{found.lag:.1f}, at most {found.max_lag}",
+                    f"{outcome.step_s:.3g}",
+                    f"{outcome.tokens_s:,.0f}",
+                    f"{outcome.tokens_s / layout.gpus:,.0f}",
+                    f"{100 * outcome.trainer_waits:.0f} %",
+                    f"{100 * outcome.engines_idle:.0f} %",
+                    f"{outcome.lag:.1f}, at most {outcome.max_lag}",
                     f"{layout.trainer_gb:.3g}",
                     f"{layout.engine_gb:.3g}",
                     verdict,
@@ -164,10 +164,10 @@ def make_plan(config: TrainConfig, gpus: int, device: str = "H100", run: Path | 
             seed=config.seed,
         )
         settling = 2 * (staleness + 1)
-        found = simulate(scenario, settling + max(4, 2 * (staleness + 1)), settling)
+        outcome = simulate(scenario, settling + max(4, 2 * (staleness + 1)), settling)
         trainer, engine = _memory(config, sizes, ranks, gpus - ranks, kv_tokens)
         fits = None if capacity is None else max(trainer, engine) <= capacity
-        layouts.append(Layout(ranks, gpus - ranks, trainer / 1e9, engine / 1e9, fits, found))
+        layouts.append(Layout(ranks, gpus - ranks, trainer / 1e9, engine / 1e9, fits, outcome))
     return Plan(rates, notes, layouts)
 
 
@@ -182,8 +182,8 @@ def _ranks(gpus: int, prompts: int) -> list[int]:
 def _sizes(config: TrainConfig) -> ModelSizes:
     path = Path(config.model.path)
     if not (path / "config.json").is_file():
-        made = f"; `rolltree train` makes it by {config.model.create}" if config.model.create else ""
-        raise UserError(f"`rolltree plan` needs config.json of the model, which '{path}' (model.path) lacks{made}.")
+        remedy = f"; `rolltree train` makes it by {config.model.create}" if config.model.create else ""
+        raise UserError(f"`rolltree plan` needs config.json of the model, which '{path}' (model.path) lacks{remedy}.")
     return read_sizes(path, config.model.lora)
 
 

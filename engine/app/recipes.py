@@ -67,8 +67,8 @@ class Recipe:
     @property
     def papers(self) -> tuple[Paper, ...]:
         """The papers that it follows, the one that defines the method first."""
-        found = (PAPER.fullmatch(paper.strip()) for paper in self.about["papers"].split(";"))
-        return tuple(Paper(m["name"], m["number"]) for m in found if m is not None)
+        matches = (PAPER.fullmatch(paper.strip()) for paper in self.about["papers"].split(";"))
+        return tuple(Paper(m["name"], m["number"]) for m in matches if m is not None)
 
     @property
     def toml(self) -> str:
@@ -87,9 +87,9 @@ def read_recipe(name: str) -> Recipe:
     Raises:
         UserError: there is none.
     """
-    known = recipe_names()
-    if name not in known:
-        near = difflib.get_close_matches(name[:100], known, n=3, cutoff=0.4)
+    names = recipe_names()
+    if name not in names:
+        near = difflib.get_close_matches(name[:100], names, n=3, cutoff=0.4)
         which = f"the nearest are {', '.join(near)}" if len(near) > 1 else f"did you mean '{near[0]}'" if near else ""
         raise UserError(
             f"There is no recipe '{name[:100]}'; {which or 'choose another'} (`rolltree methods` lists all)."
@@ -108,8 +108,8 @@ def _about(text: str) -> dict[str, str]:
         if not line.startswith("#"):
             break
         said = line.removeprefix("#").strip()
-        if (found := LABEL.match(said)) is not None:
-            label, said = found[1], said[found.end() :]
+        if (match := LABEL.match(said)) is not None:
+            label, said = match[1], said[match.end() :]
         about[label] = f"{about[label]} {said}" if label in about else said
     return about
 
@@ -122,15 +122,16 @@ def needs(data: Mapping[str, Any], error: ValidationError) -> str:
     return f" The recipe '{recipe}' needs {about}." if about else ""
 
 
-def combined(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of ``recipe`` with those of ``given`` over them.
+def combined(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of ``recipe`` with those of ``overrides`` over them.
 
     Tables are combined key by key, and lists of tables by their ``name``: a table of the recipe's name is combined with
-    it, others follow; an empty list takes them away. If ``given`` replaces a part (a key that has ``<key>_options``, or
-    `reward.verifier`, which has `reward.options`), the recipe's options of the old part do not apply to the new one.
+    it, others follow; an empty list takes them away. If ``overrides`` replaces a part (a key that has
+    ``<key>_options``, or `reward.verifier`, which has `reward.options`), the recipe's options of the old part do not
+    apply to the new one.
     """
     result = dict(recipe)
-    for key, value in given.items():
+    for key, value in overrides.items():
         old = recipe.get(key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
             result[key] = combined(old, value)
@@ -139,10 +140,10 @@ def combined(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
         else:
             result[key] = value
     for part, options in _parts(recipe):
-        if part in given and given[part] != recipe[part] and options in recipe:
+        if part in overrides and overrides[part] != recipe[part] and options in recipe:
             result.pop(options)
-            if options in given:
-                result[options] = given[options]
+            if options in overrides:
+                result[options] = overrides[options]
     return result
 
 
@@ -151,8 +152,12 @@ def with_updates(data: dict[str, Any]) -> dict[str, Any]:
     trainer = data.get("trainer")
     if not isinstance(trainer, Mapping) or not isinstance(updates := trainer.get("updates_per_step"), Updates):
         return data
-    given = data.get("demonstrations", [])
-    tables = [table for table in (given if isinstance(given, list) else [given]) if isinstance(table, Mapping)]
+    demonstrations = data.get("demonstrations", [])
+    tables = [
+        table
+        for table in (demonstrations if isinstance(demonstrations, list) else [demonstrations])
+        if isinstance(table, Mapping)
+    ]
     default = DemonstrationsConfig.model_fields["per_step"].default
     prompts = trainer.get("prompts_per_step", TrainerSection.model_fields["prompts_per_step"].default)
     sizes = [prompts, *(table.get("per_step", default) for table in tables)]
@@ -171,14 +176,14 @@ def _named_tables(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
     return isinstance(value, list) and value != [] and all(isinstance(t, Mapping) and "name" in t for t in value)
 
 
-def _by_name(old: list[Mapping[str, Any]], given: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    waiting = [dict(item) for item in given]
+def _by_name(old: list[Mapping[str, Any]], overrides: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    waiting = [dict(item) for item in overrides]
     result = []
     for item in old:
-        mine = next((other for other in waiting if other["name"] == item["name"]), None)
-        if mine is not None:
-            waiting.remove(mine)
-        result.append(combined(item, mine or {}))
+        override = next((other for other in waiting if other["name"] == item["name"]), None)
+        if override is not None:
+            waiting.remove(override)
+        result.append(combined(item, override or {}))
     return result + waiting
 
 

@@ -106,11 +106,11 @@ def _first_groups(
 
 def describe(group: Group) -> str:
     """Return a line with the mean reward and how many tokens the tree saves."""
-    tree, given = group.tree, [verdict.value for verdict in group.verdicts if verdict.value is not None]
+    tree, values = group.tree, [verdict.value for verdict in group.verdicts if verdict.value is not None]
     calls = f"{group.responses} episodes of {tree.meta['agent']['calls']} calls, " if "agent" in tree.meta else ""
     return (
-        f"reward {np.mean(given) if given else np.nan:.2f}, {calls}{tree.num_leaves} leaves, {tree.num_tokens} unique "
-        f"tokens for {tree.logical_tokens} ({tree.logical_tokens / tree.num_tokens:.2f}x)"
+        f"reward {np.mean(values) if values else np.nan:.2f}, {calls}{tree.num_leaves} leaves, {tree.num_tokens} "
+        f"unique tokens for {tree.logical_tokens} ({tree.logical_tokens / tree.num_tokens:.2f}x)"
     )
 
 

@@ -28,7 +28,7 @@ def load_stages(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str,
         UserError: as `load_config`, or a stage has no name of its own or a key that stages do not have.
     """
     path = Path(path)
-    data, given, values = read_tables(path, overrides)
+    data, flags, values = read_tables(path, overrides)
     stages = data.pop("stages", None)
     if not stages:
         return [load_config(path, overrides)]
@@ -37,24 +37,24 @@ def load_stages(path: str | Path, overrides: Sequence[str] | Sequence[tuple[str,
     names = [stage["name"] for stage in stages]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"'{path}': two of `stages` are called '{twice[0]}'; give each a name of its own.")
-    found: list[TrainConfig] = []
+    configs: list[TrainConfig] = []
     for stage in stages:
         tables = copy.deepcopy(_of_stage(data, stage, path))
         for key, value in values.items():
             put(tables, key, value)
         tables["name"] = f"{tables.get('name', '')}_{stage['name']}"
-        if found:
+        if configs:
             model = {key: value for key, value in tables.get("model", {}).items() if key != "create"}
-            tables["model"] = model | {"path": str(found[-1].run_dir / EXPORT)}
-        found.append(checked(tables, path, given))
-    return found
+            tables["model"] = model | {"path": str(configs[-1].run_dir / EXPORT)}
+        configs.append(checked(tables, path, flags))
+    return configs
 
 
 def _of_stage(data: dict[str, Any], stage: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the keys of the file's tables and of one stage, without the stage's name."""
-    own = {key: value for key, value in stage.items() if key != "name"}
-    kept = [key for key in own if key in ("stages", "output_dir")]
-    model = own.get("model")
+    stage_keys = {key: value for key, value in stage.items() if key != "name"}
+    kept = [key for key in stage_keys if key in ("stages", "output_dir")]
+    model = stage_keys.get("model")
     kept += [f"model.{key}" for key in ("path", "create") if isinstance(model, dict) and key in model]
     if kept:
         raise UserError(
@@ -62,11 +62,11 @@ def _of_stage(data: dict[str, Any], stage: dict[str, Any], path: Path) -> dict[s
             "them."
         )
     tables = {key: value for key, value in data.items() if key != "recipe"}
-    if isinstance(recipe := own.get("recipe"), str):
+    if isinstance(recipe := stage_keys.get("recipe"), str):
         keys = read_recipe(recipe).keys
         if "stages" in keys:
             raise UserError(
                 f"'{path}': the stage '{stage['name']}' has the recipe '{recipe}', which has stages itself."
             )
         tables = combined(tables, keys)
-    return combined(tables, own)
+    return combined(tables, stage_keys)

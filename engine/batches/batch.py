@@ -43,7 +43,19 @@ OldLogprob = Tensor | Literal["behaviour", "proximal"] | None
 
 @dataclass(frozen=True, eq=False)
 class TreeBatch:
-    """Packed trees: ``T`` rows, ``M`` targets, ``R`` rows that predict a target, ``L`` leaves."""
+    """Packed trees: ``T`` rows, ``M`` targets, ``R`` rows that predict a target, ``L`` leaves.
+
+    The responses ``7 8`` and ``7 9 4`` to the prompt ``5 6`` are a tree of two leaves, with six rows and four targets.
+    Row 3, of token 8, ends the first response, and no other row sees it; row 2, of token 7, predicts two targets::
+
+        input_ids      5 6 7 8 9 4
+        position_ids   0 1 2 3 3 4
+        subtree_end    6 6 6 4 6 6
+        target         7 8 9 4
+        row            1 2 2 4
+        target_end     4 2 4 4
+        leaf_target    1 3
+    """
 
     trees: tuple[TokenTree, ...]  # empty for a filler of `distribute`, which has no token in the loss
     tree_index: tuple[int, ...]  # each tree's index in the list given to pack()
@@ -99,12 +111,12 @@ class TreeBatch:
             default: temperature of the targets that were not sampled, or greedily. Call it while the batch is in the
                 host's memory.
         """
-        known = self.columns.get("temperature")
-        if known is None:
+        recorded = self.columns.get("temperature")
+        if recorded is None:
             return default
-        found = torch.where(known > 0, known, default)  # NaN is not
-        first = default if not len(found) or (found == default).all() else float(found[0])
-        return first if (found == first).all() else found
+        temperatures = torch.where(recorded > 0, recorded, default)  # NaN is not
+        first = default if not len(temperatures) or (temperatures == default).all() else float(temperatures[0])
+        return first if (temperatures == first).all() else temperatures
 
     @property
     def num_tokens(self) -> int:
@@ -123,8 +135,8 @@ class TreeBatch:
     def _pairs(self) -> dict[str, Tensor | None]:
         """Target, leaf and own credit of every response token of every leaf, for `PathIndex`."""
         if self.path_target is None or self.path_leaf is None:
-            found = {name: torch.from_numpy(v).to(self.target.device) for name, v in response_pairs(self.trees).items()}
-            return {"pair_target": found["path_target"], "pair_leaf": found["path_leaf"]}
+            pairs = {name: torch.from_numpy(v).to(self.target.device) for name, v in response_pairs(self.trees).items()}
+            return {"pair_target": pairs["path_target"], "pair_leaf": pairs["path_leaf"]}
         credit = None if self.path_advantage is None else self.path_advantage.float()
         return {"pair_target": self.path_target, "pair_leaf": self.path_leaf, "pair_advantage": credit}
 
@@ -174,15 +186,15 @@ class TreeBatch:
                 although the objective needs it.
         """
         mask, length, weight, share = self._selected(select)
-        given = {name: values for name, values in self.columns.items() if name in FIELDS}
+        columns = {name: values for name, values in self.columns.items() if name in FIELDS}
         if isinstance(old_logprob, str):
             old_logprob = self._recorded(old_logprob, needed=objective.needs_old)
         if ref_logprob is not None:
-            given["ref_logprob"] = ref_logprob
+            columns["ref_logprob"] = ref_logprob
         if share is None and select is not None and "token_weight" in objective.needs:
             share = torch.ones_like(self.loss_mask, dtype=torch.float32)  # its leaves carry the selection
         if share is not None:
-            given["token_weight"] = share
+            columns["token_weight"] = share
         if objective.aggregation.startswith("seq_mean"):
             of_episodes = self.columns.get(SEQUENCE_WEIGHT if select is None else f"{SEQUENCE_WEIGHT}/{select}")
             weight = weight if of_episodes is None else weight * of_episodes
@@ -208,7 +220,7 @@ class TreeBatch:
             segment=self.segment if objective.ratio_level == "segment" else None,
             paths=paths,
             aggregation=objective.aggregation,
-            **given,
+            **columns,
         )
 
     def check_whole(self, term: str) -> None:
@@ -225,13 +237,13 @@ class TreeBatch:
         """The column that ``old_logprob`` names; None if it is incomplete and not needed."""
         if old_logprob not in ("behaviour", "proximal"):
             raise ValueError(f"old_logprob must be 'behaviour', 'proximal', a tensor or None, got '{old_logprob}'.")
-        found = self.columns.get(f"{old_logprob}_logprob")
-        if found is None and needed and bool(self.loss_mask.any()):
+        recorded = self.columns.get(f"{old_logprob}_logprob")
+        if recorded is None and needed and bool(self.loss_mask.any()):
             raise ValueError(
                 f"A token in the loss has no recorded log-prob ({old_logprob}_logprob); give old_logprob, or None "
                 "for a single on-policy update."
             )
-        return found
+        return recorded
 
     def _selected(self, select: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Mask ``[M]``, tokens ``[L]`` and weight ``[L]`` of each leaf, and the share ``[M]`` of each token, if any."""
@@ -267,12 +279,12 @@ class TreeBatch:
         return out
 
 
-_made: weakref.WeakKeyDictionary[TreeBatch, Recurrence] = weakref.WeakKeyDictionary()
+_recurrences: weakref.WeakKeyDictionary[TreeBatch, Recurrence] = weakref.WeakKeyDictionary()
 
 
 def recurrence_of(batch: TreeBatch) -> Recurrence:
     """Return the recurrence of a batch of whole trees; its plan is made once, from the trees on the host."""
-    if batch not in _made:
+    if batch not in _recurrences:
         end = concat_rows([distinct_rows(tree) for tree in batch.trees]).end
-        _made[batch] = Recurrence(RecurrencePlan.make(find_segments(end), device=batch.input_ids.device))
-    return _made[batch]
+        _recurrences[batch] = Recurrence(RecurrencePlan.make(find_segments(end), device=batch.input_ids.device))
+    return _recurrences[batch]

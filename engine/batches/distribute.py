@@ -49,16 +49,16 @@ def distribute(
         members[lightest].append(i)
         load[lightest] += costs[i]
     of_ranks = []
-    for mine in members:
+    for of_rank in members:
         batches = pack(
-            [trees[i] for i in mine],
+            [trees[i] for i in of_rank],
             max_tokens=max_tokens,
             device=device,
             flat=flat,
             unshare=unshare,
             replay_routes=replay_routes,
         )
-        of_ranks.append([replace(b, tree_index=tuple(mine[i] for i in b.tree_index)) for b in batches])
+        of_ranks.append([replace(b, tree_index=tuple(of_rank[i] for i in b.tree_index)) for b in batches])
     return _filled(of_ranks)
 
 

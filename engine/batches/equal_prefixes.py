@@ -26,15 +26,15 @@ def share_equal_prefixes(tree: TokenTree) -> TokenTree:
     prompt = tree.prompt_length
     rows = tree.all_path_rows
     rows = rows[tree.position[rows] >= prompt]
-    own, total = {}, tree.path_length - prompt
+    token_columns, total = {}, tree.path_length - prompt
     for name, values in tree.columns.items():
         if COLUMNS[name].per == "token":
             if COLUMNS[name].merge == "sum":
                 return tree
-            own[name] = values
+            token_columns[name] = values
     equal = [
         (numbered(values) if COLUMNS[name].axes else values)[rows]
-        for name, values in own.items()
+        for name, values in token_columns.items()
         if COLUMNS[name].merge == "equal"
     ]
     nodes = prefix_tree(tree.token_id[rows], equal, total, tree.leaf_prompt - prompt)
@@ -44,7 +44,9 @@ def share_equal_prefixes(tree: TokenTree) -> TokenTree:
     source = rows[np.repeat(nodes.begin - (np.cumsum(length) - length), length) + np.arange(length.sum())]
     source = np.concatenate([np.arange(prompt), source])
     length[0] = prompt
-    columns: dict[str, Array] = {name: own[name][source] if name in own else v for name, v in tree.columns.items()}
+    columns: dict[str, Array] = {
+        name: token_columns[name][source] if name in token_columns else v for name, v in tree.columns.items()
+    }
     shared = in_order(nodes.parent, length, tree.token_id[source], nodes.leaf_node, tree.leaf_prompt, columns)
     shared.rewards, shared.meta, shared.pictures = dict(tree.rewards), dict(tree.meta), tree.pictures
     return shared

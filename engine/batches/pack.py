@@ -86,7 +86,7 @@ def pack(
         losing = [unshare.flat(part.tree) < WORTH_SHARING * unshare.shared(part.tree) for part in parts]
         plain = [leaf for part, loses in zip(parts, losing, strict=True) if loses for leaf in _sequences(part)]
         parts = [part for part, loses in zip(parts, losing, strict=True) if not loses]
-    fitted = [batch for some in (parts, plain) for batch in _best_fit(some, max_tokens, device, replay_routes)]
+    fitted = [batch for of_kind in (parts, plain) for batch in _best_fit(of_kind, max_tokens, device, replay_routes)]
     return oversized + fitted
 
 
@@ -127,7 +127,7 @@ def _pack_flat(
     leaves = [
         (index, leaf, int(length)) for index, tree in enumerate(trees) for leaf, length in enumerate(tree.path_length)
     ]
-    leaves.sort(key=lambda known: -known[2])
+    leaves.sort(key=lambda entry: -entry[2])
     batches: list[TreeBatch] = []
     while leaves:
         index, leaf, longest = leaves[0]
@@ -195,11 +195,7 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None, replay_ro
     loss_mask = (all_of.loss_mask & (all_of.response_leaves > 0))[response]
     input_ids, target = all_of.token_id[rows.token], all_of.token_id[response]
     media = Media.of(input_ids, rows.position, rows.end, all_of.pictures, device)
-    if media is not None:
-        of_picture = target >= FIRST_ID
-        if (of_picture & loss_mask).any():
-            raise ValueError("A picture's rows are in the loss; only tokens of the vocabulary can be trained on.")
-        target = np.where(of_picture, 0, target)  # of no use, and within the vocabulary
+    target = target if media is None else _within_vocabulary(target, loss_mask)
     copies = np.bincount(rows.of_token, weights=(all_of.last_leaf - all_of.first_leaf + 1)[node])
     bounds = np.cumsum([0, *(tree.num_tokens for tree in trees)])
 
@@ -244,6 +240,14 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None, replay_ro
         media=media,
         routes=torch.from_numpy(_routes(trees, all_of)[rows.token]).to(device) if replay_routes else None,
     )
+
+
+def _within_vocabulary(target: Array, loss_mask: Array) -> Array:  # [M] int64, [M] bool -> [M] int64
+    """``target`` with 0 for the rows of pictures, which no loss may count."""
+    of_picture = target >= FIRST_ID
+    if (of_picture & loss_mask).any():
+        raise ValueError("A picture's rows are in the loss; only tokens of the vocabulary can be trained on.")
+    return np.where(of_picture, 0, target)
 
 
 def _routes(trees: Sequence[TokenTree], all_of: TokenTree) -> Array:  # [T, layers, k] int16

@@ -114,7 +114,7 @@ class PieceStore:
         self.subtree_end = to_device(torch.from_numpy(end.astype(np.int32)), device)
         self.position = to_device(torch.from_numpy(rows.position[keys].astype(np.int32)), device)
         self.rows: Array = np.flatnonzero(ends[piece.begin : piece.end] > piece.end) + piece.begin
-        self._own = to_device(torch.from_numpy(self.rows - piece.begin), device)
+        self._local_rows = to_device(torch.from_numpy(self.rows - piece.begin), device)
         self._kept: dict[int, _Kept] = {}
 
     @cached_property
@@ -132,26 +132,26 @@ class PieceStore:
         rule: AttentionRule,
     ) -> Tensor:  # [N, Hq, D]
         if not torch.is_grad_enabled():
-            if len(self._own):
+            if len(self._local_rows):
                 if layer_idx in self._kept:
                     raise ValueError(
                         f"Layer {layer_idx} attends twice in a forward, which trees in pieces do not support; raise "
                         "max_tokens."
                     )
-                kept = (t.index_select(0, self._own) for t in (key, value))
-                zeros = (torch.zeros_like(key[: len(self._own)], dtype=torch.float32) for _ in range(2))
+                kept = (t.index_select(0, self._local_rows) for t in (key, value))
+                zeros = (torch.zeros_like(key[: len(self._local_rows)], dtype=torch.float32) for _ in range(2))
                 self._kept[layer_idx] = _Kept(*kept, *zeros)
         elif layer_idx in self._kept:
-            mine = self._kept[layer_idx]
-            key = _AddGradient.apply(key, self._own, mine.d_key)
-            value = _AddGradient.apply(value, self._own, mine.d_value)
+            stored = self._kept[layer_idx]
+            key = _AddGradient.apply(key, self._local_rows, stored.d_key)
+            value = _AddGradient.apply(value, self._local_rows, stored.d_value)
         prefix = None
         if self.open_pieces:
             keys, values = [], []
             for store, which in self.open_pieces:
-                theirs = store._kept[layer_idx]
-                keys.append(_TakeGradient.apply(theirs.key, which, theirs.d_key, query))
-                values.append(_TakeGradient.apply(theirs.value, which, theirs.d_value, query))
+                of_store = store._kept[layer_idx]
+                keys.append(_TakeGradient.apply(of_store.key, which, of_store.d_key, query))
+                values.append(_TakeGradient.apply(of_store.value, which, of_store.d_value, query))
             prefix = torch.cat(keys), torch.cat(values)
         return tree_attention(
             query,

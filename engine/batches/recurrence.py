@@ -48,9 +48,9 @@ class PieceRecurrence(Recurrence):
         whole = find_segments(subtree_end)
         last = whole.start + whole.length - 1
         above = np.where(whole.parent >= 0, last[whole.parent], -1)  # the row before each segment
-        some = np.flatnonzero((last >= begin) & (whole.start < end))
-        start = np.maximum(whole.start[some], begin)
-        above_row = np.where(whole.start[some] < begin, begin - 1, above[some])
+        touched = np.flatnonzero((last >= begin) & (whole.start < end))
+        start = np.maximum(whole.start[touched], begin)
+        above_row = np.where(whole.start[touched] < begin, begin - 1, above[touched])
         inside = above_row >= begin
         parent = np.where(inside, np.searchsorted(start, above_row, side="right") - 1, -1)
         rows = above[(whole.start >= end) & (above >= begin) & (above < end)]
@@ -59,25 +59,25 @@ class PieceRecurrence(Recurrence):
         self.rows = np.unique(rows)
         """Rows whose states later pieces begin with."""
         self._device = device
-        given = np.unique(above_row[~inside & (above_row >= 0)])
-        self._given = [  # the piece and the place there of each given state
+        state_rows = np.unique(above_row[~inside & (above_row >= 0)])
+        self._sources = [  # the piece and the place there of each given state
             next((piece, int(np.searchsorted(piece.rows, row))) for piece in before if row in piece.rows)
-            for row in given.tolist()
+            for row in state_rows.tolist()
         ]
-        initial = np.where(inside | (above_row < 0), -1, np.searchsorted(given, above_row))
-        segments = Segments(start - begin, np.minimum(last[some] + 1, end) - start, parent, initial)
+        initial = np.where(inside | (above_row < 0), -1, np.searchsorted(state_rows, above_row))
+        segments = Segments(start - begin, np.minimum(last[touched] + 1, end) - start, parent, initial)
         ends = np.searchsorted(start, self.rows, side="right") - 1
-        super().__init__(RecurrencePlan.make(segments, ends=ends, states=len(given), device=device))
+        super().__init__(RecurrencePlan.make(segments, ends=ends, states=len(state_rows), device=device))
         self._kept: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # states and their gradients so far
 
     def initial(self, layer: int, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
-        if not self._given:
+        if not self._sources:
             return None
-        found = []
-        for piece, place in self._given:
+        initial_states = []
+        for piece, place in self._sources:
             states, gradients = piece._kept[layer, name]
-            found.append(_TakeGradient.apply(states[place], gradients[place], like))
-        return torch.stack(found)
+            initial_states.append(_TakeGradient.apply(states[place], gradients[place], like))
+        return torch.stack(initial_states)
 
     def keep(self, layer: int, name: str, ends: Tensor, out: Tensor) -> Tensor:
         if not len(ends):

@@ -56,8 +56,8 @@ def numbered(*columns: Array) -> Array:  # [T, ...] each -> [T] int32
     parts = [np.ascontiguousarray(c).reshape(len(c), -1) for c in columns]
     joined = np.concatenate([p.view(np.uint8) if p.size else np.zeros(p.shape, np.uint8) for p in parts], axis=1)
     content, width = joined.tobytes(), joined.shape[1]
-    found: dict[bytes, int] = {}
-    numbers = [found.setdefault(content[i : i + width], len(found)) for i in range(0, len(content), width)]
+    number_of: dict[bytes, int] = {}
+    numbers = [number_of.setdefault(content[i : i + width], len(number_of)) for i in range(0, len(content), width)]
     return np.array(numbers, np.int32)
 
 
@@ -66,19 +66,19 @@ def head_rows(row: Array, temperature: Array) -> tuple[Array, Array]:  # [M], [M
     its targets were sampled at (NaN is one of its own)."""
     values, code = np.unique(temperature, return_inverse=True)
     count = max(len(values), 1)
-    found, index = np.unique(row * count + code.reshape(-1), return_inverse=True)
-    return found // count, index.reshape(-1)
+    codes, index = np.unique(row * count + code.reshape(-1), return_inverse=True)
+    return codes // count, index.reshape(-1)
 
 
 def concat_rows(rows: Sequence[Rows]) -> Rows:
     """The rows of several trees side by side (`side_by_side`)."""
-    tokens = np.cumsum([0, *(len(some.of_token) for some in rows)])
-    before = np.cumsum([0, *(some.num_rows for some in rows)])
+    tokens = np.cumsum([0, *(len(of_tree.of_token) for of_tree in rows)])
+    before = np.cumsum([0, *(of_tree.num_rows for of_tree in rows)])
     return Rows(
-        np.concatenate([some.of_token + n for some, n in zip(rows, before, strict=False)]),
-        np.concatenate([some.token + n for some, n in zip(rows, tokens, strict=False)]),
-        np.concatenate([some.position for some in rows]),
-        np.concatenate([some.end + np.int32(n) for some, n in zip(rows, before, strict=False)]),
+        np.concatenate([of_tree.of_token + n for of_tree, n in zip(rows, before, strict=False)]),
+        np.concatenate([of_tree.token + n for of_tree, n in zip(rows, tokens, strict=False)]),
+        np.concatenate([of_tree.position for of_tree in rows]),
+        np.concatenate([of_tree.end + np.int32(n) for of_tree, n in zip(rows, before, strict=False)]),
     )
 
 
@@ -94,7 +94,7 @@ def _merge(parent_row: Array, token_id: Array, nodes: int) -> tuple[Array, Array
     size = 4
     while size < 4 * nodes:
         size *= 2
-    keys, found = np.full(size, -1, np.int64), np.full(size, -1, np.int64)
+    keys, slot_prefix = np.full(size, -1, np.int64), np.full(size, -1, np.int64)
     count = 0
     for token in range(tokens):
         up = prefix[parent_row[token]] if parent_row[token] >= 0 else -1
@@ -102,12 +102,12 @@ def _merge(parent_row: Array, token_id: Array, nodes: int) -> tuple[Array, Array
         slot = -1
         if here >= 0 and token_id[source[here]] != token_id[token]:
             slot = key_slot(keys, up, token_id[token])
-            here = found[slot]
+            here = slot_prefix[slot]
         if here < 0:
             here = count
             source[here], above[here] = token, up
             if slot >= 0:
-                found[slot] = here
+                slot_prefix[slot] = here
             elif up >= 0:
                 child[up] = here
             count += 1

@@ -42,7 +42,7 @@ class Found:
     call: ToolCall | Malformed
 
 
-def checked(found: Any, tools: Schemas) -> ToolCall:
+def checked(value: Any, tools: Schemas) -> ToolCall:
     """Return the call that a JSON value ``{"name": ..., "arguments": {...}}`` makes.
 
     ``parameters`` is read as ``arguments``, a text that is a JSON object as that object, and OpenAI's form, with both
@@ -51,16 +51,16 @@ def checked(found: Any, tools: Schemas) -> ToolCall:
     Raises:
         MalformedError: it is no call of an offered tool; the message says what is wrong with its arguments.
     """
-    if isinstance(found, dict) and isinstance(found.get("function"), dict) and set(found) <= {"function", "id", "type"}:
-        found = found["function"] | {key: found[key] for key in ("id",) if key in found}
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str) or found["name"] not in tools:
+    if isinstance(value, dict) and isinstance(value.get("function"), dict) and set(value) <= {"function", "id", "type"}:
+        value = value["function"] | {key: value[key] for key in ("id",) if key in value}
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in tools:
         raise MalformedError
-    name, given = found["name"], [key for key in ARGUMENTS if key in found]
-    if unknown := next((key for key in found if key not in BESIDE), None):
+    name, argument_keys = value["name"], [key for key in ARGUMENTS if key in value]
+    if unknown := next((key for key in value if key not in BESIDE), None):
         raise MalformedError(f"the call of {name} has '{unknown}'; write its arguments as an object under 'arguments'")
-    if len(given) > 1:
+    if len(argument_keys) > 1:
         raise MalformedError(f"the call of {name} has 'arguments' and 'parameters'; write them once")
-    arguments: Any = found[given[0]] if given else {}
+    arguments: Any = value[argument_keys[0]] if argument_keys else {}
     if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = read_object(arguments)
@@ -70,9 +70,9 @@ def checked(found: Any, tools: Schemas) -> ToolCall:
     arguments = {} if arguments in ("", None) or (isinstance(arguments, str) and not arguments.strip()) else arguments
     if not isinstance(arguments, dict):
         raise MalformedError(f"the arguments of {name} are no JSON object")
-    own = found.get("id")
-    known = isinstance(own, str) and re.fullmatch(r"[\w-]{1,64}", own)
-    return ToolCall(name, arguments, own if known else None)
+    call_id = value.get("id")
+    valid_id = isinstance(call_id, str) and re.fullmatch(r"[\w-]{1,64}", call_id)
+    return ToolCall(name, arguments, call_id if valid_id else None)
 
 
 def typed(name: str, texts: Mapping[str, str], tools: Schemas) -> ToolCall:

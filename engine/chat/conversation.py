@@ -137,11 +137,11 @@ class Conversation:
         if roles in self._checked:
             return
         name = self.tools[0]["function"]["name"] if self.tools else "tool"
-        known = {"name": name, "tool_call_id": "call00000"} if role == "tool" else {}
+        tool_fields = {"name": name, "tool_call_id": "call00000"} if role == "tool" else {}
         talk, written = list(messages), self.begin(messages)
         end = next(iter(sorted(self.ends)))
         for turn in range(3):
-            answer = {"role": role, **known, "content": f"answer {turn}"}
+            answer = {"role": role, **tool_fields, "content": f"answer {turn}"}
             talk.append({"role": "assistant", "content": f"turn {turn}"})
             _, written = self.grow(talk, written, [answer], end)
             talk.append(answer)
@@ -165,8 +165,10 @@ class Conversation:
 
         def marked(style: tuple[bool, bool]) -> list[Any]:
             talk = [dict(message) for message in messages]
-            for i, mark, some in zip(turns, marks, answers, strict=True):
-                talk[i] = {"role": "assistant"} | (_calls(some, mark, *style) if some else {"content": mark})
+            for i, mark, turn_answers in zip(turns, marks, answers, strict=True):
+                talk[i] = {"role": "assistant"} | (
+                    _calls(turn_answers, mark, *style) if turn_answers else {"content": mark}
+                )
             return talk
 
         if self._style is None and any(answers):
@@ -243,7 +245,7 @@ class Conversation:
 
     def _ends_in(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield where the end tokens of ``text`` begin and end."""
-        return (found.span() for found in self._literal.controls.finditer(text) if found[0] in self._end_texts)
+        return (match.span() for match in self._literal.controls.finditer(text) if match[0] in self._end_texts)
 
 
 def conversation(
@@ -253,8 +255,8 @@ def conversation(
     options: Mapping[str, Any] | None = None,
 ) -> Conversation:
     """Return the `Conversation` of these arguments, made once."""
-    given = json.dumps(tools), json.dumps(options)
-    return _made(tokenizer, len(tokenizer), str(tokenizer.chat_template), *given, frozenset(ends))
+    as_json = json.dumps(tools), json.dumps(options)
+    return _made(tokenizer, len(tokenizer), str(tokenizer.chat_template), *as_json, frozenset(ends))
 
 
 @functools.lru_cache(maxsize=32)
@@ -266,13 +268,13 @@ def _made(
 
 def _calls(answers: Sequence[Message], mark: str, as_text: bool, with_content: bool) -> dict[str, Any]:
     """Return the content and the calls of a turn that ``answers`` answer."""
-    given: Any = {"argument": mark}
-    given = json.dumps(given, ensure_ascii=False) if as_text else given
+    arguments: Any = {"argument": mark}
+    arguments = json.dumps(arguments, ensure_ascii=False) if as_text else arguments
     calls = [
         {
             **({"id": answer["tool_call_id"]} if "tool_call_id" in answer else {}),
             "type": "function",
-            "function": {"name": answer.get("name") or "tool", "arguments": given},
+            "function": {"name": answer.get("name") or "tool", "arguments": arguments},
         }
         for answer in answers
     ]

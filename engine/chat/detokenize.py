@@ -48,26 +48,26 @@ class Detokenizer:
 
     def add(self, tokens: Sequence[int]) -> tuple[str, list[Span]]:
         """Return the text that the next tokens make final, and where special tokens are in it."""
-        found: list[str] = []
+        texts: list[str] = []
         spans, length = [], 0
         for token in tokens:
             if token in self._shown:
                 self._held.append(token)
-                found.append(self._uncleaned + self._final())  # a mark ends what is before it
+                texts.append(self._uncleaned + self._final())  # a mark ends what is before it
                 self._uncleaned = ""
-                length += len(found[-1])
-                if found[-1].endswith(mark := self._shown[token]):
+                length += len(texts[-1])
+                if texts[-1].endswith(mark := self._shown[token]):
                     spans.append((length - len(mark), length))
             elif not self._is_silent(token):
                 self._held.append(token)
-        found.append(self._clean(self._final()) if self._cleans else self._final())
-        return "".join(found), spans
+        texts.append(self._clean(self._final()) if self._cleans else self._final())
+        return "".join(texts), spans
 
     def _final(self) -> str:
         if not self._held or self._in_byte_run():
             return ""
-        known = self._decode(self._before)
-        text = self._decode(self._before + self._held)[len(known) :]
+        prefix = self._decode(self._before)
+        text = self._decode(self._before + self._held)[len(prefix) :]
         if not text:
             return ""
         if not text.endswith(UNFINISHED):
@@ -77,18 +77,18 @@ class Detokenizer:
         final = text[:-1]  # at most one character is unfinished: more bytes than that one needs are none
         new, self._written = final[self._written :], len(final)
         if len(self._held) > MOST_HELD:
-            self._cut(known)
+            self._cut(prefix)
         return new
 
-    def _cut(self, known: str) -> None:
+    def _cut(self, prefix: str) -> None:
         """Forget held tokens whose text is final, at a place where the text is that of the two sides."""
         whole = self._decode(self._before + self._held)
         for place in range(len(self._held) - 1, len(self._held) // 2, -1):
             before = self._decode(self._before + self._held[:place])
             context, rest = self._held[place - 1 : place], self._held[place:]
             after = self._decode(context + rest)[len(self._decode(context)) :]
-            if before + after == whole and len(before) - len(known) <= self._written:
-                self._written -= len(before) - len(known)
+            if before + after == whole and len(before) - len(prefix) <= self._written:
+                self._written -= len(before) - len(prefix)
                 self._before, self._held = context, rest
                 return
 

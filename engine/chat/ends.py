@@ -21,9 +21,9 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase | None, *sources: Any) -> s
     Args:
         sources: configurations of the model, each of which has one end-of-sequence token, several or none.
     """
-    found = _listed(*sources, tokenizer)
+    listed = _listed(*sources, tokenizer)
     written = None if tokenizer is None else template_end(tokenizer)
-    return found if written is None else found | {written}
+    return listed if written is None else listed | {written}
 
 
 def unlisted_end(tokenizer: PreTrainedTokenizerBase, *sources: Any) -> str:
@@ -40,11 +40,11 @@ def unlisted_end(tokenizer: PreTrainedTokenizerBase, *sources: Any) -> str:
 
 
 def _listed(*sources: Any) -> set[int]:
-    found: set[int] = set()
+    ids: set[int] = set()
     for source in sources:
         eos = source.get("eos_token_id") if isinstance(source, Mapping) else getattr(source, "eos_token_id", None)
-        found.update([eos] if isinstance(eos, int) else eos or [])
-    return found
+        ids.update([eos] if isinstance(eos, int) else eos or [])
+    return ids
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> int | None:
@@ -74,5 +74,5 @@ def _written(tokenizer: PreTrainedTokenizerBase, size: int, template: str, eos: 
         return None
     tokens = {token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     longest_first = sorted(tokens, key=len, reverse=True)
-    found = [tokens[text] for text in re.findall("|".join(map(re.escape, longest_first)) or r"(?!)", after)]
-    return eos if eos in found else next(iter(found), None)
+    ids = [tokens[text] for text in re.findall("|".join(map(re.escape, longest_first)) or r"(?!)", after)]
+    return eos if eos in ids else next(iter(ids), None)

@@ -79,7 +79,7 @@ class Literal:
         Raises:
             ValueError: ``end`` is no control token, or does not come out as itself.
         """
-        named = self.controls.sub(lambda found: self._names[found[0]], disguised)
+        named = self.controls.sub(lambda match: self._names[match[0]], disguised)
         if end is None:
             encoded = self._tokenizer.encode(disguise.lift(named), add_special_tokens=False)
             return [self._ids.get(i, i) for i in encoded.ids]

@@ -69,15 +69,15 @@ class Marks:
         places = [place for place, id_ in enumerate(left) if id_ in self.special]
         counts = Counter(self.special[left[place]] for place in places)
         certain = all(text.count(mark) == count for mark, count in counts.items())
-        found, at = [], 0
+        spans, at = [], 0
         for place in places:
             mark = self.special[left[place]]
             begin = text.find(mark, at if certain else max(at, len(self._decode(left[:place]))))
             if begin < 0:  # the decoder writes it otherwise
                 continue
             at = begin + len(mark)
-            found.append((begin, at))
-        return found
+            spans.append((begin, at))
+        return spans
 
     def _text(self, ids: Ids, shown: Mapping[int, str]) -> str:
         if not shown or shown.keys().isdisjoint(map(int, ids)):

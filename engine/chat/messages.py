@@ -33,20 +33,20 @@ def find_format(
     Raises:
         ValueError: there is none.
     """
-    known = ", ".join(FORMATS)
+    names = ", ".join(FORMATS)
     if name is not None:
         if name not in FORMATS:
-            raise ValueError(f"environment has no tool_format '{name}'; known are {known}.")
+            raise ValueError(f"environment has no tool_format '{name}'; known are {names}.")
         return FORMATS[name]
-    asked = [{"role": "user", "content": "?"}]
+    question = [{"role": "user", "content": "?"}]
     unread = False
     for content in ("", None):
         for arguments in ({"where": "here"}, '{"where": "here"}'):
             call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": arguments}}
-            talk: list[Message] = [*asked, {"role": "assistant", "content": content, "tool_calls": [call]}]
+            talk: list[Message] = [*question, {"role": "assistant", "content": content, "tool_calls": [call]}]
             try:
                 whole = render(tokenizer, talk, tools, generation=False)
-                turn = whole.removeprefix(render(tokenizer, asked, tools, generation=False))
+                turn = whole.removeprefix(render(tokenizer, question, tools, generation=False))
             except ValueError:
                 continue
             for form in FORMATS.values():
@@ -54,13 +54,13 @@ def find_format(
                 if read == [("look", {"where": "here"})]:
                     return form
             unread |= "look" in turn
-    prompt = render(tokenizer, asked, tools, generation=True)
+    prompt = render(tokenizer, question, tools, generation=True)
     for text in (prompt,) if unread else (prompt, str(tokenizer.chat_template)):
         for form in FORMATS.values():
             if re.search(form.taught, text, re.DOTALL):
                 return form
     raise ValueError(
-        f"The chat template writes calls of tools in no known form ({known}); name the one that the model was trained "
+        f"The chat template writes calls of tools in no known form ({names}); name the one that the model was trained "
         "on as tool_format, or use another template."
     )
 

@@ -91,12 +91,12 @@ def _read(
 ) -> Turn:
     """Read a text without reasoning between special tokens; ``hidden`` are marks that are not told."""
     said, removed = Turn("", "", [], []), list[Span]()
-    for number, found in enumerate(() if form is None else _found(text, tools, form)):
-        if isinstance(found.call, Malformed):
-            said.malformed.append((number, found.call))
+    for number, located in enumerate(() if form is None else _found(text, tools, form)):
+        if isinstance(located.call, Malformed):
+            said.malformed.append((number, located.call))
         elif most is None or len(said.calls) < most:
-            said.calls.append(found.call)
-            removed.append((max(found.begin, removed[-1][1] if removed else 0), found.end))
+            said.calls.append(located.call)
+            removed.append((max(located.begin, removed[-1][1] if removed else 0), located.end))
     hidden = [span for span in hidden if not any(begin <= span[0] < end for begin, end in removed)]
     content = without(text, sorted([*removed, *hidden]))
     return said._replace(content=content.rstrip() if said.calls else content)
@@ -117,5 +117,5 @@ def ends_reasoning(tokenizer: PreTrainedTokenizerBase, ids: Ids) -> bool:
 def _found(text: str, tools: Collection[str] | Schemas, form: ToolFormat) -> Iterator[Found]:
     thought = min((at + len(end) for _, end in TAGS if (at := text.find(end)) >= 0), default=0)
     schemas = tools if isinstance(tools, dict) else {name: {} for name in tools}
-    for found in form.find(text[thought:], schemas):
-        yield Found(found.begin + thought, found.end + thought, found.call)
+    for located in form.find(text[thought:], schemas):
+        yield Found(located.begin + thought, located.end + thought, located.call)

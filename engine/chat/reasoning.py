@@ -66,7 +66,7 @@ def _header(text: str, at: int) -> re.Match[str] | None:
     message = text.find("<|message|>", at)
     if message < 0:
         return None
-    ended = [at, *(found.end() for found in _ENDED.finditer(text, at, message))]
+    ended = [at, *(match.end() for match in _ENDED.finditer(text, at, message))]
     return HEADER.search(text, ended[-1])
 
 

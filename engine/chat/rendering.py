@@ -23,11 +23,14 @@ def render(
     Raises:
         ValueError: it cannot write these messages.
     """
-    talk, given = [dict(message) for message in messages], None if tools is None else [dict(tool) for tool in tools]
+    talk, tool_schemas = (
+        [dict(message) for message in messages],
+        None if tools is None else [dict(tool) for tool in tools],
+    )
     try:
         return str(
             tokenizer.apply_chat_template(
-                talk, tools=given, add_generation_prompt=generation, tokenize=False, **options
+                talk, tools=tool_schemas, add_generation_prompt=generation, tokenize=False, **options
             )
         )
     except Exception as error:

@@ -37,15 +37,15 @@ def allowed_types(schema: Any, root: Any = None) -> frozenset[str]:
 def _allowed(schema: Any, resolver: Any, seen: frozenset[str]) -> frozenset[str]:
     if not isinstance(schema, Mapping):
         return frozenset() if schema is False else TYPES
-    found = TYPES
+    types = TYPES
     if "type" in schema:
         named = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
-        found = frozenset(named if isinstance(named, list) else TYPES) & TYPES
-        found |= {"integer"} & {"integer" for kind in found if kind == "number"}
+        types = frozenset(named if isinstance(named, list) else TYPES) & TYPES
+        types |= {"integer"} & {"integer" for kind in types if kind == "number"}
     elif any(key in schema for key in OF_OBJECTS):
-        found = frozenset({"object", "string"})  # of other types such a schema says nothing
+        types = frozenset({"object", "string"})  # of other types such a schema says nothing
     elif any(key in schema for key in OF_ARRAYS):
-        found = frozenset({"array", "string"})
+        types = frozenset({"array", "string"})
     reference = schema.get("$ref")
     if isinstance(reference, str):
         if reference in seen:
@@ -53,18 +53,18 @@ def _allowed(schema: Any, resolver: Any, seen: frozenset[str]) -> frozenset[str]
         try:
             target = resolver.lookup(reference)
         except (Unresolvable, ValueError):
-            return found
-        found &= _allowed(target.contents, target.resolver, seen | {reference})
+            return types
+        types &= _allowed(target.contents, target.resolver, seen | {reference})
     for key in ("anyOf", "oneOf"):
         if isinstance(parts := schema.get(key), list) and parts:
-            found &= frozenset[str]().union(*(_allowed(part, resolver, seen) for part in parts))
+            types &= frozenset[str]().union(*(_allowed(part, resolver, seen) for part in parts))
     for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        found &= _allowed(part, resolver, seen)
+        types &= _allowed(part, resolver, seen)
     if isinstance(schema.get("enum"), list):
-        found &= _types_of(schema["enum"])
+        types &= _types_of(schema["enum"])
     if "const" in schema:
-        found &= _types_of([schema["const"]])
-    return found | {"null"} if schema.get("nullable") is True else found
+        types &= _types_of([schema["const"]])
+    return types | {"null"} if schema.get("nullable") is True else types
 
 
 def _types_of(values: Iterable[Any]) -> frozenset[str]:
@@ -141,16 +141,16 @@ def read_json(text: str, at: int = 0, *, whole: bool = False) -> tuple[Any, int]
             character.
     """
     try:
-        found, end = _DECODER.raw_decode(text, _BLANK.match(text, at).end())  # type: ignore[union-attr]
+        value, end = _DECODER.raw_decode(text, _BLANK.match(text, at).end())  # type: ignore[union-attr]
         if "\\u" in text[at:end]:
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise MalformedError("a text holds half a character (a lone surrogate)") from None
     except (RecursionError, MemoryError):
         raise ValueError("too many brackets") from None
     if whole and text[end:].strip():
         raise ValueError("more than one value")
-    return found, end
+    return value, end
 
 
 def read_object(text: str) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def read_object(text: str) -> dict[str, Any]:
     Raises:
         ValueError: it is none.
     """
-    found, _ = read_json(text, whole=True)
-    if not isinstance(found, dict):
+    value, _ = read_json(text, whole=True)
+    if not isinstance(value, dict):
         raise MalformedError("that is no JSON object")
-    return found
+    return value

@@ -73,10 +73,10 @@ class HarmonySplitter:
         """Yield the parts of the next text; marks are found in it. With ``last`` nothing is held back any more."""
         text, self._left = self._left + text, ""
         at = 0
-        for found in _HARMONY.finditer(text):
-            yield from self._text(text[at : found.start()], before=found[0])
-            yield from self._mark(found[0])
-            at = found.end()
+        for match in _HARMONY.finditer(text):
+            yield from self._text(text[at : match.start()], before=match[0])
+            yield from self._mark(match[0])
+            at = match.end()
         rest = text[at:]
         if not last:
             held = _beginning(rest)

@@ -41,8 +41,8 @@ class ToolFormat:
 
 def _hermes(text: str, at: int, tools: Schemas) -> tuple[ToolCall, int]:
     """``{"name": "f", "arguments": {"x": 1}}``."""
-    found, end = read_json(text, at)
-    return checked(found, tools), end
+    value, end = read_json(text, at)
+    return checked(value, tools), end
 
 
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
@@ -160,16 +160,16 @@ def _llama(text: str, tools: Schemas) -> Iterator[Found]:
     while (opened := LLAMA.search(text, at)) is not None:
         tagged = opened[0].startswith("<")
         try:
-            found, at = read_json(text, opened.end() if tagged else opened.start())
+            value, at = read_json(text, opened.end() if tagged else opened.start())
         except MalformedError as error:
             yield Found(opened.start(), len(text), Malformed(str(error)))
             return
         except ValueError:
             yield Found(opened.start(), len(text), Malformed())
             return
-        inner = found.get("function") if isinstance(found, dict) else None
-        if tagged or any(key in (inner if isinstance(inner, dict) else found) for key in ARGUMENTS):
-            yield Found(opened.start(), at, read(partial(checked, found, tools)))
+        inner = value.get("function") if isinstance(value, dict) else None
+        if tagged or any(key in (inner if isinstance(inner, dict) else value) for key in ARGUMENTS):
+            yield Found(opened.start(), at, read(partial(checked, value, tools)))
 
 
 MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?")
@@ -182,16 +182,16 @@ def _mistral(text: str, tools: Schemas) -> Iterator[Found]:
         inside = begun + len(mark)
         head = MISTRAL_HEAD.match(text, inside)
         try:
-            found, at = read_json(text, head.end() if head else inside)
+            value, at = read_json(text, head.end() if head else inside)
         except ValueError as error:
             again = text.find(mark, inside)
             at = again if again >= 0 else len(text)
             yield Found(begun, at, Malformed(str(error) if isinstance(error, MalformedError) else ""))
             continue
         if head:
-            listed: Any = [{"name": head[1], "arguments": found, "id": head[2]}]
+            listed: Any = [{"name": head[1], "arguments": value, "id": head[2]}]
         else:
-            listed = found if isinstance(found, list) and found else [found]
+            listed = value if isinstance(value, list) and value else [value]
         for one in listed:
             yield Found(begun, at, read(partial(checked, one, tools)))
 
@@ -260,11 +260,11 @@ def _literal(node: ast.expr) -> Any:
 
 def _deepseek_calls(text: str, tools: Schemas) -> Iterator[Found]:
     """Find calls, the first and the last with the marks around all of them."""
-    for found in enclosed(text, tools, *DEEPSEEKS, _deepseek):
-        before = text[: found.begin].rstrip()
-        after = re.compile(r"\s*" + AROUND[1]).match(text, found.end)
-        begin = len(before) - len(AROUND[0]) if before.endswith(AROUND[0]) else found.begin
-        yield replace(found, begin=begin, end=found.end if after is None else after.end())
+    for located in enclosed(text, tools, *DEEPSEEKS, _deepseek):
+        before = text[: located.begin].rstrip()
+        after = re.compile(r"\s*" + AROUND[1]).match(text, located.end)
+        begin = len(before) - len(AROUND[0]) if before.endswith(AROUND[0]) else located.begin
+        yield replace(located, begin=begin, end=located.end if after is None else after.end())
 
 
 def _between(begin: str, end: str, read: Callable[[str, int, Schemas], tuple[ToolCall, int]]) -> Any:
@@ -273,8 +273,8 @@ def _between(begin: str, end: str, read: Callable[[str, int, Schemas], tuple[Too
 
 TAGGED = ("<tool_call>", "</tool_call>")
 FORMATS: dict[str, ToolFormat] = {
-    made.name: made
-    for made in (
+    form.name: form
+    for form in (
         ToolFormat("qwen_xml", r"<tool_call>\s*<function=", _between(*TAGGED, _qwen_xml), "<function=", TAGGED),
         ToolFormat("glm_xml", r"<tool_call>\s*[^\s<]", _between(*TAGGED, _glm_xml), "<arg_key>", TAGGED),
         ToolFormat(

@@ -47,27 +47,27 @@ def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
     Arguments of calls that are the text of a JSON object are objects, a tool's answer has the name of the tool whose
     call it answers, no content of an assistant is an empty text, and leading messages with instructions are one.
     """
-    found: list[dict[str, Any]] = []
+    written: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     for message in messages:
-        made = {key: value for key, value in message.items() if value is not None}
-        if made.get("role") == "assistant":
-            made["content"] = made.get("content") or ""
-        calls = made.get("tool_calls")
+        copied = {key: value for key, value in message.items() if value is not None}
+        if copied.get("role") == "assistant":
+            copied["content"] = copied.get("content") or ""
+        calls = copied.get("tool_calls")
         if isinstance(calls, list):
-            made["tool_calls"] = [_with_object(call) for call in calls]
-            names |= dict(_named(made["tool_calls"]))
+            copied["tool_calls"] = [_with_object(call) for call in calls]
+            names |= dict(_named(copied["tool_calls"]))
             if not calls:
-                del made["tool_calls"]
-        elif made.get("role") == "tool" and "name" not in made and isinstance(made.get("tool_call_id"), str):
-            made |= {"name": names[made["tool_call_id"]]} if made["tool_call_id"] in names else {}
-        found.append(made)
-    leading = list(takewhile(lambda message: message.get("role") in INSTRUCTIONS, found))
+                del copied["tool_calls"]
+        elif copied.get("role") == "tool" and "name" not in copied and isinstance(copied.get("tool_call_id"), str):
+            copied |= {"name": names[copied["tool_call_id"]]} if copied["tool_call_id"] in names else {}
+        written.append(copied)
+    leading = list(takewhile(lambda message: message.get("role") in INSTRUCTIONS, written))
     if len(leading) < 2 or not all(isinstance(message.get("content"), str) for message in leading):
-        return found
+        return written
     role = "developer" if all(message["role"] == "developer" for message in leading) else "system"
     joined = "\n\n".join(text for message in leading if (text := message["content"]))
-    return [leading[0] | {"role": role, "content": joined}, *found[len(leading) :]]
+    return [leading[0] | {"role": role, "content": joined}, *written[len(leading) :]]
 
 
 def complete(
@@ -96,12 +96,12 @@ def complete(
         role = message.get("role")
         if role not in ROLES and not (isinstance(role, str) and _quotes(template, role)):
             raise ValueError(f"message {i} has the unknown role {role!r}; use {', '.join(ROLES)}.")
-    given, why = json.dumps(options or {}, sort_keys=True, default=str), None
+    variables, why = json.dumps(options or {}, sort_keys=True, default=str), None
     shown = json.dumps(tools, sort_keys=True, default=str)
     for talk in _forms(messages):
         try:
             text = render(tokenizer, talk, tools, generation=True, **(options or {}))
-            lost = _lost(tokenizer, len(tokenizer), template, json.dumps([_shape(m) for m in talk]), shown, given)
+            lost = _lost(tokenizer, len(tokenizer), template, json.dumps([_shape(m) for m in talk]), shown, variables)
         except ValueError as error:
             why = error if why is None else why
             continue
@@ -128,13 +128,13 @@ def _forms(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
     calls = any(map(_calls_in, talk))
     for as_system in (False, True)[: 1 + developer]:
         for as_text in (False, True)[: 1 + calls]:
-            made = copy.deepcopy(talk)
-            for message in made:
+            form = copy.deepcopy(talk)
+            for message in form:
                 if as_system and message.get("role") == "developer":
                     message["role"] = "system"
                 if as_text and _calls_in(message):
                     message["tool_calls"] = [_with_text(call) for call in _calls_in(message)]
-            yield made
+            yield form
 
 
 def as_sent(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -163,7 +163,7 @@ def _shape(message: Message) -> dict[str, Any]:
         arguments = function.get("arguments") if isinstance(function, Mapping) else None
         empty = not arguments or arguments == "{}"
         calls.append([type(arguments).__name__, empty, isinstance(call, Mapping) and "id" in call])
-    known = {key: bool(message.get(key)) for key in ("name", "tool_call_id") if key in message}
+    fields = {key: bool(message.get(key)) for key in ("name", "tool_call_id") if key in message}
     named = message.get("name") not in (None, "", message.get("role"))
     return {
         "role": message.get("role"),
@@ -171,7 +171,7 @@ def _shape(message: Message) -> dict[str, Any]:
         "calls": calls,
         "reasons": any(message.get(key) for key in REASONING),
         "named": named,
-        **known,
+        **fields,
     }
 
 
@@ -186,16 +186,16 @@ def _lost(
     """
     talk, words = [], dict[Field, list[str]]()
     for i, shape in enumerate(json.loads(shapes)):
-        message, own = _worded(i, shape)
+        message, field_words = _worded(i, shape)
         talk.append(message)
-        words |= {(i, field): texts for field, texts in own.items()}
-    shown, given = json.loads(tools), json.loads(options)
-    text = render(tokenizer, talk, shown, generation=True, **given)
-    lost = [(i, field) for (i, field), own in words.items() if not all(word in text for word in own)]
+        words |= {(i, field): texts for field, texts in field_words.items()}
+    shown, variables = json.loads(tools), json.loads(options)
+    text = render(tokenizer, talk, shown, generation=True, **variables)
+    lost = [(i, field) for (i, field), field_words in words.items() if not all(word in text for word in field_words)]
     kept_last = {
         (i, field)
         for i, field in lost
-        if field in REASONING and _writes_last(tokenizer, talk[: i + 1], shown, given, words[i, field])
+        if field in REASONING and _writes_last(tokenizer, talk[: i + 1], shown, variables, words[i, field])
     }
     return tuple(field for field in lost if field not in kept_last)
 
@@ -216,9 +216,9 @@ def _worded(i: int, shape: dict[str, Any]) -> tuple[dict[str, Any], dict[str, li
     words: dict[str, list[str]] = {}
 
     def word(field: str) -> str:
-        made = f"zq{i}w{sum(map(len, words.values()))}{field[:3]}x"
-        words.setdefault(field, []).append(made)
-        return made
+        private = f"zq{i}w{sum(map(len, words.values()))}{field[:3]}x"
+        words.setdefault(field, []).append(private)
+        return private
 
     message: dict[str, Any] = {"role": shape["role"]}
     content = shape["content"]
@@ -230,12 +230,12 @@ def _worded(i: int, shape: dict[str, Any]) -> tuple[dict[str, Any], dict[str, li
         message["content"] = word("content") if content else ""
     if shape["calls"]:
         message["tool_calls"] = []
-        for j, (kind, empty, known) in enumerate(shape["calls"]):
+        for j, (kind, empty, has_id) in enumerate(shape["calls"]):
             name = word("tool_calls")
             arguments: Any = {} if empty else {"argument": word("tool_calls")}
             arguments = json.dumps(arguments) if kind == "str" else arguments
             call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-            message["tool_calls"].append(({"id": f"call{i:02d}{j:03d}"} if known else {}) | call)
+            message["tool_calls"].append(({"id": f"call{i:02d}{j:03d}"} if has_id else {}) | call)
     if shape["reasons"]:
         message |= dict.fromkeys(REASONING, word(REASONING[0]))
     if "tool_call_id" in shape:

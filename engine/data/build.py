@@ -65,17 +65,19 @@ def merge(
     status = checks.codes("statuses", [LeafStatus.STOP] * count if statuses is None else statuses, LeafStatus)
     ids = [checks.token_ids(f"responses[{i}]", response) for i, response in enumerate(responses)]
     lengths = np.array([len(r) for r in ids])
-    given = _records(lengths, behaviour_logprobs, loss_masks, policy_version)
+    token_columns = _records(lengths, behaviour_logprobs, loss_masks, policy_version)
     others = {"status": status}
     for name, values in columns.items():
-        (given if find_column(name).per == "token" else others)[name] = _given_column(name, values, lengths, given)
+        (token_columns if find_column(name).per == "token" else others)[name] = _given_column(
+            name, values, lengths, token_columns
+        )
     if advantages is not None:
         numbers = checks.numbers("advantages", advantages)
         others["advantage"] = COLUMNS["advantage"].array(numbers, count, "from_sequences")
     root, prompts = _prompts(prompt, count)
     return Merged(
-        _merged_nodes(root, prompts, ids, given, others),
-        {name: values for name, values in given.items() if COLUMNS[name].merge == "sum"},
+        _merged_nodes(root, prompts, ids, token_columns, others),
+        {name: values for name, values in token_columns.items() if COLUMNS[name].merge == "sum"},
     )
 
 
@@ -102,10 +104,10 @@ def _records(
     }
 
 
-def _given_column(name: str, values: Seq[npt.ArrayLike], lengths: Array, given: Collection[str]) -> Array:
+def _given_column(name: str, values: Seq[npt.ArrayLike], lengths: Array, recorded: Collection[str]) -> Array:
     """Return a column of the caller's: a value a leaf, or one a response token."""
     declared = find_column(name)
-    if name in given or name in ("status", "advantage") or declared.per == "node" or declared.axes:
+    if name in recorded or name in ("status", "advantage") or declared.per == "node" or declared.axes:
         raise ValueError(f"from_sequences: the column '{name}' cannot be given in `columns`.")
     check_count(name, values, len(lengths))
     if declared.per == "leaf":
@@ -115,9 +117,9 @@ def _given_column(name: str, values: Seq[npt.ArrayLike], lengths: Array, given: 
 
 
 def _merged_nodes(
-    root: Array, prompts: Seq[Array], ids: Seq[Array], given: dict[str, Array], others: dict[str, Array]
+    root: Array, prompts: Seq[Array], ids: Seq[Array], token_columns: dict[str, Array], others: dict[str, Array]
 ) -> Nodes:
-    """Return the nodes of sequences that begin with ``root``; ``given`` has columns of their response tokens."""
+    """Return the nodes of sequences that begin with ``root``; ``token_columns`` are those of their response tokens."""
     lengths, context = np.array([len(r) for r in ids]), np.array([len(p) for p in prompts]) - len(root)
     # each sequence after the common prompt: the rest of its own prompt, then its response
     total = lengths + context
@@ -132,15 +134,15 @@ def _merged_nodes(
 
     rest = np.concatenate([p[len(root) :] for p in prompts] + [np.zeros(0, np.int32)])
     ids_in_order = column(np.concatenate([*ids, np.zeros(0, np.int32)]), rest)
-    full = {name: column(values, COLUMNS[name].fill) for name, values in given.items()}
-    equal = [full[name] for name in given if COLUMNS[name].merge == "equal" and name != "origin"]
+    full = {name: column(values, COLUMNS[name].fill) for name, values in token_columns.items()}
+    equal = [full[name] for name in token_columns if COLUMNS[name].merge == "equal" and name != "origin"]
     nodes = prefix_tree(ids_in_order, equal, total, context)
     length = nodes.end - nodes.begin
     source = np.repeat(nodes.begin - (np.cumsum(length) - length), length) + np.arange(length.sum())
     length[0] = len(root)
-    made = {name: np.concatenate([COLUMNS[name].filled(len(root)), values[source]]) for name, values in full.items()}
+    merged = {name: np.concatenate([COLUMNS[name].filled(len(root)), values[source]]) for name, values in full.items()}
     token_ids = np.concatenate([root, ids_in_order[source]])
-    return Nodes(nodes.parent, length, token_ids, nodes.leaf_node, len(root) + context, made | others)
+    return Nodes(nodes.parent, length, token_ids, nodes.leaf_node, len(root) + context, merged | others)
 
 
 def _prompts(prompt: Seq[int] | Seq[Seq[int]], count: int) -> tuple[Array, list[Array]]:

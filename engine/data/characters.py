@@ -26,11 +26,11 @@ def tokens_between(ids: Array, begin: str, end: str, decode: Decode) -> Iterator
     """
     text, at = decode(ids), 0
 
-    def whole(some: Array) -> str:
-        return decode(some).rstrip("\ufffd")  # which ends it where bytes of a character are missing
+    def whole(tokens: Array) -> str:
+        return decode(tokens).rstrip("\ufffd")  # which ends it where bytes of a character are missing
 
-    while len(ids) and (found := text.find(begin, at)) >= 0:
-        first = found + len(begin)
+    while len(ids) and (place := text.find(begin, at)) >= 0:
+        first = place + len(begin)
         last = text.find(end, first) if end else len(text)
         last = len(text) if last < 0 else last
         if first < last:

@@ -63,9 +63,9 @@ def numbers(name: str, values: object, *, nan: bool = False, least: float = -np.
     if nan:
         good |= np.isnan(rounded)
     if not good.all():
-        wanted = "finite in float32" + (", or NaN for none" if nan else "")
+        need = "finite in float32" + (", or NaN for none" if nan else "")
         bound = "" if least == -np.inf else f" and at least {least:g}"
-        refuse(f"{name} must be {wanted}{bound}, got {array[~good][0]}")
+        refuse(f"{name} must be {need}{bound}, got {array[~good][0]}")
     return rounded
 
 
@@ -77,12 +77,12 @@ def flags(name: str, values: object) -> Array:
     return array.astype(np.bool_)
 
 
-def codes(name: str, values: object, known: type[IntEnum]) -> Array:
-    """``values``, members of the IntEnum ``known`` or their numbers, as int8."""
+def codes(name: str, values: object, kind: type[IntEnum]) -> Array:
+    """``values``, members of the IntEnum ``kind`` or their numbers, as int8."""
     array = integers(name, values, dtype=np.int64)
-    if not np.isin(array, list(known)).all():
-        names = ", ".join(f"{member.value} ({member.name.lower()})" for member in known)
-        refuse(f"{name} must be {known.__name__} values, {names}; got {array[~np.isin(array, list(known))][0]}")
+    if not np.isin(array, list(kind)).all():
+        names = ", ".join(f"{member.value} ({member.name.lower()})" for member in kind)
+        refuse(f"{name} must be {kind.__name__} values, {names}; got {array[~np.isin(array, list(kind))][0]}")
     return array.astype(np.int8)
 
 

@@ -56,18 +56,18 @@ class Column:
             ValueError: another number of values, or a value the type does not hold; infinity never is one, and NaN only
                 of tokens, or where it is the fill.
         """
-        given = checks.array_of(f"{what}: the column '{self.name}'", values)
-        if given.ndim == self.axes:
-            given = np.broadcast_to(given, (length, *given.shape))
-        if given.ndim != 1 + self.axes or len(given) != length:
-            raise ValueError(f"{what}: the column '{self.name}' needs {length} values, got shape {given.shape}.")
+        raw = checks.array_of(f"{what}: the column '{self.name}'", values)
+        if raw.ndim == self.axes:
+            raw = np.broadcast_to(raw, (length, *raw.shape))
+        if raw.ndim != 1 + self.axes or len(raw) != length:
+            raise ValueError(f"{what}: the column '{self.name}' needs {length} values, got shape {raw.shape}.")
         kind = np.dtype(self.dtype)
         with np.errstate(over="ignore", invalid="ignore"):
-            out = given.astype(kind)
+            out = raw.astype(kind)
         unknown = self.per == "token" or np.isnan(self.fill)  # NaN says so
-        exact = out == given if kind.kind != "f" else np.isfinite(out) | (np.isnan(given) & unknown)
+        exact = out == raw if kind.kind != "f" else np.isfinite(out) | (np.isnan(raw) & unknown)
         if not exact.all():
-            worst = given[~exact][0]
+            worst = raw[~exact][0]
             raise ValueError(f"{what}: the column '{self.name}' is {kind}, which does not hold {worst!r}.")
         return out
 
@@ -82,13 +82,13 @@ class Column:
         Raises:
             ValueError: the further axes of the parts differ in size.
         """
-        known = [part for part in parts if part is not None]
-        if len({part.shape[1:] for part in known}) > 1:
-            shapes = " and ".join(sorted({str(list(part.shape[1:])) for part in known}))
+        present = [part for part in parts if part is not None]
+        if len({part.shape[1:] for part in present}) > 1:
+            shapes = " and ".join(sorted({str(list(part.shape[1:])) for part in present}))
             raise ValueError(
                 f"Values of the column '{self.name}' have the shapes {shapes}; they are of several models."
             )
-        like = known[0] if known else None
+        like = present[0] if present else None
         return np.concatenate(
             [self.filled(n, like) if part is None else part for part, n in zip(parts, lengths, strict=True)]
         )
@@ -104,10 +104,10 @@ def declare(column: Column) -> Column:
     Raises:
         ValueError: another column has its name.
     """
-    known = COLUMNS.setdefault(column.name, column)
-    fills_are_equal = known.fill == column.fill or (np.isnan(known.fill) and np.isnan(column.fill))
-    if not fills_are_equal or replace(known, fill=0) != replace(column, fill=0):
-        raise ValueError(f"The column '{column.name}' is declared already, as {known}.")
+    declared = COLUMNS.setdefault(column.name, column)
+    fills_are_equal = declared.fill == column.fill or (np.isnan(declared.fill) and np.isnan(column.fill))
+    if not fills_are_equal or replace(declared, fill=0) != replace(column, fill=0):
+        raise ValueError(f"The column '{column.name}' is declared already, as {declared}.")
     return column
 
 

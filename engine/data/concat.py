@@ -38,11 +38,11 @@ def join(trees: Sequence[TokenTree]) -> TokenTree:
         raise ValueError("Trees of different prompts cannot be joined.")
     parents, segments, leaves = [-1], [_part(_segments(first)[0], 0, shared)], list[int]()
     for tree in trees:
-        own = _segments(tree)
-        rest, shift = _part(own[0], shared, len(own[0])), len(segments)
+        nodes = _segments(tree)
+        rest, shift = _part(nodes[0], shared, len(nodes[0])), len(segments)
         # node 0 of the tree is what its prompt has further, an empty node where that is nothing
         parents += [0, *(tree.parent[1:] + shift).tolist()]
-        segments += [rest, *own[1:]]
+        segments += [rest, *nodes[1:]]
         leaves += (tree.leaf_node + shift).tolist()
     names = dict.fromkeys(name for segment in segments if len(segment) for name in segment.columns)
     lengths = [len(segment) for segment in segments]
@@ -79,20 +79,20 @@ def join(trees: Sequence[TokenTree]) -> TokenTree:
 
 def _episodes(trees: Sequence[TokenTree]) -> Array:  # [L] int64
     """Return the numbers of the episodes of all trees, tree after tree."""
-    found, begin = [], 0
+    numbers, begin = [], 0
     for tree in trees:
         alone = np.where(tree.episode < 0, np.iinfo(np.int32).max + np.arange(tree.num_leaves), tree.episode)
         _, number = np.unique(alone, return_inverse=True)
-        found.append(begin + number)
+        numbers.append(begin + number)
         begin += int(number.max()) + 1
-    return np.concatenate(found)
+    return np.concatenate(numbers)
 
 
 def _timeline(tree: TokenTree) -> list[Any]:
     """Return the times of a tree's episodes by their numbers in the joined tree; None for responses of no agent."""
-    known, numbers = tree.meta.get("timeline", []), np.unique(tree.episode)
+    times, numbers = tree.meta.get("timeline", []), np.unique(tree.episode)
     alone = int(np.count_nonzero(tree.episode < 0))
-    return [known[n] if n < len(known) else None for n in numbers[numbers >= 0].tolist()] + [None] * alone
+    return [times[n] if n < len(times) else None for n in numbers[numbers >= 0].tolist()] + [None] * alone
 
 
 def _part(segment: Segment, begin: int, end: int) -> Segment:
@@ -102,11 +102,11 @@ def _part(segment: Segment, begin: int, end: int) -> Segment:
 def _segments(tree: TokenTree) -> list[Segment]:
     """The nodes of ``tree`` with their token columns."""
     of_tokens = {name: values for name, values in tree.columns.items() if COLUMNS[name].per == "token"}
-    found = []
+    segments = []
     for start, length in zip(tree.start.tolist(), tree.length.tolist(), strict=True):
         rows = slice(start, start + length)
-        found.append(Segment(tree.token_id[rows], {name: values[rows] for name, values in of_tokens.items()}))
-    return found
+        segments.append(Segment(tree.token_id[rows], {name: values[rows] for name, values in of_tokens.items()}))
+    return segments
 
 
 def side_by_side(trees: Sequence[TokenTree]) -> TokenTree:

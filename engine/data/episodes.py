@@ -24,12 +24,12 @@ def answers(tree: TokenTree) -> Array:  # [L] int64
     every = np.arange(tree.num_leaves)
     if "episode" not in tree.columns:
         return every
-    found = every.copy()
+    main = every.copy()
     for number in np.unique(tree.episode[tree.episode >= 0]):
-        mine = np.flatnonzero(tree.episode == number)
-        own = mine[tree.answer[mine]]
-        found[mine] = own[0] if len(own) else mine[-1]
-    return found
+        leaves = np.flatnonzero(tree.episode == number)
+        answering = leaves[tree.answer[leaves]]
+        main[leaves] = answering[0] if len(answering) else leaves[-1]
+    return main
 
 
 def count(tree: TokenTree, counted: Array) -> int:  # [L] bool
@@ -53,7 +53,7 @@ class Episodes:
     """
 
     def __init__(self, tree: TokenTree) -> None:
-        self._own = tree
+        self._group = tree
         of = answers(tree)
         self._main, first = np.unique(of, return_index=True)
         by_first = np.argsort(first)  # in the order of their first leaves
@@ -61,7 +61,7 @@ class Episodes:
         number = np.empty(tree.num_leaves, np.int64)
         number[self._main] = np.arange(len(self._main))
         self.place: Array = number[of]
-        self.tree = tree if len(self._main) == tree.num_leaves else self._made()
+        self.tree = tree if len(self._main) == tree.num_leaves else self._joined()
 
     def leaves(self, values: Array) -> Array:  # [E] -> [L]
         """Return the values of episodes for their leaves; values of another number as they are."""
@@ -69,11 +69,11 @@ class Episodes:
 
     def tokens(self, values: Array) -> Array:  # [T of the tree of episodes] -> [T]
         """Return values of the tokens of responses; 0 for those that are in none."""
-        if self.tree is self._own:
+        if self.tree is self._group:
             return values
-        found = np.zeros((self._own.num_tokens, *values.shape[1:]), values.dtype)
-        found[self._rows] = values
-        return found
+        spread = np.zeros((self._group.num_tokens, *values.shape[1:]), values.dtype)
+        spread[self._rows] = values
+        return spread
 
     def members(self, episodes: Collection[int]) -> list[int]:
         """Return the leaves of the episodes of these numbers.
@@ -81,7 +81,7 @@ class Episodes:
         Raises:
             ValueError: there is no such episode.
         """
-        if self.tree is self._own:
+        if self.tree is self._group:
             return list(episodes)
         if not set(episodes) <= set(range(len(self._main))):
             raise ValueError(f"a group of {len(self._main)} episodes cannot keep {list(episodes)[:8]}")
@@ -92,37 +92,37 @@ class Episodes:
 
         Credit of nodes becomes credit of their tokens.
         """
-        if self.tree is self._own:
+        if self.tree is self._group:
             return
         for name, values in self.tree.columns.items():
-            before = self._given.get(name)
+            before = self._before.get(name)
             if before is not None and np.array_equal(before, values, equal_nan=values.dtype.kind == "f"):
                 continue
             per = COLUMNS[name].per
             if per == "leaf":
-                self._own.set(name, self.leaves(values))
+                self._group.set(name, self.leaves(values))
             elif per == "path":
-                found = COLUMNS[name].filled(len(values))
-                found[self._source] = values
-                self._own.set(name, found)
+                column = COLUMNS[name].filled(len(values))
+                column[self._source] = values
+                self._group.set(name, column)
             elif per == "token":
-                found = np.array(getattr(self._own, name))
-                found[self._rows] = values
-                self._own.set(name, found)
+                column = np.array(getattr(self._group, name))
+                column[self._rows] = values
+                self._group.set(name, column)
             else:
-                self._own.set("token_advantage", self.tokens(np.repeat(values, self.tree.length)))
+                self._group.set("token_advantage", self.tokens(np.repeat(values, self.tree.length)))
         for name, values in self.tree.rewards.items():
-            self._own.rewards[name] = self.leaves(values)
-        self._own.meta |= self.tree.meta
+            self._group.rewards[name] = self.leaves(values)
+        self._group.meta |= self.tree.meta
 
-    def _made(self) -> TokenTree:
+    def _joined(self) -> TokenTree:
         """Return the tree of episodes; its nodes are the runs of a node's tokens, those of an episode one below the
         other."""
-        own = self._own
-        rows, leaf = own.path_tokens, np.repeat(np.arange(own.num_leaves), own.response_length)
-        self._source = np.lexsort((np.arange(len(rows)), own.call[rows], self.place[leaf]))  # call after call
+        group = self._group
+        rows, leaf = group.path_tokens, np.repeat(np.arange(group.num_leaves), group.response_length)
+        self._source = np.lexsort((np.arange(len(rows)), group.call[rows], self.place[leaf]))  # call after call
         rows, episode = rows[self._source], self.place[leaf[self._source]]
-        node = np.repeat(np.arange(own.num_nodes), own.length)[rows]
+        node = np.repeat(np.arange(group.num_nodes), group.length)[rows]
         begins = np.ones(len(rows), bool)
         begins[1:] = (node[1:] != node[:-1]) | (episode[1:] != episode[:-1])
         first = np.flatnonzero(begins)
@@ -130,7 +130,7 @@ class Episodes:
         above = np.where(np.append(True, of[1:] != of[:-1])[: len(of)], 0, np.arange(len(of)))
         ends = np.zeros(len(self._main), np.int64)
         ends[of] = np.arange(1, len(of) + 1)  # the last one of each
-        prompt = own.prompt_length
+        prompt = group.prompt_length
         self._rows = np.concatenate([np.arange(prompt), rows])
         source = {
             "token": self._rows,
@@ -138,16 +138,16 @@ class Episodes:
             "leaf": self._main,
             "path": self._source,
         }
-        made = in_order(
+        tree = in_order(
             np.append(-1, above),
             np.diff(np.concatenate([[0], prompt + first, [prompt + len(rows)]])),
-            own.token_id[self._rows],
+            group.token_id[self._rows],
             ends,
             np.full(len(ends), prompt),
-            {name: values[source[COLUMNS[name].per]] for name, values in own.columns.items()},
+            {name: values[source[COLUMNS[name].per]] for name, values in group.columns.items()},
         )
-        self._given = {name: values.copy() for name, values in made.columns.items()}
-        made.rewards = {name: values[self._main] for name, values in own.rewards.items()}
-        made.meta = {name: value for name, value in own.meta.items() if name not in OF_LEAVES}
-        made.pictures = own.pictures
-        return made
+        self._before = {name: values.copy() for name, values in tree.columns.items()}
+        tree.rewards = {name: values[self._main] for name, values in group.rewards.items()}
+        tree.meta = {name: value for name, value in group.meta.items() if name not in OF_LEAVES}
+        tree.pictures = group.pictures
+        return tree

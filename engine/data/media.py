@@ -88,8 +88,8 @@ def expand(ids: Sequence[int], pictures: Sequence[Picture], placeholder: int) ->
         ValueError: the number of placeholders is neither that of the pictures nor that of their rows, or those of one
             picture do not follow one another.
     """
-    given = np.asarray(ids, np.int64)
-    at = np.flatnonzero(given == placeholder)
+    array = np.asarray(ids, np.int64)
+    at = np.flatnonzero(array == placeholder)
     rows = sum(picture.rows for picture in pictures)
     if len(at) not in (len(pictures), rows):
         raise ValueError(
@@ -105,9 +105,9 @@ def expand(ids: Sequence[int], pictures: Sequence[Picture], placeholder: int) ->
                 f"The {taken} placeholders of a picture (token {placeholder}) do not follow one another; give each "
                 "picture its own run of them."
             )
-        parts += [given[end:begin].tolist(), picture.ids]
+        parts += [array[end:begin].tolist(), picture.ids]
         end, used = begin + taken, used + taken
-    return [token for part in (*parts, given[end:].tolist()) for token in part]
+    return [token for part in (*parts, array[end:].tolist()) for token in part]
 
 
 def distinct(pictures: Sequence[Picture]) -> tuple[Picture, ...]:
@@ -116,13 +116,13 @@ def distinct(pictures: Sequence[Picture]) -> tuple[Picture, ...]:
     Raises:
         ValueError: two different pictures have the same ids, which happens by chance once in 2**30 pairs.
     """
-    found: dict[int, Picture] = {}
+    by_id: dict[int, Picture] = {}
     for picture in pictures:
-        if found.setdefault(picture.first_id, picture).digest != picture.digest:
+        if by_id.setdefault(picture.first_id, picture).digest != picture.digest:
             raise ValueError(
                 f"Two different pictures have the same token ids by chance ({picture.first_id}); leave one out."
             )
-    return tuple(found.values())
+    return tuple(by_id.values())
 
 
 def spans(ids: Array, position: Array, pictures: Sequence[Picture]) -> list[tuple[int, int, Picture]]:
@@ -135,12 +135,12 @@ def spans(ids: Array, position: Array, pictures: Sequence[Picture]) -> list[tupl
     Raises:
         ValueError: rows hold ids of no picture given, or only a part of one, as after a branch inside of it.
     """
-    known = {picture.first_id: picture for picture in distinct(pictures)}
+    by_id = {picture.first_id: picture for picture in distinct(pictures)}
     rows = np.flatnonzero(ids >= FIRST_ID)
-    found, at = [], 0
+    runs, at = [], 0
     while at < len(rows):
         begin = int(rows[at])
-        picture = known.get(int(ids[begin]))
+        picture = by_id.get(int(ids[begin]))
         if picture is None:
             raise ValueError(
                 f"Token {int(ids[begin])} is a row of a picture that is not among the tree's; give all in `pictures`."
@@ -149,28 +149,28 @@ def spans(ids: Array, position: Array, pictures: Sequence[Picture]) -> list[tupl
         whole = np.array_equal(ids[begin:end], picture.first_id + every)
         if not whole or not np.array_equal(position[begin:end], position[begin] + every):
             raise ValueError("A picture's rows are not complete, or a branch lies inside of it; trees keep them whole.")
-        found.append((begin, end, picture))
+        runs.append((begin, end, picture))
         at += picture.rows
-    return found
+    return runs
 
 
 def rotary_positions(
-    found: Sequence[tuple[int, int, Picture]], position: Array, subtree_end: Array
+    runs: Sequence[tuple[int, int, Picture]], position: Array, subtree_end: Array
 ) -> Array | None:  # [3, T] int64
     """Return the rotary positions of rows in depth-first order; None if no picture has a grid.
 
     All rows below a picture are moved by the same number, and a picture's own rows lie on its grid.
 
     Args:
-        found: the result of `spans`.
+        runs: the result of `spans`.
         position: ``[T]`` depth of each row.
         subtree_end: ``[T]`` one past the last row below it.
     """
-    if all(picture.grid is None for _, _, picture in found):
+    if all(picture.grid is None for _, _, picture in runs):
         return None
     moved = np.zeros(len(position) + 1, np.int64)
     inside = np.zeros((3, len(position)), np.int64)
-    for begin, end, picture in found:
+    for begin, end, picture in runs:
         inside[:, begin:end] = picture.places - np.arange(picture.rows)
         moved[end] += picture.moved
         moved[subtree_end[end - 1]] -= picture.moved
@@ -198,11 +198,11 @@ class PromptMedia:
             ValueError: as `spans`.
         """
         depth = np.arange(len(ids))
-        found = spans(ids, depth, pictures)
-        if not found:
+        runs = spans(ids, depth, pictures)
+        if not runs:
             return None
-        rotary = rotary_positions(found, depth, np.full(len(ids), len(ids)))
-        return PromptMedia(tuple(found), rotary, sum(picture.moved for _, _, picture in found))
+        rotary = rotary_positions(runs, depth, np.full(len(ids), len(ids)))
+        return PromptMedia(tuple(runs), rotary, sum(picture.moved for _, _, picture in runs))
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
@@ -212,11 +212,11 @@ class PromptMedia:
     def rotary_of(self, begin: int, count: int) -> Array:  # [3, count] int64
         """Return the rotary positions of ``count`` rows from depth ``begin`` on, of the prompt or after it."""
         depth = np.arange(begin, begin + count)
-        found = np.repeat((depth + self.moved)[None], 3, axis=0)
+        positions = np.repeat((depth + self.moved)[None], 3, axis=0)
         if self.rotary is not None and begin < (length := self.rotary.shape[1]):
             inside = min(count, length - begin)
-            found[:, :inside] = self.rotary[:, begin : begin + inside]
-        return found
+            positions[:, :inside] = self.rotary[:, begin : begin + inside]
+        return positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,15 +246,15 @@ class Media:
         Raises:
             ValueError: as `spans`, or the pictures were made for different models.
         """
-        found = spans(ids, position, pictures)
-        if not found:
+        runs = spans(ids, position, pictures)
+        if not runs:
             return None
-        used = distinct([picture for _, _, picture in found])
+        used = distinct([picture for _, _, picture in runs])
         kinds = {(*sorted(picture.inputs), picture.grid is None) for picture in used}
         if len(kinds) > 1:
             raise ValueError("Pictures of one batch were made for different models; make them with one processor.")
         first = dict(zip((p.first_id for p in used), np.cumsum([0, *(p.rows for p in used)]), strict=False))
-        rotary = rotary_positions(found, position, subtree_end)
+        rotary = rotary_positions(runs, position, subtree_end)
 
         def tensor(values: Array) -> Tensor:
             return torch.from_numpy(values.astype(np.int64)).to(device)
@@ -265,8 +265,8 @@ class Media:
                 for name in used[0].inputs
             },
             tuple(picture.rows for picture in used),
-            tensor(np.concatenate([np.arange(begin, end) for begin, end, _ in found])),
-            tensor(np.concatenate([first[p.first_id] + np.arange(p.rows) for _, _, p in found])),
-            tuple((begin, end) for begin, end, _ in found),
+            tensor(np.concatenate([np.arange(begin, end) for begin, end, _ in runs])),
+            tensor(np.concatenate([first[p.first_id] + np.arange(p.rows) for _, _, p in runs])),
+            tuple((begin, end) for begin, end, _ in runs),
             None if rotary is None else tensor(rotary),
         )

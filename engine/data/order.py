@@ -50,16 +50,16 @@ def order_nodes(parent: Array, length: Array, leaf_node: Array) -> Structure:
     Raises:
         ValueError: no leaf ends at a childless node.
     """
-    made = Structure(*_ordered(*(np.ascontiguousarray(array, np.int64) for array in (parent, length, leaf_node))))
-    if (made.last_leaf < made.first_leaf).any():
+    structure = Structure(*_ordered(*(np.ascontiguousarray(array, np.int64) for array in (parent, length, leaf_node))))
+    if (structure.last_leaf < structure.first_leaf).any():
         raise ValueError("A childless node must be the end of a leaf; name it in leaf_nodes or leave it out.")
-    return made
+    return structure
 
 
 @numba.njit(cache=True)
-def _ordered(parent: Array, length: Array, leaf_node: Array) -> tuple[Array, ...]:
-    """The arrays of `Structure`."""
-    nodes, leaves, tokens = len(parent), len(leaf_node), length.sum()
+def _preorder(parent: Array) -> tuple[Array, Array]:
+    """The place of each node in depth-first preorder, and the node at each place."""
+    nodes = len(parent)
     child, sibling = np.full(nodes, -1), np.full(nodes, -1)  # first child and next sibling of each node
     for node in range(nodes - 1, 0, -1):
         sibling[node], child[parent[node]] = child[parent[node]], node
@@ -75,6 +75,14 @@ def _ordered(parent: Array, length: Array, leaf_node: Array) -> tuple[Array, ...
         if child[node] >= 0:
             waiting[open_nodes] = child[node]
             open_nodes += 1
+    return rank, source
+
+
+@numba.njit(cache=True)
+def _ordered(parent: Array, length: Array, leaf_node: Array) -> tuple[Array, ...]:
+    """The arrays of `Structure`."""
+    nodes, leaves, tokens = len(parent), len(leaf_node), length.sum()
+    rank, source = _preorder(parent)
 
     size, below = np.ones(nodes, np.int64), np.zeros(nodes, np.int64)  # nodes and leaves of each subtree
     for leaf in range(leaves):

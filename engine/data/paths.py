@@ -61,13 +61,13 @@ def response_pairs(trees: Sequence[TokenTree], all_of: TokenTree | None = None) 
     in_order = depth_first(all_of)
     rank = np.empty(all_of.num_leaves, np.int64)
     rank[all_of.leaf_order] = np.arange(all_of.num_leaves)
-    found = {
+    pairs = {
         "path_target": before[all_of.path_tokens[in_order]],
         "path_leaf": np.repeat(rank, all_of.response_length)[in_order],
     }
     if any(map(has_credit, trees)):
-        found["path_advantage"] = np.concatenate([path_credit(tree) for tree in trees])[in_order]
-    return found
+        pairs["path_advantage"] = np.concatenate([path_credit(tree) for tree in trees])[in_order]
+    return pairs
 
 
 def depth_first(tree: TokenTree) -> Array:  # [P]

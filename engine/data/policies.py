@@ -39,9 +39,9 @@ def role_texts(tree: TokenTree, leaf: int, decode: Callable[[Array], str]) -> di
     Args:
         decode: returns the text of token ids.
     """
-    rows, found = tree.response_rows(leaf), {}
+    rows, texts = tree.response_rows(leaf), {}
     for place, name in enumerate(tree.meta.get("roles", ())):
-        mine = rows[in_role(tree, place)[rows]]
-        if len(mine):
-            found[name] = decode(tree.token_id[mine])
-    return found
+        role_rows = rows[in_role(tree, place)[rows]]
+        if len(role_rows):
+            texts[name] = decode(tree.token_id[role_rows])
+    return texts

@@ -57,13 +57,13 @@ class Segment:
             ValueError: a column is not declared or not of tokens, or has another number of values.
         """
         ids = checks.token_ids("token_ids", token_ids)
-        made = {}
+        arrays = {}
         for name, values in columns.items():
             column = find_column(name)
             if column.per != "token":
                 raise ValueError(f"A segment holds columns of tokens, and '{name}' has one value a {column.per}.")
-            made[name] = column.array(values, len(ids), "Segment.make")
-        return Segment(ids, made)
+            arrays[name] = column.array(values, len(ids), "Segment.make")
+        return Segment(ids, arrays)
 
     @staticmethod
     def prompt(token_ids: npt.ArrayLike) -> Segment:

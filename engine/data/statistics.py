@@ -57,15 +57,15 @@ def reads(*columns: str) -> Callable[[Part], Part]:
     return mark
 
 
-def columns_read(key: str, name: str | None, known: Mapping[str, Callable[..., Any]]) -> tuple[str, ...]:
+def columns_read(key: str, name: str | None, parts: Mapping[str, Callable[..., Any]]) -> tuple[str, ...]:
     """Return the columns of statistics that the part called ``name`` reads.
 
     Raises:
         UserError: it names another column, or ids that are no token column.
     """
-    part = None if name is None else known[name] if name in known else import_object(name) if ":" in name else None
-    found = tuple(getattr(part, "reads", ()))
-    for column in found:
+    part = None if name is None else parts[name] if name in parts else import_object(name) if ":" in name else None
+    columns = tuple(getattr(part, "reads", ()))
+    for column in columns:
         if not isinstance(column, str) or (column not in _MEANING and not column.startswith(OF_IDS)):
             raise UserError(
                 f"{key} = '{name}' reads {column!r}, which the policy does not compute; `reads` may name "
@@ -73,7 +73,7 @@ def columns_read(key: str, name: str | None, known: Mapping[str, Callable[..., A
             )
         if column.startswith(OF_IDS):
             of_ids(f"{key} = '{name}'", column)
-    return found
+    return columns
 
 
 def of_ids(what: str, column: str) -> str:

@@ -140,8 +140,8 @@ def _tree(rows: Sequence[dict[str, Any]]) -> TokenTree:
         if name in COLUMNS and COLUMNS[name].per == "leaf" and name not in ("status", "advantage"):
             tree.set(name, [row[name] for row in rows])
         elif name == "reward" or name.startswith("reward/"):
-            given = [np.nan if row[name] is None else row[name] for row in rows]
-            tree.rewards[name.removeprefix("reward/")] = np.asarray(given, np.float32)
+            rewards = [np.nan if row[name] is None else row[name] for row in rows]
+            tree.rewards[name.removeprefix("reward/")] = np.asarray(rewards, np.float32)
     if "verifier" in tree.rewards:  # shaped when it was trained; a replay shapes it again
         tree.rewards["reward"] = tree.rewards.pop("verifier")
     tree.meta |= {name: rows[0][name] for name in ("prompt_id", "task", "prompt_text")}
@@ -203,7 +203,7 @@ def _table(schema: pa.Schema, step: int, trees: Sequence[TokenTree], texts: Sequ
         "task": per_leaf("task"),
         "leaf": pa.array(np.concatenate([np.arange(n) for n in leaves])),
         "prompt_text": per_leaf("prompt_text"),
-        "response_text": [text for some in texts for text in some],
+        "response_text": [text for of_tree in texts for text in of_tree],
         "prompt_ids": per_token(all_of.token_id[paths[prompt]], _offsets(all_of.leaf_prompt)),
         "response_ids": per_token(all_of.token_id[rows]),
         "node_ids": per_token(node_id[node[rows]]),
@@ -228,16 +228,16 @@ def _table(schema: pa.Schema, step: int, trees: Sequence[TokenTree], texts: Sequ
 
 def _reward(trees: Sequence[TokenTree], name: str) -> pa.Array:
     """Return a named reward of every leaf, null where its tree has none."""
-    given = [tree.rewards.get(name, np.full(tree.num_leaves, np.nan, np.float32)) for tree in trees]
-    values = np.concatenate(given)
+    of_trees = [tree.rewards.get(name, np.full(tree.num_leaves, np.nan, np.float32)) for tree in trees]
+    values = np.concatenate(of_trees)
     return pa.array(values, mask=np.isnan(values))
 
 
 def _timeline(tree: TokenTree) -> Iterator[dict[str, Any] | None]:
     """Yield for each leaf the times of the episode whose last answer it has; None for any other."""
-    known = tree.meta.get("timeline", [])
+    times = tree.meta.get("timeline", [])
     for number, answer in zip(tree.episode.tolist(), tree.answer.tolist(), strict=True):
-        yield known[number] if answer and 0 <= number < len(known) else None
+        yield times[number] if answer and 0 <= number < len(times) else None
 
 
 def _flat(values: Array) -> Array:  # [n, ...] -> [n, w]

@@ -268,15 +268,15 @@ class TokenTree:
             members.setdefault(int(ids[0]) if len(ids) else -1, []).append(i)
         trees = [
             TokenTree.from_sequences(
-                [prompts[i] for i in some],
-                [responses[i] for i in some],
-                columns={name: [values[i] for i in some] for name, values in (columns or {}).items()},
+                [prompts[i] for i in indices],
+                [responses[i] for i in indices],
+                columns={name: [values[i] for i in indices] for name, values in (columns or {}).items()},
                 pictures=pictures,
-                **{name: [values[i] for i in some] for name, values in per_response.items()},
+                **{name: [values[i] for i in indices] for name, values in per_response.items()},
             )
-            for some in members.values()
+            for indices in members.values()
         ]
-        return trees, [np.array(some) for some in members.values()]
+        return trees, [np.array(indices) for indices in members.values()]
 
     def without_leaves(self, drop: Array) -> TokenTree | None:  # [L] bool
         """A copy without the leaves marked in ``drop`` and the tokens only they used; None when no leaf is left."""
@@ -432,20 +432,11 @@ def in_order(
     parent: Array, length: Array, token_id: Array, leaf_node: Array, leaf_prompt: Array, columns: dict[str, Array]
 ) -> TokenTree:
     """The tree of nodes given in any order that puts parents first, with their tokens concatenated."""
-    made = order_nodes(parent, length, leaf_node)
-    ordered = made.ordered({"advantage": np.zeros(len(leaf_node), np.float32)} | columns)
+    structure = order_nodes(parent, length, leaf_node)
+    ordered = structure.ordered({"advantage": np.zeros(len(leaf_node), np.float32)} | columns)
     return TokenTree(
-        parent=made.parent,
-        start=made.start,
-        length=made.length,
-        first_leaf=made.first_leaf,
-        last_leaf=made.last_leaf,
-        token_id=token_id[made.row_source],
-        position=made.position,
-        parent_row=made.parent_row,
-        subtree_end=made.subtree_end,
-        leaf_node=made.leaf_node,
-        leaf_order=made.leaf_order,
+        **{name: values for name, values in structure._asdict().items() if not name.endswith("_source")},
+        token_id=token_id[structure.row_source],
         leaf_prompt=np.asarray(leaf_prompt, np.int32),
         columns={name: np.array(values) for name, values in ordered.items()},
     )

@@ -46,7 +46,7 @@ class Engine:
     """Number of responses in flight."""
     ended: deque[int] = field(default_factory=deque)
     """Jobs that have ended and were not read; some may have been dropped."""
-    asked: dict[Future[Any], float] = field(default_factory=dict)
+    commands: dict[Future[Any], float] = field(default_factory=dict)
     """Unanswered calls whose answers say nothing, and their times."""
     health: Future[Health] | None = None
     questions: Future[list[Question]] | None = None
@@ -63,7 +63,7 @@ class Engine:
 
     def ask(self, now: float, method: str, *args: Any) -> None:
         """Call a method whose answer says nothing."""
-        self.asked[self.call(method, *args)] = now
+        self.commands[self.call(method, *args)] = now
 
     def pass_questions(self, judge: Judge | None) -> None:
         """Hand the programs' questions to the run's verifier, and its answers back; without one they have their own."""
@@ -90,17 +90,17 @@ class Engine:
             if now - self.asked_at > start_s:
                 raise LostError(f"it did not start and load the weights within {start_s:g} s (placement.start_s)")
             return
-        if self.asked and now - min(self.asked.values()) > start_s:
+        if self.commands and now - min(self.commands.values()) > start_s:
             raise LostError(f"it did not load the weights within {start_s:g} s (placement.start_s)")
         if self.health is None:
             if now - self.asked_at >= HEALTH_S:
                 self.health, self.asked_at = self.call("health"), now
             return
         if self.health.done():
-            found = self.health.result()
-            self.health, self.tally = None, found.tally
-            if not found.alive or found.idle_s > hang_s:
-                raise LostError(f"it took no step for {found.idle_s:.0f} s while it had work (placement.hang_s)")
+            health = self.health.result()
+            self.health, self.tally = None, health.tally
+            if not health.alive or health.idle_s > hang_s:
+                raise LostError(f"it took no step for {health.idle_s:.0f} s while it had work (placement.hang_s)")
         elif now - self.asked_at > hang_s:
             raise LostError(f"it gave no answer for {now - self.asked_at:.0f} s (placement.hang_s)")
 
@@ -122,8 +122,8 @@ class Engine:
 
     def take_ended(self) -> list[int]:
         """Return the jobs that have ended since the last call, the first given first."""
-        found = [self.ended.popleft() for _ in range(len(self.ended))]
-        return sorted(number for number in found if number in self.jobs)
+        numbers = [self.ended.popleft() for _ in range(len(self.ended))]
+        return sorted(number for number in numbers if number in self.jobs)
 
 
 class News:
@@ -149,8 +149,8 @@ class News:
         with self._lock:
             if not self._engines:
                 return []
-            found, self._engines, self.any = self._engines, deque(), Future()
-        return sorted(set(found), key=lambda engine: engine.index)
+            engines, self._engines, self.any = self._engines, deque(), Future()
+        return sorted(set(engines), key=lambda engine: engine.index)
 
 
 class LeastLoaded:

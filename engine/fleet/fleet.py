@@ -88,13 +88,13 @@ class Fleet:
 
     @property
     def longest(self) -> int | None:
-        return self._known().longest
+        return self._known_facts().longest
 
     @property
     def end_token_ids(self) -> Collection[int]:
-        return self._known().end_token_ids
+        return self._known_facts().end_token_ids
 
-    def _known(self) -> Facts:
+    def _known_facts(self) -> Facts:
         while self._facts is None:
             self._round(LOOK_S)
         return self._facts
@@ -135,21 +135,21 @@ class Fleet:
         return [flight.tree for flight in flights if flight.tree is not None]
 
     def kept(self, flights: Sequence[Flight]) -> list[Kept]:
-        wanted, asked = set(flights), []
+        chosen, questions = set(flights), []
         for engine in self._engines:
-            if mine := {number: flight for number, (flight, _) in engine.jobs.items() if flight in wanted}:
-                asked.append((list(mine.values()), engine.worker.ask("kept", list(mine))))
+            if of_engine := {number: flight for number, (flight, _) in engine.jobs.items() if flight in chosen}:
+                questions.append((list(of_engine.values()), engine.worker.ask("kept", list(of_engine))))
         states: dict[Flight, Kept] = {}
-        for mine_, future in asked:
+        for members, future in questions:
             while not future.done():
                 self._round(LOOK_S, future)
             if not isinstance(future.exception(), LostError):  # lost ones begin anew, here and when resumed
-                states |= dict(zip(mine_, future.result(), strict=True))
+                states |= dict(zip(members, future.result(), strict=True))
         unbegun = Kept(None, None)
         return [
-            Kept(dict(flight.job.kept), None) if found == unbegun and flight.job.kept is not None else found
+            Kept(dict(flight.job.kept), None) if state == unbegun and flight.job.kept is not None else state
             for flight in flights
-            for found in [states.get(flight, unbegun)]
+            for state in [states.get(flight, unbegun)]
         ]
 
     def drop(self, flights: Sequence[Flight]) -> None:
@@ -173,8 +173,8 @@ class Fleet:
                 while not future.done():
                     self._round(LOOK_S, future)
                 if not isinstance(future.exception(), LostError):
-                    found: list[list[Array]] = future.result()
-                    return found
+                    logprobs: list[list[Array]] = future.result()
+                    return logprobs
             self._round(LOOK_S)
 
     def probe(self, prompts: Sequence[Sequence[int]], *, n: int, tokens: int, seed: int) -> list[TokenTree]:
@@ -204,12 +204,12 @@ class Fleet:
         """
         while True:
             serving = [engine for engine in self._engines if engine.serving]
-            if serving and not any(engine.asked for engine in serving):
+            if serving and not any(engine.commands for engine in serving):
                 futures = [engine.worker.ask(method, *args) for engine in serving]
                 while not all(future.done() for future in futures):
                     self._round(LOOK_S, *futures)
-                if found := [f.result() for f in futures if not isinstance(f.exception(), LostError)]:
-                    return found
+                if answers := [f.result() for f in futures if not isinstance(f.exception(), LostError)]:
+                    return answers
             self._round(LOOK_S)
 
     # -- weights and keys -------------------------------------------------------------------------------------------
@@ -236,10 +236,10 @@ class Fleet:
             if engine.serving and old:
                 engine.ask(self.workers.clock(), "load", changes, version, keep_keys, since)
             elif engine.serving:
-                engine.asked[self._ask_load(engine)] = self.workers.clock()
+                engine.commands[self._ask_load(engine)] = self.workers.clock()
             elif engine.arrival is not None:
                 engine.arrival, engine.asked_at = self._ask_load(engine), self.workers.clock()
-        while goes_back and any(engine.asked for engine in self._engines):  # newer weights would serve as well
+        while goes_back and any(engine.commands for engine in self._engines):  # newer weights would serve as well
             self._round(LOOK_S)
 
     def _ask_load(self, engine: Engine) -> Future[int]:
@@ -255,10 +255,10 @@ class Fleet:
             self._round(LOOK_S)
             if not all(engine.serving for engine in self._engines):
                 continue
-            asked = {engine: engine.worker.ask("rest") for engine in self._engines if engine not in resting}
-            while not all(future.done() for future in asked.values()):
-                self._round(LOOK_S, *asked.values())
-            for engine, future in asked.items():
+            futures = {engine: engine.worker.ask("rest") for engine in self._engines if engine not in resting}
+            while not all(future.done() for future in futures.values()):
+                self._round(LOOK_S, *futures.values())
+            for engine, future in futures.items():
                 if not isinstance(future.exception(), LostError):  # its successor is not resting
                     future.result()
                     resting.add(engine)
@@ -279,9 +279,9 @@ class Fleet:
 
     def remember(self, texts: Iterable[Text]) -> None:
         """Pass texts to the present engines; one that is started later drafts from what it samples itself."""
-        given = list(texts)
+        all_texts = list(texts)
         for engine in self._engines:
-            engine.ask(self.workers.clock(), "remember", given)
+            engine.ask(self.workers.clock(), "remember", all_texts)
 
     # -- what needs nothing here ------------------------------------------------------------------------------------
 
@@ -342,9 +342,9 @@ class Fleet:
             engine.remove(number)
         if ended:
             self._least.changed(engine)
-        for future in [future for future in engine.asked if future.done()]:
+        for future in [future for future in engine.commands if future.done()]:
             future.result()
-            del engine.asked[future]
+            del engine.commands[future]
         engine.pass_questions(self._judge)
 
     def _serve(self, engine: Engine) -> None:

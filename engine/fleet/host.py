@@ -94,13 +94,13 @@ class Host:
         program: str | RolloutProgram = "flat",
         texts: Callable[[Sequence[TokenTree]], list[list[str]]] | None = None,
         *,
-        asked: Questions | None = None,
+        questions: Questions | None = None,
         after_step: Callable[[], object] = lambda: None,
         failed: Callable[[Exception], object] = lambda error: None,
     ) -> None:
         self.engine, self.sampler, self._texts = engine, LocalSampler(engine, program), texts
         self._after_step, self._failed = after_step, failed
-        self._questions = Questions() if asked is None else asked
+        self._questions = Questions() if questions is None else questions
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._admissions: list[tuple[dict[int, Job], bool]] = []  # jobs that wait for their weights
         self._running: dict[Flight, int] = {}
@@ -179,11 +179,11 @@ class Host:
         """
 
         def kept() -> list[Kept]:
-            running = {number: flight for flight, number in self._running.items() if number in wanted}
+            running = {number: flight for flight, number in self._running.items() if number in chosen}
             states = dict(zip(running, map(_copied, self.sampler.kept(list(running.values()))), strict=True))
             return [states.get(number, Kept(None, None)) for number in numbers]
 
-        wanted = set(numbers)
+        chosen = set(numbers)
         return self.call(kept)
 
     def drop(self, numbers: Sequence[int]) -> Future[None]:
@@ -191,18 +191,18 @@ class Host:
 
         def drop() -> None:
             self._admissions = [
-                ({number: job for number, job in jobs.items() if number not in wanted}, held_out)
+                ({number: job for number, job in jobs.items() if number not in dropped}, held_out)
                 for jobs, held_out in self._admissions
             ]
-            flights = [flight for flight, number in self._running.items() if number in wanted]
+            flights = [flight for flight, number in self._running.items() if number in dropped]
             self.sampler.drop(flights)
             for flight in flights:
                 del self._running[flight]
-            for number in wanted & self._promised.keys():
+            for number in dropped & self._promised.keys():
                 self._promised.pop(number).cancel()
                 self._results.pop(number, None)
 
-        wanted = set(numbers)
+        dropped = set(numbers)
         return self.call(drop)
 
     def rest(self) -> Future[None]:
@@ -315,10 +315,10 @@ class Host:
             self._running |= dict(zip(flights, jobs, strict=True))
 
     def _answer(self, done: Sequence[Flight]) -> None:
-        mine = [flight for flight in done if flight in self._running]
-        trees = [flight.tree for flight in mine if flight.tree is not None]
+        ended = [flight for flight in done if flight in self._running]
+        trees = [flight.tree for flight in ended if flight.tree is not None]
         texts = iter([None] * len(trees) if self._texts is None else self._texts(trees))
-        for flight in mine:
+        for flight in ended:
             future = self._promised.pop(self._running.pop(flight))
             if flight.tree is None:
                 future.set_exception(flight.error)

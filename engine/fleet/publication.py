@@ -109,8 +109,8 @@ class Publication:
             RunError: the sampler does not sample the policy of these weights.
         """
         self.sampler.load(weights, version, keep_keys=self.keep_keys)
-        for name, (theirs, updates) in others.items():
-            self.others[name].load(theirs, updates, keep_keys=self.keep_keys)
+        for name, (source, updates) in others.items():
+            self.others[name].load(source, updates, keep_keys=self.keep_keys)
         self.check(weights, version)
 
     def check(self, weights: WeightSource, version: int) -> None:

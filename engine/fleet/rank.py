@@ -113,13 +113,13 @@ def _changed(now: Mapping[str, Array], before: Mapping[str, Array]) -> dict[str,
 
 
 def _hash(trees: Sequence[TokenTree]) -> str:
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for tree in trees:
         for values in (tree.columns, tree.rewards):
             for name in sorted(values):
-                found.update(name.encode())
-                found.update(values[name].tobytes())
-    return found.hexdigest()
+                digest.update(name.encode())
+                digest.update(values[name].tobytes())
+    return digest.hexdigest()
 
 
 # -- in a rank's process --------------------------------------------------------------------------------------------
@@ -203,37 +203,37 @@ class Rank:
     @_peers_told()
     def update(self, stored: Reference, step: int, sums: Sums) -> tuple[Digest, Reply | None]:
         """Learn as `Learner.update` does; only the first rank replies."""
-        given = self._received(stored)
-        trees = [_copied(tree) for tree in given.trees]
+        received = self._received(stored)
+        trees = [_copied(tree) for tree in received.trees]
         self._watch.restart()
         begin = time.perf_counter()
-        changed = self.learner.update(trees, [_copied(tree) for tree in given.demonstrations], step, sums)
+        changed = self.learner.update(trees, [_copied(tree) for tree in received.demonstrations], step, sums)
         times = self._watch.read(self.learner.spans())
-        found = self.learner.metrics
-        loss, norm = (repr(found.get(f"actor/{name}", math.nan)) for name in ("loss", "grad_norm"))
+        metrics = self.learner.metrics
+        loss, norm = (repr(metrics.get(f"actor/{name}", math.nan)) for name in ("loss", "grad_norm"))
         digest = Digest(str(self.learner.updates), loss, norm, _hash(trees))
         notes, self._notes[:] = self._notes[:], []
         spans, self._spans[:] = [Span(s.name, s.begin - begin, s.end - begin) for s in self._spans], []
         if self._rank:
             return digest, None
-        written = _written(trees, given.trees)
+        written = _written(trees, received.trees)
         utilization = self.learner.utilization(times)
         return digest, Reply(changed, sums, written, declarations(trees), spans, utilization, notes)
 
     @_peers_told()
     def credit(self, stored: Reference, step: int) -> list[Written] | None:
         """Give trees their credit as `Learner.credit` does; only the first rank replies."""
-        given = self._received(stored)
-        trees = [_copied(tree) for tree in given.trees]
+        received = self._received(stored)
+        trees = [_copied(tree) for tree in received.trees]
         self.learner.credit(trees, step)
-        return None if self._rank else _written(trees, given.trees)
+        return None if self._rank else _written(trees, received.trees)
 
     @staticmethod
     def _received(stored: Reference) -> Given:
-        given: Given = stored.get()
-        for column in given.declared:
+        received: Given = stored.get()
+        for column in received.declared:
             declare(column)
-        return given
+        return received
 
     @_peers_told()
     def gather(self, names: Sequence[str]) -> list[dict[str, Any]] | None:

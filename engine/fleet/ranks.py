@@ -77,7 +77,7 @@ class Ranks:
         self._timeout_s, self._start_s = timeout_s, start_s
         self.updates, self.pids = 0, list[int]()
         self.policies: dict[str, Any] = {}  # several ranks train one policy
-        self._known: Facts | None = None  # None: the ranks have not joined yet
+        self._facts: Facts | None = None  # None: the ranks have not joined yet
         self._lost = 0  # times since the newest step
         self._newest = 0  # newest step that was learned
         self._out_of_memory = 0  # times since the last update
@@ -95,7 +95,7 @@ class Ranks:
             UserError: a part of the run cannot be made.
             RunError: too many ranks were lost.
         """
-        while self._known is None:
+        while self._facts is None:
             try:
                 self._join()
             except RanksLostError as error:
@@ -105,11 +105,11 @@ class Ranks:
 
     def sampling(self, step: int, params: SamplingParams) -> SamplingParams:
         self._join()
-        (found,) = self._ask(self._ranks[:1], "sampling", step, params, seconds=self._timeout_s)
-        assert isinstance(found, SamplingParams)
-        return found
+        (current,) = self._ask(self._ranks[:1], "sampling", step, params, seconds=self._timeout_s)
+        assert isinstance(current, SamplingParams)
+        return current
 
-    def update(self, trees: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
+    def update(self, trees: list[TokenTree], demonstrations: list[TokenTree], step: int, sums: Sums) -> bool:
         """Learn as `Learner.update` does.
 
         Raises:
@@ -119,7 +119,7 @@ class Ranks:
             torch.OutOfMemoryError: not even one sequence fits into memory.
         """
         begin = time.perf_counter()
-        answers = self._learn("update", trees, given, step, sums)
+        answers = self._learn("update", trees, demonstrations, step, sums)
         digests, reply = [digest for digest, _ in answers], answers[0][1]
         assert isinstance(reply, Reply)
         for note in reply.notes:
@@ -142,12 +142,14 @@ class Ranks:
         """Give trees their credit as `Learner.credit` does; raises as `update`."""
         _write(trees, self._learn("credit", trees, [], step)[0])
 
-    def _learn(self, method: str, trees: Sequence[TokenTree], given: Sequence[TokenTree], *args: Any) -> list[Any]:
-        stored = self._put(trees, given)
+    def _learn(
+        self, method: str, trees: Sequence[TokenTree], demonstrations: Sequence[TokenTree], *args: Any
+    ) -> list[Any]:
+        stored = self._put(trees, demonstrations)
         try:
             return self._all(method, stored, *args)
         except torch.OutOfMemoryError:
-            if self.max_tokens // 2 < max(int(tree.path_length.max()) for tree in [*trees, *given]):
+            if self.max_tokens // 2 < max(int(tree.path_length.max()) for tree in [*trees, *demonstrations]):
                 raise
             self.max_tokens //= 2
             self._out_of_memory += 1
@@ -156,18 +158,18 @@ class Ranks:
                 f"A rank ran out of memory; micro-batches have {self.max_tokens} tokens from now on"
             ) from None
 
-    def _put(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> Reference:
-        return self.workers.put(Given(list(trees), list(given), declarations([*trees, *given])))
+    def _put(self, trees: Sequence[TokenTree], demonstrations: Sequence[TokenTree] = ()) -> Reference:
+        return self.workers.put(Given(list(trees), list(demonstrations), declarations([*trees, *demonstrations])))
 
     @staticmethod
     def _compare(digests: Sequence[Digest], step: int) -> None:
         for rank, digest in enumerate(digests):
-            for what, mine, other in zip(Digest._fields, digests[0], digest, strict=True):
-                if mine != other:
+            for what, first, other in zip(Digest._fields, digests[0], digest, strict=True):
+                if first != other:
                     raise RunError(
-                        f"In step {step} the ranks learned differently: {what} is {mine} on rank 0 and {other} on rank "
-                        f"{rank}; let your own functions (credit, shaping, selections, schedules) give the same result "
-                        "in every process, or report this as a defect of rolltree."
+                        f"In step {step} the ranks learned differently: {what} is {first} on rank 0 and {other} on "
+                        f"rank {rank}; let your own functions (credit, shaping, selections, schedules) give the same "
+                        "result in every process, or report this as a defect of rolltree."
                     )
 
     def spans(self) -> list[Span]:
@@ -175,24 +177,24 @@ class Ranks:
         return spans
 
     def utilization(self, times: dict[str, float]) -> dict[str, float]:
-        found, self._utilization = self._utilization, {}
-        return found
+        utilization, self._utilization = self._utilization, {}
+        return utilization
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def weights(self) -> Gathered:
         self._join()
-        assert self._known is not None
-        return Gathered(self._known.parameters, lambda names: self._all("gather", names)[0])
+        assert self._facts is not None
+        return Gathered(self._facts.parameters, lambda names: self._all("gather", names)[0])
 
     def usual_tokens(self) -> Array:
         self._join()
-        assert self._known is not None
-        return self._known.usual
+        assert self._facts is not None
+        return self._facts.usual
 
     def sampled_error(self, trees: Sequence[TokenTree]) -> float:
-        found: float = self._all("sampled_error", self._put(trees))[0]
-        return found
+        error: float = self._all("sampled_error", self._put(trees))[0]
+        return error
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -206,8 +208,8 @@ class Ranks:
     def states(self) -> dict[str, Any]:
         """Return the states of the first rank's functions: all ranks give credit to all trees, so theirs are equal."""
         self._join()
-        found: dict[str, Any] = self._ask(self._ranks[:1], "states", seconds=self._timeout_s)[0]
-        return found
+        states: dict[str, Any] = self._ask(self._ranks[:1], "states", seconds=self._timeout_s)[0]
+        return states
 
     def restore(self, states: Mapping[str, Any]) -> None:
         self._all("restore", dict(states))
@@ -222,7 +224,7 @@ class Ranks:
         return self._ask(self._ranks, method, *args)
 
     def _start(self) -> None:
-        self._known = None
+        self._facts = None
         self._ranks = [
             self.workers.start("rank", index, self._make, *self._args, index, self.count, self.max_tokens)
             for index in range(self.count)
@@ -236,13 +238,13 @@ class Ranks:
 
     def _join(self) -> None:
         """Wait until newly started ranks have formed a group."""
-        if self._known is not None:
+        if self._facts is not None:
             return
         (address,) = self._ask(self._ranks[:1], "address", seconds=self._start_s)
         self._groups += 1
         store = address or f"file://{self._directory.name}/{self._groups}"
         facts = self._ask(self._ranks, "join", store, seconds=self._start_s)
-        self._known, self.pids = facts[0], [known.pid for known in facts]
+        self._facts, self.pids = facts[0], [fact.pid for fact in facts]
 
     def _ask(self, ranks: Sequence[Worker], method: str, *args: Any, seconds: float | None = None) -> list[Any]:
         """Return the answers of ``ranks``.
@@ -335,8 +337,8 @@ class Gathered(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._held:
             self._held = {}  # before the next bucket comes
-            found = self._gather(self._bucket_of[name])
-            whole = (pair for packed in found for pair in unpack_weights(packed))
+            parts = self._gather(self._bucket_of[name])
+            whole = (pair for packed in parts for pair in unpack_weights(packed))
             self._held = {key: tensor for key, tensor in whole if isinstance(tensor, Tensor)}
         return self._held[name]
 

@@ -80,9 +80,9 @@ class RayWorkers:
         self._group = placement_group(bundles, strategy="PACK")
         if not self._group.wait(PLACED_S if cluster else 60.0):
             remove_placement_group(self._group)
-            wanted = ", ".join(f"{count} x {dict(resources)}" for resources, count in needs.values())
+            needed = ", ".join(f"{count} x {dict(resources)}" for resources, count in needs.values())
             raise UserError(
-                f"Ray has no room for the workers of the run ({wanted}) among {ray.cluster_resources()}; ask for "
+                f"Ray has no room for the workers of the run ({needed}) among {ray.cluster_resources()}; ask for "
                 "less in rollout.engines, trainer.ranks, reward.hosts and [placement], or add nodes."
             )
         self._started: list[_RayWorker] = []
@@ -139,8 +139,8 @@ def _connect(cluster: str, bundles: Sequence[Mapping[str, float]]) -> None:
         return
     if os.environ["RAY_AUTH_MODE"] == "token":
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    asked = sum(bundle.get("CPU", 0) for bundle in bundles)
-    cpus = max(os.cpu_count() or 1, math.ceil(asked))
+    needed = sum(bundle.get("CPU", 0) for bundle in bundles)
+    cpus = max(os.cpu_count() or 1, math.ceil(needed))
     for attempt in range(1, ATTEMPTS + 1):
         try:
             ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
@@ -163,12 +163,12 @@ class _Actor:
         self._early: dict[int, tuple[Future[Any], str, tuple[Any, ...]]] = {}
 
     async def ask(self, number: int, method: str, args: tuple[Any, ...]) -> Any:
-        mine: Future[Any] = Future()
-        self._early[number] = mine, method, args
+        answer: Future[Any] = Future()
+        self._early[number] = answer, method, args
         while self._next in self._early:
             self._calls.ask(*self._early.pop(self._next))
             self._next += 1
-        return await asyncio.wrap_future(mine)
+        return await asyncio.wrap_future(answer)
 
 
 class RolltreeEngine(_Actor):

@@ -72,16 +72,16 @@ class Rollouts:
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Return whether requests can expect an answer, and the details for ``/health``."""
-        found = self._host.health()
+        health = self._host.health()
         status = "ok"
-        if not found.alive:
+        if not health.alive:
             status = "the engine's thread has ended"
-        elif found.idle_s > self._stalled_after_s:
-            status = f"no step for {found.idle_s:.0f} s while work is outstanding"
-        elif found.failing is not None:
-            status = f"the last step failed: {found.failing}"
-        known = {"outstanding": self._outstanding, "seconds_since_step": round(found.idle_s, 3)}
-        return status == "ok", {"status": status, "policy_version": found.version, **known}
+        elif health.idle_s > self._stalled_after_s:
+            status = f"no step for {health.idle_s:.0f} s while work is outstanding"
+        elif health.failing is not None:
+            status = f"the last step failed: {health.failing}"
+        details = {"outstanding": self._outstanding, "seconds_since_step": round(health.idle_s, 3)}
+        return status == "ok", {"status": status, "policy_version": health.version, **details}
 
     async def submit(
         self,

@@ -82,7 +82,7 @@ class Calls:
 
     def __init__(self, make: Callable[..., object], *args: Any) -> None:
         self._thread = ThreadPoolExecutor(1, "rolltree-worker")
-        self._made = self._thread.submit(make, *args)
+        self._object = self._thread.submit(make, *args)
 
     def ask(self, answer: Future[Any], method: str, args: tuple[Any, ...]) -> None:
         """Call a method as `Worker.ask` does, and set its ``answer``."""
@@ -94,14 +94,14 @@ class Calls:
 
     def _run(self, answer: Future[Any], method: str, args: tuple[Any, ...]) -> None:
         try:
-            found = getattr(self._made.result(), method)(*args)
+            result = getattr(self._object.result(), method)(*args)
         except BaseException as error:
             settle(answer, error=error)
             return
-        if isinstance(found, Future):
-            found.add_done_callback(partial(_pass_on, answer))
+        if isinstance(result, Future):
+            result.add_done_callback(partial(_pass_on, answer))
         else:
-            settle(answer, found)
+            settle(answer, result)
 
 
 def settle(answer: Future[Any], value: Any = None, *, error: BaseException | None = None) -> None:
@@ -132,7 +132,7 @@ class AskedWorker(ABC):
         self._name = name
         self._lock = threading.Lock()
         self._open: set[Future[Any]] = set()
-        self._asked = 0
+        self._count = 0
         self._killed = False
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
@@ -142,7 +142,7 @@ class AskedWorker(ABC):
                 answer.set_exception(LostError(f"{self._name} was killed."))
                 return answer
             self._open.add(answer)
-            number, self._asked = self._asked, self._asked + 1
+            number, self._count = self._count, self._count + 1
         self._send(number, method, args).add_done_callback(partial(self._answered, answer))
         return answer
 

@@ -102,23 +102,25 @@ def generate(
     return torch.cat([repeated, new.to(input_ids)], dim=1)
 
 
-def _resolved(engine: RolloutEngine, given: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
+def _resolved(engine: RolloutEngine, caller: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
     """Merge the settings by precedence: options, the caller's configuration, the model's, Transformers' defaults."""
     options = dict(options)
     tokenizer = options.pop("tokenizer", None)
     if tokenizer is not None and tokenizer is not engine.tokenizer:
         raise ValueError("rolltree's generate reads stop_strings with the engine's tokenizer; leave `tokenizer` out.")
-    config = merged(GenerationConfig() if given is None else given, engine.generation_config)
+    config = merged(GenerationConfig() if caller is None else caller, engine.generation_config)
     for name, value in config.update(**options).items():
         if value is not None:
             raise ValueError(f"rolltree's generate does not support '{name}'; leave it out.")
     return config
 
 
-def merged(given: GenerationConfig, own: Mapping[str, Any]) -> GenerationConfig:
-    """Return a copy of ``given`` in which None is replaced by the model's ``own`` setting, or Transformers' default."""
-    config = copy.deepcopy(given)
-    config.update(defaults_only=True, **{name: value for name, value in own.items() if hasattr(config, name)})
+def merged(caller: GenerationConfig, model_settings: Mapping[str, Any]) -> GenerationConfig:
+    """Return a copy of the caller's settings in which None is replaced by the model's, or Transformers' default."""
+    config = copy.deepcopy(caller)
+    config.update(
+        defaults_only=True, **{name: value for name, value in model_settings.items() if hasattr(config, name)}
+    )
     config.update(defaults_only=True, **DEFAULTS)
     return config
 
@@ -152,11 +154,11 @@ def _mask(
     config: GenerationConfig,
     eos: list[int],
     input_ids: Tensor,  # [B, S] int64
-    given: Tensor | None,  # [B, S]
+    mask: Tensor | None,  # [B, S]
 ) -> Tensor:  # [B, S]
-    """Return the mask of the prompts' tokens: ``given``, or all except a pad token that is no end-of-sequence token."""
-    if given is not None:
-        return given
+    """Return the mask of the prompts' tokens: the caller's, or all but a pad token that is no end-of-sequence token."""
+    if mask is not None:
+        return mask
     pad = config.pad_token_id
     if pad is None or pad in eos:
         return torch.ones_like(input_ids)

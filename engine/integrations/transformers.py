@@ -86,19 +86,21 @@ def _fused(forward: Any) -> Any:
 
     @functools.wraps(forward)
     def fused(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments
-        given |= given.pop("kwargs", {})
-        del given["self"]
-        if not self.training or given.get("labels") is None:  # as in Transformers, shift_labels alone ask for no loss
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        arguments |= arguments.pop("kwargs", {})
+        del arguments["self"]
+        if (
+            not self.training or arguments.get("labels") is None
+        ):  # as in Transformers, shift_labels alone ask for no loss
             return forward(self, *args, **kwargs)
-        of_the_loss = {name: given.pop(name) for name in OF_THE_LOSS if name in given}
+        of_the_loss = {name: arguments.pop(name) for name in OF_THE_LOSS if name in arguments}
         if of_the_loss.get("logits_to_keep") not in (None, 0):
             raise ValueError("patch_model: logits_to_keep does not combine with labels; leave it out.")
         hidden: list[Tensor] = []
         hook = decoder_of(self).register_forward_hook(lambda *call: hidden.append(call[-1][0]))
         no_rows = torch.empty(0, dtype=torch.long, device=self.device)
         try:  # the model's own forward, with a head that multiplies no rows
-            output = forward(self, **given, logits_to_keep=no_rows, return_dict=True)
+            output = forward(self, **arguments, logits_to_keep=no_rows, return_dict=True)
         finally:
             hook.remove()
         loss = _cross_entropy(self, hidden[-1], of_the_loss)
@@ -111,26 +113,26 @@ def _fused(forward: Any) -> Any:
     return fused
 
 
-def _cross_entropy(model: Any, hidden: Tensor, given: dict[str, Any]) -> Tensor:  # hidden [B, S, H]
-    ignored = given.get("ignore_index", -100)
-    labels = given.get("shift_labels")
+def _cross_entropy(model: Any, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:  # hidden [B, S, H]
+    ignored = arguments.get("ignore_index", -100)
+    labels = arguments.get("shift_labels")
     if labels is None:
-        labels = torch.nn.functional.pad(given["labels"], (0, 1), value=ignored)[..., 1:]
+        labels = torch.nn.functional.pad(arguments["labels"], (0, 1), value=ignored)[..., 1:]
     labels = labels.reshape(-1).to(hidden.device)
     scored = labels != ignored
-    count = given.get("num_items_in_batch")
+    count = arguments.get("num_items_in_batch")
     if count is None:
         count = scored.sum()
-    its = head(model)
+    lm_head = head(model)
     fields = PolicyFields.flat(torch.ones_like(labels, dtype=torch.float32), mask=scored)
     out = linear_policy_loss(
         hidden.flatten(0, 1),
-        its.weight,
+        lm_head.weight,
         labels.masked_fill(~scored, 0),
         fields,
         Objective(surrogate="nll"),
         normalizer=count,
-        **its.options(),
+        **lm_head.options(),
     )
     return out.loss
 

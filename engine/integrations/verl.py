@@ -45,10 +45,10 @@ METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
 
 def objectives() -> list[str]:
     """Return the presets that need only log-probs, old log-probs and advantages."""
-    found = {name: Objective.preset(name) for name in PRESETS}
+    by_name = {name: Objective.preset(name) for name in PRESETS}
     return [
         name
-        for name, o in found.items()
+        for name, o in by_name.items()
         if o.needs_fields.keys() <= {"old_logprob"} and not o.needs_entropy and o.ratio_level != "segment"
     ]
 
@@ -124,15 +124,15 @@ def advantage(
     groups: dict[Any, list[int]] = {}
     for i, prompt in enumerate(index):
         groups.setdefault(prompt, []).append(i)
-    found = np.zeros(len(rewards))
+    of_rows = np.zeros(len(rewards))
     trees = []
     for members in groups.values():
         tree = TokenTree.from_sequences([0], [[k + 1] * int(lengths[i]) for k, i in enumerate(members)])
         tree.rewards["reward"] = rewards[members]
         trees.append(tree)
     for members, values in zip(groups.values(), ADVANTAGES[name](trees).values, strict=True):
-        found[members] = values
-    spread = torch.from_numpy(found).to(token_level_rewards)[:, None] * response_mask
+        of_rows[members] = values
+    spread = torch.from_numpy(of_rows).to(token_level_rewards)[:, None] * response_mask
     return spread, spread
 
 

@@ -92,12 +92,12 @@ class Flat(NamedTuple):
         """Return the tokens whose log-probs verl reads: of responses, or without any, those of its loss mask."""
         response = response_length(micro_batch)
         if response is None:
-            some = micro_batch["loss_mask"].values().cpu().numpy() != 0
+            scored = micro_batch["loss_mask"].values().cpu().numpy() != 0
         else:
             to_end = np.repeat(self.ends, self.length) - np.arange(len(self.ids))
-            some = to_end <= np.repeat(response, self.length)
-        some[self.ends - self.length] = False  # nothing predicts a first token
-        return np.flatnonzero(some)
+            scored = to_end <= np.repeat(response, self.length)
+        scored[self.ends - self.length] = False  # nothing predicts a first token
+        return np.flatnonzero(scored)
 
 
 class TreeEngine(FSDPEngineWithLMHead):
@@ -138,8 +138,10 @@ class TreeEngine(FSDPEngineWithLMHead):
         if tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
             tu.assign_non_tensor(data, force_group_size=self._together(data, prompts[order]))
         out = super().forward_backward_batch(data, loss_function, forward_only)
-        found = out["model_output"]
-        out["model_output"] = {name: restore_dynamic_batch(values, [order.tolist()]) for name, values in found.items()}
+        outputs = out["model_output"]
+        out["model_output"] = {
+            name: restore_dynamic_batch(values, [order.tolist()]) for name, values in outputs.items()
+        }
         return out
 
     def _together(self, data: Any, prompts: Array) -> int:
@@ -154,7 +156,7 @@ class TreeEngine(FSDPEngineWithLMHead):
         dist.all_gather_object(ranks, (len(length), fitting), group)
         if len({size for size, _ in ranks}) > 1:
             return 1
-        return max(set.intersection(*(found for _, found in ranks)), default=1)
+        return max(set.intersection(*(fits for _, fits in ranks)), default=1)
 
 
 class TreeEngineWithLMHead(TreeEngine):
@@ -172,27 +174,29 @@ class TreeEngineWithLMHead(TreeEngine):
         trees = packed(np.split(flat.ids, flat.ends[:-1]), device)
         token = flat.scored(micro_batch)
         row = np.concatenate(trees.rows)[token - 1]
-        given = micro_batch["temperature"]
+        temperatures = micro_batch["temperature"]
         temperature: float | Tensor
-        if isinstance(given, Tensor):  # one for each sequence: a shared row is scored at each of its temperatures
-            levels, level = np.unique(given.float().cpu().numpy(), return_inverse=True)
+        if isinstance(
+            temperatures, Tensor
+        ):  # one for each sequence: a shared row is scored at each of its temperatures
+            levels, level = np.unique(temperatures.float().cpu().numpy(), return_inverse=True)
             level = np.repeat(level, flat.length)[token]
             (level, row), place = np.unique(np.stack([level, row]), axis=1, return_inverse=True)
             temperature = torch.from_numpy(levels[level]).clamp(min=COLDEST).to(device)
         else:
             row, place = np.unique(row, return_inverse=True)
-            temperature = max(float(given), COLDEST)
+            temperature = max(float(temperatures), COLDEST)
         at, where, target = (torch.from_numpy(x).to(device) for x in (row, place.reshape(-1), flat.ids[token]))
-        wanted = Wanted(at, where, target, temperature, [ours for key, (ours, _) in OUTPUTS.items() if get(key=key)])
-        return trees.inputs | {"wanted": wanted}, {"scored": torch.from_numpy(token - 1).to(device)}
+        targets = Wanted(at, where, target, temperature, [ours for key, (ours, _) in OUTPUTS.items() if get(key=key)])
+        return trees.inputs | {"targets": targets}, {"scored": torch.from_numpy(token - 1).to(device)}
 
     def prepare_model_outputs(
         self, output: dict[str, Tensor], output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, Tensor]:
         """Return the head's results for each target, as verl's nested tensors of whole sequences."""
-        ids, theirs = micro_batch["input_ids"], {"logprob": "log_probs", **dict(OUTPUTS.values())}
+        ids, verl_names = micro_batch["input_ids"], {"logprob": "log_probs", **dict(OUTPUTS.values())}
         flat = {
-            theirs[name]: values.new_zeros(len(ids.values())).index_put((output_args["scored"],), values)
+            verl_names[name]: values.new_zeros(len(ids.values())).index_put((output_args["scored"],), values)
             for name, values in output.items()
         }
         return {name: torch.nested.nested_tensor_from_jagged(values, ids.offsets()) for name, values in flat.items()}
@@ -238,7 +242,7 @@ def prompt_of(data: Any) -> Array | None:  # [B] int64
 
 
 def install_head(model: Any) -> None:
-    """Make ``model(..., wanted=...)`` score targets, in the head's own forward, during which FSDP gathers its weights.
+    """Make ``model(..., targets=...)`` score targets, in the head's own forward, during which FSDP gathers its weights.
 
     Raises:
         UserError: the head is of a kind that is not supported, or the model fails `check_model`.
@@ -252,40 +256,40 @@ def install_head(model: Any) -> None:
     whole, logits = model.forward, layer.forward
 
     @functools.wraps(logits)
-    def score(hidden: Tensor, wanted: Wanted | None = None) -> Any:  # hidden [1, T, H]
-        if wanted is None:
+    def score(hidden: Tensor, targets: Wanted | None = None) -> Any:  # hidden [1, T, H]
+        if targets is None:
             return logits(hidden)
         out = target_logprob(
-            model, hidden[0], wanted.target, wanted.row, wanted.place, wanted.temperature, wanted.want
+            model, hidden[0], targets.target, targets.row, targets.place, targets.temperature, targets.want
         )._asdict()
-        return {name: out[name] for name in ("logprob", *wanted.want)}
+        return {name: out[name] for name in ("logprob", *targets.want)}
 
     @functools.wraps(whole)
-    def forward(*args: Any, wanted: Wanted | None = None, **kwargs: Any) -> Any:
-        if wanted is None:
+    def forward(*args: Any, targets: Wanted | None = None, **kwargs: Any) -> Any:
+        if targets is None:
             return whole(*args, **kwargs)
-        return layer(model.get_decoder()(*args, **kwargs).last_hidden_state, wanted)
+        return layer(model.get_decoder()(*args, **kwargs).last_hidden_state, targets)
 
     layer.forward, model.forward = score, forward
 
 
-def refuse(found: dict[str, bool]) -> None:
-    """Raise UserError naming the first entry of ``found`` that is True."""
-    for name, there in found.items():
+def refuse(unsupported: dict[str, bool]) -> None:
+    """Raise UserError naming the first entry of ``unsupported`` that is True."""
+    for name, there in unsupported.items():
         if there:
             raise UserError(
                 f"rolltree does not compute {name} on trees; change that, or take {__name__} out of external_lib."
             )
 
 
-def choice(theirs: type[BaseEngine], ours: type[TreeEngine] | None, backend: str) -> type[BaseEngine]:
+def choice(verl_engine: type[BaseEngine], ours: type[TreeEngine] | None, backend: str) -> type[BaseEngine]:
     """Return an engine class that makes ``ours`` for models that name this module, and verl's for all others."""
 
     class Chosen(BaseEngine):
         def __new__(cls, model_config: Any, *args: Any, **kwargs: Any) -> Any:
             named = model_config.external_lib
             if __name__ not in (named if isinstance(named, list) else [named]):
-                return theirs(model_config, *args, **kwargs)
+                return verl_engine(model_config, *args, **kwargs)
             refuse({f"batches of the strategy {backend}": ours is None})
             assert ours is not None
             return ours(model_config, *args, **kwargs)
@@ -301,10 +305,10 @@ def register() -> None:
     for model_type, ours in trees.items():
         for backend in (*FSDP, *OTHERS):
             try:
-                theirs = EngineRegistry.get_engine_cls(model_type, backend)
+                verl_engine = EngineRegistry.get_engine_cls(model_type, backend)
             except (AssertionError, ValueError):  # no such engine on this machine
                 continue
-            entered = choice(theirs, ours if backend in FSDP else None, backend)
+            entered = choice(verl_engine, ours if backend in FSDP else None, backend)
             EngineRegistry.register(model_type, backend, device=device, vendor=vendor)(entered)
 
 

@@ -82,20 +82,20 @@ class Trajectory:
             [self._triple(name, s, t + self.horizon, t) for name, s in layers.items()]
             for t in range(1, count - self.horizon)
         ]
-        found = [Triple(t.u.clone(), t.sigma.clone(), t.v.clone()) for t in whole[-1]]
+        predicted_triples = [Triple(t.u.clone(), t.sigma.clone(), t.v.clone()) for t in whole[-1]]
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             for place in range(3):
-                for size in sorted({len(triple[place]) for triple in found}):
-                    mine = [i for i, triple in enumerate(found) if len(triple[place]) == size]
+                for size in sorted({len(triple[place]) for triple in predicted_triples}):
+                    same_size = [i for i, triple in enumerate(predicted_triples) if len(triple[place]) == size]
 
-                    def of(triples: list[Triple], place: int = place, mine: list[int] = mine) -> Tensor:
-                        return torch.stack([triples[i][place] for i in mine])
+                    def of(triples: list[Triple], place: int = place, same_size: list[int] = same_size) -> Tensor:
+                        return torch.stack([triples[i][place] for i in same_size])
 
-                    predicted = self._learned(*([of(one) for one in some] for some in (whole, step, ahead)))
-                    for i, value in zip(mine, predicted, strict=True):
-                        found[i][place].copy_(value)
-        extensions = (self.scale * t.sigma * torch.outer(t.u / t.u.norm(), t.v / t.v.norm()) for t in found)
+                    predicted = self._learned(*([of(one) for one in history] for history in (whole, step, ahead)))
+                    for i, value in zip(same_size, predicted, strict=True):
+                        predicted_triples[i][place].copy_(value)
+        extensions = (self.scale * t.sigma * torch.outer(t.u / t.u.norm(), t.v / t.v.norm()) for t in predicted_triples)
         return dict(zip(layers, extensions, strict=True))
 
     def _triple(self, name: str, scaling: float, later: int, earlier: int) -> Triple:
@@ -129,12 +129,12 @@ class Trajectory:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `tensors`; other names are passed over."""
-        found: dict[int, dict[str, Tensor]] = {}
+        adapters: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             place, _, rest = name.partition("/")
             if place.startswith(f"{KEPT}."):
-                found.setdefault(int(place.removeprefix(f"{KEPT}.")), {})[rest] = tensor.cpu()
-        self.kept = [found[i] for i in sorted(found)]
+                adapters.setdefault(int(place.removeprefix(f"{KEPT}.")), {})[rest] = tensor.cpu()
+        self.kept = [adapters[i] for i in sorted(adapters)]
 
 
 class Predictor(nn.Module):

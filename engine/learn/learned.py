@@ -123,12 +123,12 @@ class Learned:
         seen = [role.seen for role in self.roles]
         state: dict[str, Any] = {"trainer": counters, "roles": seen, "metrics": self.metrics, "base": self._base}
         if self.critic is not None:
-            theirs, state["critic"] = self.critic.trainer.state_dict()
-            tensors |= {f"critic/{name}": t for name, t in theirs.items()}
+            critic_tensors, state["critic"] = self.critic.trainer.state_dict()
+            tensors |= {f"critic/{name}": t for name, t in critic_tensors.items()}
         for role in self.roles:
             if role.weights is not None and (role.initial or role.reset_every or role.ema is not None):
-                theirs = {name: joined(w, self._parameters[name]) for name, w in role.weights.items()}
-                tensors |= {f"role.{role.column}/{name}": t for name, t in theirs.items()}
+                role_weights = {name: joined(w, self._parameters[name]) for name, w in role.weights.items()}
+                tensors |= {f"role.{role.column}/{name}": t for name, t in role_weights.items()}
         if self.parts.trajectory is not None:
             tensors |= self.parts.trajectory.tensors()
         return tensors, state

@@ -56,8 +56,8 @@ class Learner(Learned):
         self.batches = MicroBatches(parts, note)
         self._alone = [role for role in self.roles if role.fixed] if parts.score_early else []
 
-    def update(self, trees: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
-        """Learn from ``trees``, whose leaves have rewards (NaN where judging failed), and from ``given`` trees.
+    def update(self, trees: list[TokenTree], demonstrations: list[TokenTree], step: int, sums: Sums) -> bool:
+        """Learn from ``trees``, whose leaves have rewards (NaN where judging failed), and from ``demonstrations``.
 
         Returns:
             True if the policy has changed.
@@ -66,7 +66,7 @@ class Learner(Learned):
             UserError: a schedule returned a number out of range, or a term needs whole trees that do not fit.
             torch.OutOfMemoryError: not even one sequence fits into memory; or, with several ranks, an update does not.
         """
-        return self.learn(self.judged(trees, step, sums), given, step, sums)
+        return self.learn(self.judged(trees, step, sums), demonstrations, step, sums)
 
     def judged(self, trees: list[TokenTree], step: int, sums: Sums, score: Score | None = None) -> list[TokenTree]:
         """Begin the update of ``step``: give ``trees`` their credit and return those with verdicts; see `credit`."""
@@ -80,8 +80,8 @@ class Learner(Learned):
             sums.count("filter/failed_tokens", _sampled(trees) - _sampled(kept))
         return kept
 
-    def learn(self, kept: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
-        """Update the policy on trees that have their credit, and on ``given`` trees; arguments as for `update`."""
+    def learn(self, kept: list[TokenTree], demonstrations: list[TokenTree], step: int, sums: Sums) -> bool:
+        """Update the policy on trees that have their credit, and on ``demonstrations``; arguments as for `update`."""
         parts = self.parts
         parts.context.at(step, self.metrics)
         self.terms = [(term.now(), weight) for term, weight in parts.terms]
@@ -90,17 +90,17 @@ class Learner(Learned):
             if parts.replay_routes:
                 for tree in kept:
                     sums.add_values("training/unknown_routes", _unknown_routes(tree))
-        self._let_score(parts.given_roles, given, self.temperature(step))
+        self._let_score(parts.given_roles, demonstrations, self.temperature(step))
         with self.watch.part("pack"):
             for term, _ in self.terms:
-                term.prepare(kept + given)
+                term.prepare(kept + demonstrations)
         updated = False
         self.trainer.lr_scale = at_step(parts.lr_scale, step, self.metrics)
         self._record_schedules(step, sums)
         for k in range(parts.epochs * parts.updates_per_step):
             again, place = divmod(k, parts.updates_per_step)
             share = slice(place, None, parts.updates_per_step)
-            updated |= self._one_update(kept[share], given[share], step, sums, again=again > 0)
+            updated |= self._one_update(kept[share], demonstrations[share], step, sums, again=again > 0)
         self.model.eval()  # here, not at every step of the engine, because it takes as long as a layer
         self.metrics = sums.means()
         return updated
@@ -120,12 +120,12 @@ class Learner(Learned):
         (score or self.score)(kept, self.temperature(step))
         with self.watch.part("pack"):
             responses = [Episodes(tree) for tree in kept]
-            for some in responses:
-                shape_rewards(parts.shapings, some.tree)
+            for episodes in responses:
+                shape_rewards(parts.shapings, episodes.tree)
             if kept:
-                give_credit(parts.credit, parts.credit_name, [some.tree for some in responses])
-            for tree, some in zip(kept, responses, strict=True):
-                some.write_back()
+                give_credit(parts.credit, parts.credit_name, [episodes.tree for episodes in responses])
+            for tree, episodes in zip(kept, responses, strict=True):
+                episodes.write_back()
                 _weigh_credit(tree, tree.meta.get("replay_weight", 1.0))
             for tree, part, drop in zip(trees, judged, failed, strict=True):
                 if part is not None and part is not tree:
@@ -137,7 +137,7 @@ class Learner(Learned):
     def _one_update(
         self,
         members: list[TokenTree],
-        given: list[TokenTree],
+        demonstrations: list[TokenTree],
         step: int,
         sums: Sums,
         *,
@@ -152,20 +152,15 @@ class Learner(Learned):
             terms = [
                 Weighted(term, normalizer, weight)
                 for term, weight in weighed
-                if (normalizer := term.normalizer(rollouts, given))
+                if (normalizer := term.normalizer(rollouts, demonstrations))
             ]
-            known = [term for term, _ in self.terms]
-            seen, seen_given = rollouts, given
-            balances = getattr(self.model.config, "output_router_logits", False)
-            if self.critic is None and not balances:  # these learn from all responses
-                seen, seen_given = (needed(some, [each.term for each in terms]) for some in (rollouts, given))
-            if not (seen or seen_given):  # an update without a gradient still moves what an optimizer remembers
-                seen, seen_given = rollouts, given
+            all_terms = [term for term, _ in self.terms]
+            seen, seen_demonstrations = self._seen(rollouts, demonstrations, terms)
             if not again:
                 sums.count("filter/unseen_groups", len(members) - len(rollouts))
                 sums.count("filter/unseen_tokens", _sampled(members) - _sampled(seen))
-            live = self.batches.shared(seen + seen_given, known)
-            batches = self.batches.packed(live, known)
+            live = self.batches.shared(seen + seen_demonstrations, all_terms)
+            batches = self.batches.packed(live, all_terms)
         if not batches or not terms:
             sums.count("actor/empty_updates")
             if self.critic is None and not again:
@@ -190,7 +185,7 @@ class Learner(Learned):
                         raise
                     torch.cuda.empty_cache()
                     sums.count("actor/out_of_memory")
-                    batches = self.batches.packed(live, known)
+                    batches = self.batches.packed(live, all_terms)
         self.mfu.add(live, metrics["perf/head_tflop"][0])
         for name, (total, count) in metrics.items():
             sums.add(name, total, count)
@@ -201,6 +196,19 @@ class Learner(Learned):
         if self.parts.trajectory is not None:
             self.parts.trajectory.record(self.model, self.updates)
         return True
+
+    def _seen(
+        self, rollouts: list[TokenTree], demonstrations: list[TokenTree], terms: Sequence[Weighted]
+    ) -> tuple[list[TokenTree], list[TokenTree]]:
+        """Return what the update computes of both: what the terms' gradients need. A critic and the balance of experts
+        learn from all tokens."""
+        balances = getattr(self.model.config, "output_router_logits", False)
+        if self.critic is not None or balances:
+            return rollouts, demonstrations
+        read = [weighted.term for weighted in terms]
+        parts = needed(rollouts, read), needed(demonstrations, read)
+        # an update without a gradient still moves what an optimizer remembers
+        return parts if any(parts) else (rollouts, demonstrations)
 
     def _teach_critic(self, batches: Sequence[TreeBatch], trees: Sequence[TokenTree], sums: Sums) -> None:
         assert self.critic is not None
@@ -219,9 +227,9 @@ class Learner(Learned):
     ) -> Metrics:
         tokens = sum(tree.logical_tokens for tree in trees)
         for number, batch in enumerate(batches, start=1):
-            own = batch.temperatures(temperature)
+            temperatures = batch.temperatures(temperature)
             self.trainer.forward_backward(
-                batch, terms, tokens, temperature=own, on_policy=on_policy, last=number == len(batches)
+                batch, terms, tokens, temperature=temperatures, on_policy=on_policy, last=number == len(batches)
             )
         return self.trainer.optim_step()
 
@@ -299,10 +307,10 @@ class Learner(Learned):
 
     def _exchange(self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], column: str) -> None:
         """Tell the other ranks the scores in ``column`` of this rank's ``batches``, and write theirs on ``trees``."""
-        mine = {i: trees[i].columns[column] for batch in batches for i in batch.tree_index}
-        for rank, theirs in enumerate(self.group.gather(mine)):
+        scores = {i: trees[i].columns[column] for batch in batches for i in batch.tree_index}
+        for rank, of_rank in enumerate(self.group.gather(scores)):
             if rank != self.group.rank:
-                for i, values in theirs.items():
+                for i, values in of_rank.items():
                     trees[i].set(column, values)
 
     def weights(self) -> WeightSource:
@@ -330,8 +338,8 @@ class Learner(Learned):
 
 def _counted(trees: Sequence[TokenTree], sums: Sums) -> list[TokenTree]:
     """Return the trees without the responses that credit reads and no update counts."""
-    found = [t if t.trained.all() else t.without_leaves(~t.trained) for t in trees]
-    left = [tree for tree in found if tree is not None]
+    trained = [t if t.trained.all() else t.without_leaves(~t.trained) for t in trees]
+    left = [tree for tree in trained if tree is not None]
     sums.count("filter/untrained_tokens", _sampled(trees) - _sampled(left))
     return left
 

@@ -65,8 +65,8 @@ class Learning(Protocol):
         """Return ``params`` with the temperature and the maximum length of ``step``."""
         ...
 
-    def update(self, trees: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
-        """Learn from ``trees`` and ``given``; see `Learner.update`."""
+    def update(self, trees: list[TokenTree], demonstrations: list[TokenTree], step: int, sums: Sums) -> bool:
+        """Learn from ``trees`` and ``demonstrations``; see `Learner.update`."""
         ...
 
     def credit(self, trees: Sequence[TokenTree], step: int) -> object:

@@ -53,8 +53,8 @@ class MicroBatches:
         flat = self.shares_nothing(trees)
         options: dict[str, Any] = {"max_tokens": self.max_tokens, "flat": flat, "unshare": unshare, **self._replay}
         if self.group.count == 1:
-            found = pack(trees, in_pieces=self.in_pieces, **options)
-            return [replace(batch, of=len(found)) for batch in found]
+            packed = pack(trees, in_pieces=self.in_pieces, **options)
+            return [replace(batch, of=len(packed)) for batch in packed]
         if is_invariant(self.model):
             shares = deal(trees, self.group.count, **options)
         else:

@@ -41,23 +41,23 @@ class Policies:
         self.first, self.policies = first, dict(others)
         self._all = [first, *self.policies.values()]
 
-    def update(self, trees: list[TokenTree], given: list[TokenTree], step: int, sums: Sums) -> bool:
+    def update(self, trees: list[TokenTree], demonstrations: list[TokenTree], step: int, sums: Sums) -> bool:
         """Let every policy learn from its tokens; see `Learner.update`.
 
         Returns:
             True if any policy has changed.
         """
         kept = self.first.judged(trees, step, sums, self._score)
-        changed = self.first.learn(_seen(kept, 0), given, step, sums)
+        changed = self.first.learn(_seen(kept, 0), demonstrations, step, sums)
         for number, (name, learner) in enumerate(self.policies.items(), start=1):
             if step == 1 and learner.parts.notes != self.first.parts.notes:
                 for sentence in learner.parts.notes:
                     learner.note(f"models.{name}: {sentence}")
-            own = Sums()
-            changed |= learner.learn(_seen(kept, number), [], step, own)
+            policy_sums = Sums()
+            changed |= learner.learn(_seen(kept, number), [], step, policy_sums)
             for counted in LEFT_OUT:
                 sums.count(counted, learner.metrics[counted])
-            sums.take(own, f"{name}/")
+            sums.take(policy_sums, f"{name}/")
         return changed
 
     def credit(self, trees: Sequence[TokenTree], step: int) -> object:
@@ -73,8 +73,8 @@ class Policies:
             learner.score(scored, temperature)
             for tree, by_policy in zip(trees, scored, strict=True):
                 for column in _scored(learner):
-                    own = by_policy.columns[column]
-                    tree.set(column, np.where(tree.model == number, own, getattr(tree, column)))
+                    values = by_policy.columns[column]
+                    tree.set(column, np.where(tree.model == number, values, getattr(tree, column)))
 
     @property
     def updates(self) -> int:
@@ -94,20 +94,20 @@ class Policies:
         return [span for learner in self._all for span in learner.spans()]
 
     def utilization(self, times: dict[str, float]) -> dict[str, float]:
-        found = [learner.utilization(times) for learner in self._all]
-        together = sum(some.get("perf/mfu/actor", 0.0) for some in found)
-        return found[0] | ({"perf/mfu/actor": together} if "perf/mfu/actor" in found[0] else {})
+        by_policy = [learner.utilization(times) for learner in self._all]
+        together = sum(of_policy.get("perf/mfu/actor", 0.0) for of_policy in by_policy)
+        return by_policy[0] | ({"perf/mfu/actor": together} if "perf/mfu/actor" in by_policy[0] else {})
 
     def save(self, directory: Path) -> Saved:
         """Write the first policy's state to ``directory`` and that of each other one to the folder of its name."""
         files, state = self.first.save(directory)
-        theirs = {}
+        states = {}
         for name, learner in self.policies.items():
             (directory / name).mkdir()
-            own = learner.save(directory / name)
-            files |= {f"{name}/{file}": fingerprint for file, fingerprint in own.files.items()}
-            theirs[name] = own.state
-        return Saved(files, state | {"policies": theirs})
+            saved = learner.save(directory / name)
+            files |= {f"{name}/{file}": fingerprint for file, fingerprint in saved.files.items()}
+            states[name] = saved.state
+        return Saved(files, state | {"policies": states})
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         self.first.load(directory, state)
@@ -119,8 +119,8 @@ class Policies:
 
     def states(self) -> dict[str, Any]:
         """Return the states of the functions of all policies; see `Learned.states`."""
-        theirs = {_key(name, key): s for name, one in self.policies.items() for key, s in one.states().items()}
-        return self.first.states() | theirs
+        of_policies = {_key(name, key): s for name, one in self.policies.items() for key, s in one.states().items()}
+        return self.first.states() | of_policies
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Restore the result of `states`."""

@@ -68,8 +68,8 @@ class Mfu:
     @staticmethod
     def of(model: PreTrainedModel, devices: int = 1) -> Mfu:
         """Return the meter for ``devices`` devices like that of ``model``, which update it together."""
-        known = model.device.type == "cuda"
-        peak = peak_tflop_s(torch.cuda.get_device_name(model.device), model.dtype) if known else None
+        on_gpu = model.device.type == "cuda"
+        peak = peak_tflop_s(torch.cuda.get_device_name(model.device), model.dtype) if on_gpu else None
         return Mfu(model, None if peak is None else devices * peak)
 
     def add(self, trees: Sequence[TokenTree], head_tflop: float) -> None:
@@ -77,7 +77,7 @@ class Mfu:
         if self.peak is None:
             return
         rows = [distinct_rows(tree) for tree in trees]
-        computed, visible = sum(some.num_rows for some in rows), sum(some.visible for some in rows)
+        computed, visible = sum(of_tree.num_rows for of_tree in rows), sum(of_tree.visible for of_tree in rows)
         forward = self._cost.token * computed + self._cost.attention * visible
         self._flop += self._passes * forward + 1e12 * head_tflop
 
@@ -143,13 +143,13 @@ class GpuMonitor:
             self._told(f"NVML failed and is not read any more ({error}); the metrics lack perf/gpu.")
 
     def _sample(self, nvml: Any, handle: Any, counters: dict[str, Callable[[Any, Any], float]]) -> None:
-        found = {}
+        readings = {}
         for name, ask in list(counters.items()):
             try:
-                found[name] = ask(nvml, handle)
+                readings[name] = ask(nvml, handle)
             except nvml.NVMLError_NotSupported as error:
                 del counters[name]
                 self._told(f"NVML does not report {name} of this GPU ({error}); the metrics lack it.")
         with self._lock:
-            for name, value in found.items():
+            for name, value in readings.items():
                 self._taken.setdefault(name, []).append(value)

@@ -53,9 +53,9 @@ class Callback:
         rule: CallbackRule | None,
         buffer: Buffer,
         prompt: Callable[[Problem], Prompt],
-        given: Callable[[Group, Sequence[str], Sequence[float]], Responses],
+        make_responses: Callable[[Group, Sequence[str], Sequence[float]], Responses],
     ) -> None:
-        self.rule, self.buffer, self._made, self._given = rule, buffer, prompt, given
+        self.rule, self.buffer, self._make_prompt, self._make_responses = rule, buffer, prompt, make_responses
         self._dropped_before = 0  # groups dropped before the step began
 
     def begin_step(self) -> None:
@@ -103,7 +103,7 @@ class Callback:
             case Add(responses, rewards, leaves) if len(responses) == len(rewards):
                 if leaves is not None:
                     self._keep(rule, group, leaves)
-                group.parts.append(self._given(group, responses, rewards))
+                group.parts.append(self._make_responses(group, responses, rewards))
                 self.buffer.to(group, State.READY)
             case _:
                 raise UserError(
@@ -127,9 +127,9 @@ class Callback:
 
     def _prompt(self, group: Group, text: str, entry: Mapping[str, Any] | None = None) -> Prompt:
         """Return another prompt for the group's problem."""
-        own = group.prompt
-        given = dict(own.entry if entry is None else entry)
-        return self._made(Problem(own.id, own.task, text, given, images=own.images))
+        prompt = group.prompt
+        row = dict(prompt.entry if entry is None else entry)
+        return self._make_prompt(Problem(prompt.id, prompt.task, text, row, images=prompt.images))
 
     def _check_drops(self, rule: CallbackRule, reason: str) -> None:
         most = rule.max_dropped_batches * self.buffer.budget.batch

@@ -97,15 +97,15 @@ class Checkpoints:
         controller = self.controller
         with controller.paused():  # so that groups and parts are of one moment
             open_tensors, groups = controller.state_dict()
-            own = Archive()
+            archive = Archive()
             try:
-                stream = own.pack(controller.source.state_dict())
+                stream = archive.pack(controller.source.state_dict())
             except NotKeptError as error:
                 raise RunError(
                     f"The state of data.source cannot be saved: {error} Give its rows plain values."
                 ) from error
-            known = {key: call(key, part.state_dict) for key, part in self.stateful.items()}
-            states = {key: _kept(key, state, own) for key, state in (known | self.learner.states()).items()}
+            part_states = {key: call(key, part.state_dict) for key, part in self.stateful.items()}
+            states = {key: _kept(key, state, archive) for key, state in (part_states | self.learner.states()).items()}
         self._best = self._better(step, row)
         state: dict[str, Any] = {
             "best": self._best,
@@ -122,7 +122,7 @@ class Checkpoints:
             self.directory / "checkpoints",
             step,
             learner=self.learner.save,
-            tensors=_prefixed(OPEN, open_tensors) | _prefixed(OWN, own.tensors),
+            tensors=_prefixed(OPEN, open_tensors) | _prefixed(OWN, archive.tensors),
             state=state,
             trained=self.keeping.trained,
             keep=self.keeping.keep,
@@ -178,9 +178,9 @@ class Checkpoints:
         value = -value if name.startswith("-") else value
         return (value, step) if self._best is None or value > self._best[0] else self._best
 
-    def _restore_parts(self, own: Archive, state: Mapping[str, Any]) -> None:
-        self.controller.source.load_state_dict(own.unpack(state["prompts"]))
-        states = {key: own.unpack(packed) for key, packed in state["parts"].items()}
+    def _restore_parts(self, archive: Archive, state: Mapping[str, Any]) -> None:
+        self.controller.source.load_state_dict(archive.unpack(state["prompts"]))
+        states = {key: archive.unpack(packed) for key, packed in state["parts"].items()}
         for key, part in self.stateful.items():
             call(key, part.load_state_dict, states[key])
         self.learner.restore(states)
@@ -234,8 +234,8 @@ def export(directory: Path, learner: Learning, tokenizer: PreTrainedTokenizerBas
     shutil.rmtree(temporary, ignore_errors=True)
     folders = {temporary: learner}
     folders |= {temporary / name: other for name, other in learner.policies.items()}
-    for folder, own in folders.items():
-        own.export(folder)
+    for folder, policy in folders.items():
+        policy.export(folder)
         tokenizer.save_pretrained(folder)
         copy_processor(tokenizer.name_or_path, folder)
     shutil.rmtree(target, ignore_errors=True)

@@ -82,7 +82,7 @@ class Controller:
         self._settles_at_once = False  # at staleness 0, a group is ready before its round has ended
         self.restarted: Counter[str] = Counter()  # unfinished groups that began again, by reason
         self.callback = Callback(
-            rule, buffer, lambda problem: self.source.prompt(problem), lambda *given: self.judging.given(*given)
+            rule, buffer, lambda problem: self.source.prompt(problem), lambda *arguments: self.judging.given(*arguments)
         )
         self._seeds = GroupSeeds(parts.seed, buffer.budget.batch)
         self.cores = Cores(shared=parts.overlaps and parts.on_cpu)
@@ -120,12 +120,12 @@ class Controller:
         self._settles_at_once = ahead is not None and self.callback.rule is None and not self.judging.in_turn
         while True:
             with self.cores.left_to_sampler():
-                while (found := self._batch_or_group(offers=ahead is not None)) is None:
+                while (ready := self._batch_or_group(offers=ahead is not None)) is None:
                     self._await_change() if self._thread.started else self.advance()
-            if isinstance(found, list):
-                return found
+            if isinstance(ready, list):
+                return ready
             assert ahead is not None
-            ahead(found.tree)
+            ahead(ready.tree)
 
     def _batch_or_group(self, *, offers: bool) -> list[Group] | Group | None:
         """Return the next batch if it is complete, else the oldest ready group that was not returned before."""

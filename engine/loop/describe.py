@@ -56,15 +56,15 @@ def describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> Non
             sums.add("reward/group_std", float(rewards.std()))
         for name, number in tree.meta.get("counts", {}).items():
             sums.count(f"rollout/{name}", number)
-    for tree, some in zip(trees, responses, strict=True):
+    for tree, episodes in zip(trees, responses, strict=True):
         if "agent" in tree.meta:
-            made = tree.meta["agent"]
-            sums.add("agent/calls", made["calls"], some.num_leaves)
-            sums.add("agent/branches", tree.num_leaves, some.num_leaves)
-            sums.add("agent/shared_ratio", made["call_tokens"], tree.num_tokens)
-            sums.add("agent/tool_s", made["tool_s"], some.num_leaves)
-            for cause in (name.removeprefix("failed_") for name in made if name.startswith("failed_")):
-                sums.count(f"agent/failed_{cause}", made[f"failed_{cause}"])
+            counts = tree.meta["agent"]
+            sums.add("agent/calls", counts["calls"], episodes.num_leaves)
+            sums.add("agent/branches", tree.num_leaves, episodes.num_leaves)
+            sums.add("agent/shared_ratio", counts["call_tokens"], tree.num_tokens)
+            sums.add("agent/tool_s", counts["tool_s"], episodes.num_leaves)
+            for cause in (name.removeprefix("failed_") for name in counts if name.startswith("failed_")):
+                sums.count(f"agent/failed_{cause}", counts[f"failed_{cause}"])
     sums.count("rollout/sampled_tokens", sum(tree.sampled_tokens for tree in trees))
     logical, unique = sum(t.logical_tokens for t in trees), sum(t.num_tokens for t in trees)
     sums.add("tree/token_ratio", float(logical), float(unique))

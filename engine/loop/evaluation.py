@@ -74,7 +74,7 @@ class Evaluation:
             for leaf in response.judged
         ]
         results = rewards.score(items)
-        parts = [self.rightness(asked.entry) for asked in items]
+        parts = [self.rightness(judged.entry) for judged in items]
         solved = [_value(r, part) >= SOLVED for r, part in zip(results, parts, strict=True)]
         accuracy = sum(solved) / len(self.problems)
         failed = [reason for tree in trees for reason in list(unsampled(tree).values())[:1]]
@@ -108,6 +108,6 @@ def _means(results: Sequence[RewardResult]) -> dict[str, float]:
     """Return the means of the rewards and of the named ones over the answers that have them."""
     values: dict[str, list[float]] = {"eval/reward": [r.value for r in results if r.value is not None]}
     for name in dict.fromkeys(name for r in results for name in r.named):
-        given = [r.named[name] for r in results if name in r.named]
-        values[f"eval/reward/{name}"] = [value for value in given if not np.isnan(value)]
-    return {name: float(np.mean(some)) for name, some in values.items() if some}
+        named = [r.named[name] for r in results if name in r.named]
+        values[f"eval/reward/{name}"] = [value for value in named if not np.isnan(value)]
+    return {name: float(np.mean(numbers)) for name, numbers in values.items() if numbers}

@@ -57,7 +57,7 @@ class Judging:
         self.tokenizer, self._notify, self._on_failure, self._trace = tokenizer, notify, on_failure, trace
         self._text_of = partial(response_text, tokenizer)
         self._waiting: list[tuple[Group, list[RewardItem]]] = []
-        self._asked: dict[Future[list[RewardResult]], list[tuple[Group, list[RewardItem]]]] = {}
+        self._sent: dict[Future[list[RewardResult]], list[tuple[Group, list[RewardItem]]]] = {}
         self._judged: list[Group] = []
 
     @contextmanager
@@ -79,13 +79,13 @@ class Judging:
     @property
     def busy(self) -> bool:
         """True if verdicts are outstanding or not taken."""
-        return bool(self._waiting or self._asked or self._judged)
+        return bool(self._waiting or self._sent or self._judged)
 
     def clear(self) -> None:
         """Discard all requests; verdicts that arrive later belong to no group."""
-        for future in self._asked:
+        for future in self._sent:
             future.cancel()
-        self._waiting, self._asked, self._judged = [], {}, []
+        self._waiting, self._sent, self._judged = [], {}, []
 
     def add(self, finished: Sequence[tuple[Group, TokenTree, list[str] | None]]) -> None:
         """Add trees with (further) responses of their groups, and request the verdicts on them.
@@ -116,10 +116,10 @@ class Judging:
 
     def _send(self) -> None:
         """Send all waiting responses to the verifiers in one call, because each call costs time that sampling loses."""
-        if not self._waiting or len(self._asked) >= self._rewards.at_once or self._rewards.in_turn:
+        if not self._waiting or len(self._sent) >= self._rewards.at_once or self._rewards.in_turn:
             return
         future = self._threads.submit(self._score, [item for _, items in self._waiting for item in items])
-        self._asked[future], self._waiting = self._waiting, []
+        self._sent[future], self._waiting = self._waiting, []
         future.add_done_callback(lambda _: self._notify())
 
     def _score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
@@ -131,7 +131,7 @@ class Judging:
 
     def wait(self, seconds: float) -> None:
         """Wait up to ``seconds`` for any verdict."""
-        wait(self._asked, seconds, FIRST_COMPLETED)
+        wait(self._sent, seconds, FIRST_COMPLETED)
 
     def take(self, *, all_or_none: bool) -> list[Group]:
         """Return the groups whose verdicts have arrived, oldest first, with rewards on their trees.
@@ -142,22 +142,22 @@ class Judging:
         Raises:
             RunError: a verifier failed and `reward.on_failure` is "raise".
         """
-        for future in [future for future in self._asked if future.done()]:
-            self._share(self._asked.pop(future), future.result())
+        for future in [future for future in self._sent if future.done()]:
+            self._share(self._sent.pop(future), future.result())
         self._send()
         if self._rewards.in_turn and self._waiting:  # the calling thread also steps the engine
             waiting, self._waiting = self._waiting, []
             self._share(waiting, self._score([item for _, items in waiting for item in items]))
-        if all_or_none and (self._waiting or self._asked):
+        if all_or_none and (self._waiting or self._sent):
             return []
         groups, self._judged = sorted(self._judged, key=lambda group: group.ticket), []
         for group in groups:
             self._put_rewards(group)
         return groups
 
-    def _share(self, asked: Sequence[tuple[Group, list[RewardItem]]], verdicts: Sequence[RewardResult]) -> None:
+    def _share(self, sent: Sequence[tuple[Group, list[RewardItem]]], verdicts: Sequence[RewardResult]) -> None:
         left = iter(verdicts)
-        for group, _ in asked:
+        for group, _ in sent:
             for part in self._asked_parts(group):
                 part.verdicts = list(islice(left, len(part.judged)))
             self._judged.append(group)
@@ -169,7 +169,7 @@ class Judging:
         ids = [[*self.tokenizer(text, add_special_tokens=False)["input_ids"], *end] for text in responses]
         tree = TokenTree.from_nodes(
             [-1] + [0] * len(ids),
-            [Segment.prompt(group.prompt.token_ids), *(Segment.make(some, origin=Origin.INJECTED) for some in ids)],
+            [Segment.prompt(group.prompt.token_ids), *(Segment.make(tokens, origin=Origin.INJECTED) for tokens in ids)],
             list(range(1, len(ids) + 1)),
             [LeafStatus.STOP] * len(ids),
             pictures=pictures_of(group.prompt, self.tokenizer),
@@ -221,9 +221,9 @@ def item(prompt: Prompt, responses: Responses, leaf: int, text_of: Callable[[Arr
         text_of: returns the text of token ids, for the texts of roles; None: the response has one role.
     """
     tree, roles = responses.tree, None
-    given = tree.meta.get("given_rewards", {}).get(leaf)
+    assigned = tree.meta.get("given_rewards", {}).get(leaf)
     if text_of is not None and "roles" in tree.meta:
         whole = Episodes(tree)
         roles = role_texts(whole.tree, int(whole.place[leaf]), text_of)
     ended = bool(tree.status[leaf] == LeafStatus.STOP)
-    return RewardItem(responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, given, roles, ended=ended)
+    return RewardItem(responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, assigned, roles, ended=ended)

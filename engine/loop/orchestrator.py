@@ -163,8 +163,8 @@ class Orchestrator:
         }
         self.learner = learner(self.watch, console.note)
         self.buffer = Buffer(budget)
-        given = (sampling, self.buffer, publication, self.watch, console, rule, self.trace.add)
-        self.controller = Controller(*given) if replay is None else Replay(replay, *given)
+        arguments = (sampling, self.buffer, publication, self.watch, console, rule, self.trace.add)
+        self.controller = Controller(*arguments) if replay is None else Replay(replay, *arguments)
         self.checkpoints = Checkpoints(
             options.directory,
             options.keeping,
@@ -226,7 +226,7 @@ class Orchestrator:
             self.monitor = GpuMonitor.of(self.learner.device, self.console.note)
             with self.stopping.on_signals(), closing(self.trackers), closing(self.monitor), only_new_garbage():
                 self.watch.restart()
-                while self.step < steps and not self.stopping.asked:
+                while self.step < steps and not self.stopping.requested:
                     self._recovered(self._step)
                 if self.step < steps:
                     self._recovered(self._save_last)
@@ -310,13 +310,13 @@ class Orchestrator:
         trees = [group.tree for group in batch]
         for group, tree in zip(batch, trees, strict=True):
             tree.meta["entry"] = group.prompt.entry
-        given = self.demonstrations.next()
+        demonstrations = self.demonstrations.next()
         kept, replayed = [], list[TokenTree]()
         if self.store is not None:
             kept, replayed = self.store.snapshot(batch), self.store.draw(step)
             describe_replay(replayed, self.learner.updates, sums)
         with self.controller.at_rest():
-            changed = self.learner.update(trees + replayed, given, step, sums)
+            changed = self.learner.update(trees + replayed, demonstrations, step, sums)
         if self.store is not None:
             self.store.add(kept, trees, step)
         return changed
@@ -347,7 +347,7 @@ class Orchestrator:
 
     def _end_step(self, step: int) -> None:
         """Save a checkpoint if it is time, then write and show the metrics."""
-        if self.checkpoints.due(step) or step == self.options.steps or self.stopping.asked:
+        if self.checkpoints.due(step) or step == self.options.steps or self.stopping.requested:
             self.console.phase("saving a checkpoint")
             with self.watch.part("checkpoint"):  # counted in the next step: the checkpoint holds this row
                 self.checkpoints.save(step, self._row)

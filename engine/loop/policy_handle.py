@@ -70,12 +70,12 @@ class Policy:
                 f"`policy.generate` samples plain responses, and rollout.program = '{self._answered_by}' "
                 "answers all problems in its own way; use `policy.score`, or another program."
             )
-        own = self._params
+        run_params = self._params
         params = replace(
-            own,
+            run_params,
             n=n,
-            temperature=own.temperature if temperature is None else temperature,
-            max_new_tokens=max_new_tokens or own.max_new_tokens,
+            temperature=run_params.temperature if temperature is None else temperature,
+            max_new_tokens=max_new_tokens or run_params.max_new_tokens,
         )
         step, calls = self._calls
         self._calls = self._context.step, calls + 1 if step == self._context.step else 1
@@ -89,9 +89,9 @@ class Policy:
     def score(self, prompts: Sequence[str], continuations: Sequence[str]) -> list[Array]:
         """Return the log-probs ``[tokens]`` (fp32, nats, at temperature 1) of a continuation of each prompt; none of an
         empty one."""
-        wanted = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in continuations]
-        found = self._sampler.score(self._ids(prompts), [[ids] if ids else [] for ids in wanted])
-        return [some[0] if some else np.zeros(0, np.float32) for some in found]
+        token_ids = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in continuations]
+        scores = self._sampler.score(self._ids(prompts), [[ids] if ids else [] for ids in token_ids])
+        return [of_prompt[0] if of_prompt else np.zeros(0, np.float32) for of_prompt in scores]
 
     def _ids(self, prompts: Sequence[str]) -> list[list[int]]:
         return [self._tokenizer(text, add_special_tokens=not self._chat)["input_ids"] for text in prompts]

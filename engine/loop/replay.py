@@ -69,13 +69,13 @@ class Replay(Controller):
             UserError: too few groups are left.
         """
         begin, count = self.buffer.admitted, self.buffer.budget.batch
-        some = self.recorded[begin : begin + count]
-        if len(some) < count:
+        chosen = self.recorded[begin : begin + count]
+        if len(chosen) < count:
             raise UserError(
                 f"'{self.path}' holds {len(self.recorded)} groups, enough for {len(self.recorded) // count} steps of "
                 f"{count}; lower trainer.steps, or record more."
             )
-        for group, (_, parts) in zip(self.buffer.admit([prompt for prompt, _ in some]), some, strict=True):
+        for group, (_, parts) in zip(self.buffer.admit([prompt for prompt, _ in chosen]), chosen, strict=True):
             group.parts = parts
             group.tree.set("group", group.ticket)
             self.buffer.sampled(group, group.tree)

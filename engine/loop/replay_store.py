@@ -91,14 +91,14 @@ class ReplayStore:
 
     def snapshot(self, groups: Sequence[Group]) -> list[Recorded]:
         """Return copies of judged groups as they are before an update."""
-        found: list[Recorded] = []
+        copies: list[Recorded] = []
         for group in groups:
             tree = group.tree
             copied = _copy(tree)
             del copied.meta["entry"]  # the prompt has it
             copied.meta.pop("scored", None)  # another run may have another reference
-            found.append((group.prompt, [Responses(copied, list(group.texts), {})]))
-        return found
+            copies.append((group.prompt, [Responses(copied, list(group.texts), {})]))
+        return copies
 
     def add(self, recorded: Sequence[Recorded], trees: Sequence[TokenTree], step: int) -> None:
         """Store those of the groups of ``step`` that `replay.keep` chooses; the oldest leave a store that is full.
@@ -127,13 +127,13 @@ class ReplayStore:
             UserError: a file is missing or has changed.
         """
         young = [one for one in self.stored if self._is_young(one, step)]
-        wanted = min(self._count, len(young))
-        if not wanted:
+        count = min(self._count, len(young))
+        if not count:
             return []
         weight = np.array([one.score for one in young]) ** self.config.prefer
-        weight = weight if np.count_nonzero(weight) >= wanted else np.ones(len(young))
+        weight = weight if np.count_nonzero(weight) >= count else np.ones(len(young))
         rng = np.random.default_rng([self._seed, step, DRAWN])
-        chosen = rng.choice(len(young), wanted, replace=False, p=weight / weight.sum())
+        chosen = rng.choice(len(young), count, replace=False, p=weight / weight.sum())
         return [self._read(young[i]) for i in sorted(chosen.tolist())]
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class Stopping:
 
     def __init__(self, note: Callable[[str], object]) -> None:
         self._note = note
-        self.asked = False
+        self.requested = False
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
@@ -38,7 +38,7 @@ class Stopping:
             del before[signal.SIGHUP]
 
         def ask(number: int, frame: object) -> None:
-            self.asked = True
+            self.requested = True
             restore()
             if signal.SIGHUP in before:  # a closing session sends it along with SIGTERM, and more than once
                 signal.signal(signal.SIGHUP, signal.SIG_IGN)

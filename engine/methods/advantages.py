@@ -56,11 +56,11 @@ def gpg(trees: Sequence[TokenTree]) -> Credit:
 def passk_best(tree: TokenTree) -> Array:  # [L]
     """Pass@k training (verl `grpo_passk`): the best response alone has credit, ``(R_max - R_second) / (sd + 1e-6)``."""
     rewards = rewards_of(tree)
-    found = np.zeros(len(rewards))
+    advantage = np.zeros(len(rewards))
     if len(rewards) > 1:
         second, first = np.sort(rewards)[-2:]
-        found[rewards.argmax()] = (first - second) / (rewards.std(ddof=1) + EPS)
-    return found
+        advantage[rewards.argmax()] = (first - second) / (rewards.std(ddof=1) + EPS)
+    return advantage
 
 
 def remax(trees: Sequence[TokenTree]) -> Credit:
@@ -71,12 +71,12 @@ def remax(trees: Sequence[TokenTree]) -> Credit:
         UserError: no group has a response that is not trained on.
     """
     credit.check_untrained(trees, "remax", "a greedy response", "greedy_baseline")
-    found = []
+    advantages = []
     for tree in trees:
         rewards, counted = rewards_of(tree), tree.trained
         greedy = rewards[~counted]
-        found.append(np.where(counted, rewards - (greedy.mean() if len(greedy) else rewards.mean()), 0.0))
-    return Credit("leaf", found)
+        advantages.append(np.where(counted, rewards - (greedy.mean() if len(greedy) else rewards.mean()), 0.0))
+    return Credit("leaf", advantages)
 
 
 def gdpo(trees: Sequence[TokenTree], *, weights: Mapping[str, float], whiten: bool = True) -> Credit:
@@ -91,7 +91,7 @@ def gdpo(trees: Sequence[TokenTree], *, weights: Mapping[str, float], whiten: bo
     Raises:
         UserError: the verifier gave no reward of a name.
     """
-    found = []
+    advantages = []
     for tree in trees:
         total = np.zeros(tree.num_leaves)
         for name, weight in weights.items():
@@ -100,8 +100,11 @@ def gdpo(trees: Sequence[TokenTree], *, weights: Mapping[str, float], whiten: bo
             values = tree.rewards[name].astype(np.float64)
             if not np.isnan(values).all():  # else the reward does not judge this problem's task
                 total += weight * _normalised(values)
-        found.append(total)
-    return Credit("leaf", estimators.whitened(found, [np.ones(len(values)) for values in found]) if whiten else found)
+        advantages.append(total)
+    return Credit(
+        "leaf",
+        estimators.whitened(advantages, [np.ones(len(values)) for values in advantages]) if whiten else advantages,
+    )
 
 
 def task_norm(trees: Sequence[TokenTree]) -> Credit:
@@ -110,8 +113,8 @@ def task_norm(trees: Sequence[TokenTree]) -> Credit:
     tasks = [tree.meta.get("task") for tree in trees]
     spread: dict[object, float] = {}
     for task in dict.fromkeys(tasks):
-        mine = np.concatenate([rewards_of(t) for t, its in zip(trees, tasks, strict=True) if its == task])
-        spread[task] = float(mine.std(ddof=1)) if len(mine) > 1 else 1.0
+        rewards = np.concatenate([rewards_of(t) for t, other in zip(trees, tasks, strict=True) if other == task])
+        spread[task] = float(rewards.std(ddof=1)) if len(rewards) > 1 else 1.0
     return Credit("leaf", [centred(rewards_of(t)) / (spread[task] + EPS) for t, task in zip(trees, tasks, strict=True)])
 
 
@@ -143,10 +146,10 @@ def depth_norm(trees: Sequence[TokenTree]) -> Credit:
         depth = np.zeros(tree.num_nodes, np.int64)
         for node in range(1, tree.num_nodes):
             depth[node] = depth[tree.parent[node]] + 1
-        value, found = node_values(tree), np.zeros(tree.num_nodes)
+        value, normalised = node_values(tree), np.zeros(tree.num_nodes)
         for level in range(1, int(depth.max()) + 1):
-            found[depth == level] = _normalised(value[depth == level])
-        return found
+            normalised[depth == level] = _normalised(value[depth == level])
+        return normalised
 
     return Credit("node", [of_nodes(tree) for tree in trees])
 
@@ -160,8 +163,8 @@ def branch_mean(trees: Sequence[TokenTree]) -> Credit:
         below = tree.last_leaf - tree.first_leaf + 1
         return (before[tree.last_leaf + 1] - before[tree.first_leaf]) / below
 
-    own = estimators.group_norm(trees).values
-    return Credit("node", [of_nodes(tree, values) for tree, values in zip(trees, own, strict=True)])
+    advantages = estimators.group_norm(trees).values
+    return Credit("node", [of_nodes(tree, values) for tree, values in zip(trees, advantages, strict=True)])
 
 
 def treepo(trees: Sequence[TokenTree], *, by_size: bool = False, drop_equal: bool = False) -> Credit:
@@ -187,8 +190,8 @@ def treepo(trees: Sequence[TokenTree], *, by_size: bool = False, drop_equal: boo
             weight[members] += share
         return total / np.maximum(weight, 1)
 
-    found = [of_leaves(tree) for tree in trees]
-    return Credit("leaf", estimators.whitened(found, [tree.loss_length for tree in trees]))
+    advantages = [of_leaves(tree) for tree in trees]
+    return Credit("leaf", estimators.whitened(advantages, [tree.loss_length for tree in trees]))
 
 
 def turn_credit(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
@@ -201,12 +204,12 @@ def turn_credit(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
 
     def of_paths(tree: TokenTree) -> Array:  # [P]
         sampled = (tree.origin == Origin.SAMPLED)[tree.path_tokens]
-        own = np.nan_to_num(tree.token_reward.astype(np.float64))
+        token_rewards = np.nan_to_num(tree.token_reward.astype(np.float64))
         cuts = np.cumsum(tree.response_length)[:-1]
         turns: list[Array] = []
         gains: list[Array] = []
         calls = np.split(tree.call[tree.path_tokens], cuts)
-        of_leaves = zip(np.split(sampled, cuts), calls, np.split(own, cuts), rewards_of(tree), strict=True)
+        of_leaves = zip(np.split(sampled, cuts), calls, np.split(token_rewards, cuts), rewards_of(tree), strict=True)
         for live, call, reward, outcome in of_leaves:
             begins = live & ~np.concatenate([[False], live[:-1] & (call[1:] == call[:-1])])
             turn = np.maximum(np.cumsum(begins) - 1, 0)
@@ -240,13 +243,15 @@ def canon_entropy(trees: Sequence[TokenTree], *, share: float = 0.75) -> Credit:
 
     def entropy(tree: TokenTree) -> Array:  # [L]
         rows = [tree.response_rows(leaf) for leaf in range(tree.num_leaves)]
-        live = [some[tree.loss_mask[some]] for some in rows]
-        found = np.array([tree.policy_entropy[some].astype(np.float64).mean() if len(some) else 0.0 for some in live])
-        if np.isnan(found).any():
+        live = [of_leaf[tree.loss_mask[of_leaf]] for of_leaf in rows]
+        means = np.array(
+            [tree.policy_entropy[of_leaf].astype(np.float64).mean() if len(of_leaf) else 0.0 for of_leaf in live]
+        )
+        if np.isnan(means).any():
             raise UserError(
                 "algorithm.advantage = 'canon_entropy' needs the policy's entropy of every token in the loss."
             )
-        return found
+        return means
 
     return Credit("leaf", [_halved(rewards_of(tree), entropy(tree), share) for tree in trees])
 
@@ -273,9 +278,9 @@ def batch_std(trees: Sequence[TokenTree]) -> Credit:
 def pods(tree: TokenTree, *, keep: int) -> Array:  # [L]
     """PODS (Xu et al. 2025, arXiv 2504.13818): `group_norm` among the ``keep`` responses that the selection
     `most_varied` chooses; 0 for the others."""
-    found, chosen = np.zeros(tree.num_leaves), most_varied(tree, keep=keep)
-    found[chosen] = _normalised(rewards_of(tree)[chosen])
-    return found
+    advantage, chosen = np.zeros(tree.num_leaves), most_varied(tree, keep=keep)
+    advantage[chosen] = _normalised(rewards_of(tree)[chosen])
+    return advantage
 
 
 @group
@@ -314,18 +319,18 @@ def wrong_steps(trees: Sequence[TokenTree], *, penalty: float = 1.0) -> Credit:
     before it; it is wrong where that reward is negative. Tokens after the last step are in none.
     """
 
-    def of_paths(tree: TokenTree, own: Array) -> Array:  # [L] -> [P]
-        found = np.repeat(own, tree.response_length)
+    def of_paths(tree: TokenTree, advantage: Array) -> Array:  # [L] -> [P]
+        token_credit = np.repeat(advantage, tree.response_length)
         cuts = np.cumsum(tree.response_length)
         for leaf, rewards in enumerate(np.split(tree.token_reward, cuts[:-1])):
             begin, first = cuts[leaf] - len(rewards), 0
             for end in np.flatnonzero(~np.isnan(rewards)).tolist():
-                found[begin + first : begin + end + 1] -= penalty * (rewards[end] < 0)
+                token_credit[begin + first : begin + end + 1] -= penalty * (rewards[end] < 0)
                 first = end + 1
-        return found
+        return token_credit
 
-    own = estimators.group_norm(trees).values
-    return Credit("path", [of_paths(tree, values) for tree, values in zip(trees, own, strict=True)])
+    advantages = estimators.group_norm(trees).values
+    return Credit("path", [of_paths(tree, values) for tree, values in zip(trees, advantages, strict=True)])
 
 
 def by_beginning(trees: Sequence[TokenTree]) -> Credit:
@@ -333,10 +338,10 @@ def by_beginning(trees: Sequence[TokenTree]) -> Credit:
     begin with a given text, and among the others; 0 for one alone."""
 
     def of_leaves(tree: TokenTree) -> Array:  # [L]
-        rewards, asked, found = rewards_of(tree), begins_given(tree), np.zeros(tree.num_leaves)
-        for kind in (asked, ~asked):
-            found[kind] = _normalised(rewards[kind])
-        return found
+        rewards, begins, advantage = rewards_of(tree), begins_given(tree), np.zeros(tree.num_leaves)
+        for kind in (begins, ~begins):
+            advantage[kind] = _normalised(rewards[kind])
+        return advantage
 
     return Credit("leaf", [of_leaves(tree) for tree in trees])
 
@@ -349,23 +354,23 @@ def log_ratio(trees: Sequence[TokenTree], *, gamma: float = 1.0) -> Credit:
     Raises:
         UserError: a token was not scored by both, as in a run without these roles.
     """
-    found, live = [], []
+    credits, live = [], []
     for tree in trees:
         gain = (tree.teacher_logprob.astype(np.float64) - tree.ref_logprob)[tree.path_tokens]
         counted = tree.loss_mask[tree.path_tokens]
         if np.isnan(gain[counted]).any():
             raise UserError("algorithm.advantage = 'log_ratio' needs [roles.teacher] and [roles.reference]; add both.")
         cuts, returns = np.cumsum(tree.response_length)[:-1], []
-        for mine, values in zip(np.split(counted, cuts), np.split(np.where(counted, gain, 0.0), cuts), strict=True):
-            total, own = 0.0, np.zeros(len(values))
+        for in_loss, values in zip(np.split(counted, cuts), np.split(np.where(counted, gain, 0.0), cuts), strict=True):
+            total, sums = 0.0, np.zeros(len(values))
             for t in reversed(range(len(values))):
-                if mine[t]:
+                if in_loss[t]:
                     total = values[t] + gamma * total
-                own[t] = total
-            returns.append(own)
-        found.append(np.concatenate(returns))
+                sums[t] = total
+            returns.append(sums)
+        credits.append(np.concatenate(returns))
         live.append(counted)
-    return Credit("path", estimators.whitened(found, live))
+    return Credit("path", estimators.whitened(credits, live))
 
 
 ADVANTAGES: dict[str, Callable[..., Any]] = {

@@ -53,19 +53,19 @@ def give_credit(function: CreditFunction, name: str, trees: Sequence[TokenTree])
         UserError: ``function`` raised, or did not return one finite number per leaf, node or token of every tree.
     """
     what = f"algorithm.advantage = '{name}'"
-    made = call(what, function, trees)
-    credit = made if isinstance(made, Credit) else Credit("leaf", call(what, list, made))
+    answer = call(what, function, trees)
+    credit = answer if isinstance(answer, Credit) else Credit("leaf", call(what, list, answer))
     if len(credit.values) != len(trees):
         raise UserError(f"algorithm.advantage = '{name}' returned {len(credit.values)} arrays for {len(trees)} trees.")
     for tree, values in zip(trees, credit.values, strict=True):
-        found = call(what, np.asarray, values, np.float64)
-        if not np.isfinite(found).all():
+        numbers = call(what, np.asarray, values, np.float64)
+        if not np.isfinite(numbers).all():
             raise UserError(
                 f"algorithm.advantage = '{name}' must return finite numbers, one a {credit.per}; "
-                f"{int((~np.isfinite(found)).sum())} of {found.size} are not."
+                f"{int((~np.isfinite(numbers)).sum())} of {numbers.size} are not."
             )
         try:
-            tree.set(COLUMN[credit.per], found)
+            tree.set(COLUMN[credit.per], numbers)
         except ValueError as error:
             raise UserError(f"algorithm.advantage = '{name}': {error}") from error
 
@@ -90,12 +90,12 @@ def centred(rewards: Array) -> Array:  # [L] -> [L]
     return rewards - (rewards[0] if np.ptp(rewards) == 0 else rewards.mean())
 
 
-def check_untrained(trees: Sequence[TokenTree], name: str, wanted: str, program: str) -> None:
+def check_untrained(trees: Sequence[TokenTree], name: str, needed: str, program: str) -> None:
     """Check that groups have responses that are not trained on.
 
     Args:
         name: of the estimator that reads them.
-        wanted: what they are, for messages.
+        needed: what they are, for messages.
         program: the rollout program that samples them.
 
     Raises:
@@ -105,8 +105,8 @@ def check_untrained(trees: Sequence[TokenTree], name: str, wanted: str, program:
     if not all(tree.trained.all() for tree in trees):
         return
     if not any("entry" in tree.meta for tree in trees):
-        raise NotReadyError(f"A made-up group does not have {wanted}.")
+        raise NotReadyError(f"A made-up group does not have {needed}.")
     raise UserError(
-        f"algorithm.advantage = '{name}' needs groups with {wanted} that no update counts; set rollout.program to "
+        f"algorithm.advantage = '{name}' needs groups with {needed} that no update counts; set rollout.program to "
         f"'{program}'."
     )

@@ -287,9 +287,9 @@ def _token_rewards(tree: TokenTree, kl_coef: float) -> Array:  # [P] float64
     place = np.where(live, np.arange(len(live)), -1)
     cuts = _boundaries(tree)
     for leaf, value in enumerate(rewards_of(tree)):
-        own = place[cuts[leaf] : cuts[leaf + 1]]
-        if len(own) and own.max() >= 0:
-            rewards[own.max()] += value
+        of_leaf = place[cuts[leaf] : cuts[leaf + 1]]
+        if len(of_leaf) and of_leaf.max() >= 0:
+            rewards[of_leaf.max()] += value
     return rewards
 
 

@@ -35,8 +35,8 @@ class _OfGroups:
     def prepare(self, trees: Sequence[TokenTree]) -> None:
         for number, tree in enumerate(trees):
             tree.set("of_group", number)
-            given = tree.rewards.get("verifier", tree.rewards.get("reward"))
-            tree.set("verdict", np.zeros(tree.num_leaves) if given is None else given)
+            rewards = tree.rewards.get("verifier", tree.rewards.get("reward"))
+            tree.set("verdict", np.zeros(tree.num_leaves) if rewards is None else rewards)
 
     def normalizer(self, trees: Sequence[TokenTree]) -> float:
         """Return the number of responses with tokens in the loss."""

@@ -74,8 +74,8 @@ GroupCallback = Callable[[TokenTree], Answer]
 def dynamic_sampling(tree: TokenTree) -> Answer:
     """DAPO (Yu et al. 2025, eq. 11): drop groups whose rewards are all equal, and sample other prompts instead."""
     rewards = tree.rewards["reward"]
-    known = rewards[~np.isnan(rewards)]
-    return Drop("equal_rewards") if len(known) == 0 or np.ptp(known) == 0 else None
+    judged = rewards[~np.isnan(rewards)]
+    return Drop("equal_rewards") if len(judged) == 0 or np.ptp(judged) == 0 else None
 
 
 def until_unequal(tree: TokenTree, *, more: int = 4, most: int = 2) -> Answer:
@@ -96,11 +96,11 @@ def top_up(tree: TokenTree, *, most: int = 4) -> Answer:
             none is right).
     """
     rewards = tree.rewards["reward"]
-    known = rewards[~np.isnan(rewards)]
-    n = len(known)
+    judged = rewards[~np.isnan(rewards)]
+    n = len(judged)
     if tree.meta["attempt"] > 1 or n == 0:
         return None
-    rate = max(float(np.mean(known >= 1)), 0.5 / n)
+    rate = max(float(np.mean(judged >= 1)), 0.5 / n)
     more = round(min(n / (2 * (rate * (1 - rate)) ** 0.5), most * n) - n) if rate < 0.5 else 0
     return More(more) if more > 0 else None
 
@@ -128,7 +128,7 @@ def refine(
 
 def _filled(template: str, **values: str) -> str:
     """Return ``template`` with each ``{name}`` replaced; what a value itself says in braces stays."""
-    return re.sub(r"\{(" + "|".join(values) + r")\}", lambda found: values[found[1]], template)
+    return re.sub(r"\{(" + "|".join(values) + r")\}", lambda match: values[match[1]], template)
 
 
 def critique(
@@ -190,17 +190,17 @@ class OnDemand:
 
     def __call__(self, tree: TokenTree, step: int) -> Answer:
         rewards, meta = tree.rewards["reward"].astype(np.float64), tree.meta
-        known = rewards[~np.isnan(rewards)]
+        judged = rewards[~np.isnan(rewards)]
         if self._column is not None:
             prior: float | None = number_in(meta["entry"], self._column, "loop.callback = 'on_demand'")
         else:
             prior = self._values.predict(str(meta["prompt_text"]), step)
-        if prior is not None and 2 <= len(known) < self._most:
-            error = np.sqrt(max(known.var(ddof=1), prior * (1 - prior)) / len(known))
-            if abs(known.mean() - prior) > self._errors * error:
-                return More(min(self._more, self._most - len(known)))
-        if self._column is None and len(known):
-            self._values.add(str(meta["prompt_id"]), str(meta["prompt_text"]), float(known.mean()), step)
+        if prior is not None and 2 <= len(judged) < self._most:
+            error = np.sqrt(max(judged.var(ddof=1), prior * (1 - prior)) / len(judged))
+            if abs(judged.mean() - prior) > self._errors * error:
+                return More(min(self._more, self._most - len(judged)))
+        if self._column is None and len(judged):
+            self._values.add(str(meta["prompt_id"]), str(meta["prompt_text"]), float(judged.mean()), step)
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -294,7 +294,7 @@ class HintLadder:
     def __call__(self, tree: TokenTree) -> Answer:
         rewards, meta = tree.rewards["reward"], tree.meta
         right, rung = rewards >= 1, int(meta["attempt"])
-        own = tree.other_prompt == 0
+        own_prompt = tree.other_prompt == 0
         if rung == 0:
             before = self._failed.pop(meta["prompt_id"], 0)
             if right.any() or np.isnan(rewards).all():
@@ -304,18 +304,22 @@ class HintLadder:
                 return None
         newest = tree.other_prompt == rung
         if rung and (right & newest).any():
-            return Accept(self._kept(rewards, own, newest))
+            return Accept(self._kept(rewards, own_prompt, newest))
         hinted = self.hinted(meta["problem"], meta["entry"])
-        return More(int(own.sum()), hinted[rung]) if rung < len(hinted) else Accept(np.flatnonzero(own).tolist())
+        return (
+            More(int(own_prompt.sum()), hinted[rung])
+            if rung < len(hinted)
+            else Accept(np.flatnonzero(own_prompt).tolist())
+        )
 
-    def _kept(self, rewards: Array, own: Array, newest: Array) -> list[int]:
+    def _kept(self, rewards: Array, own_prompt: Array, newest: Array) -> list[int]:
         """Return the leaves of the group with its right hinted responses."""
         if self.replace == "all":
             return np.flatnonzero(newest).tolist()
-        found = np.flatnonzero(newest & (rewards >= 1))[: int(self.replace)]
-        mine = np.flatnonzero(own)
-        worst = np.argsort(np.nan_to_num(rewards[mine], nan=-np.inf), kind="stable")[: len(found)]
-        return sorted([*np.delete(mine, worst).tolist(), *found.tolist()])
+        right = np.flatnonzero(newest & (rewards >= 1))[: int(self.replace)]
+        own_leaves = np.flatnonzero(own_prompt)
+        worst = np.argsort(np.nan_to_num(rewards[own_leaves], nan=-np.inf), kind="stable")[: len(right)]
+        return sorted([*np.delete(own_leaves, worst).tolist(), *right.tolist()])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of failed groups of each problem."""

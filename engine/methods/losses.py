@@ -52,8 +52,8 @@ class Laser:
     def prepare(self, trees: Sequence[TokenTree]) -> None:
         for tree in trees:
             tree.set("scored_id", at_ends(tree, self.token))
-            given = tree.rewards.get("verifier", tree.rewards.get("reward"))
-            tree.set("verdict", np.zeros(tree.num_leaves) if given is None else given)
+            rewards = tree.rewards.get("verifier", tree.rewards.get("reward"))
+            tree.set("verdict", np.zeros(tree.num_leaves) if rewards is None else rewards)
 
     def normalizer(self, trees: Sequence[TokenTree]) -> float:
         return float(sum((tree.loss_length > 0).sum() for tree in trees))
@@ -106,7 +106,7 @@ class Rover:
             raise ValueError("rover needs responses of one prompt a tree")
         count, credit = fields.weight, fields.adv_pos + fields.adv_neg  # sums over the responses through each token
         live = count > 0
-        own = self.rho * torch.where(live, logprob - columns["policy_logprob"], 0)
+        q = self.rho * torch.where(live, logprob - columns["policy_logprob"], 0)
         mean = self.rho * torch.where(live, mean_logprob - columns["policy_mean_logprob"], 0).detach()
         before, _ = previous(paths.target_end)
 
@@ -118,8 +118,8 @@ class Rover:
         squares = torch.where(live, paths.spread(paths.leaf_advantage.square()), 0)
         target = credit + of_next(count * mean)
         constant = squares + 2 * of_next(credit * mean) + of_next(count * mean.square())
-        total = (count * own.square() - 2 * own * target + constant).sum()
-        return total, {"q": ((count * own).sum(), count.sum())}
+        total = (count * q.square() - 2 * q * target + constant).sum()
+        return total, {"q": ((count * q).sum(), count.sum())}
 
 
 class RlPlus:

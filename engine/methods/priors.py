@@ -30,23 +30,23 @@ class Values:
         self._window, self._width = window, width
         self._pairs: dict[tuple[int, str], tuple[str, list[float]]] = {}  # by step and problem: text, mean rewards
         self._step = -1  # of the pairs below
-        self._known: list[tuple[Counter[str], float, float]] = []  # word counts, their norm, mean reward
+        self._earlier: list[tuple[Counter[str], float, float]] = []  # word counts, their norm, mean reward
         self._rarity: dict[str, float] = {}
 
     def predict(self, text: str, step: int) -> float | None:
         """Return the predicted mean reward of a problem at ``step``; None before any group of an earlier one."""
         if step != self._step:
             self._read(step)
-        if not self._known:
+        if not self._earlier:
             return None
         words = self._weighed(text)
         norm = _norm(words)
-        total = found = 0.0
-        for theirs, size, reward in self._known:
-            both = sum(value * theirs[word] for word, value in words.items() if word in theirs)
+        total = summed = 0.0
+        for other_words, size, reward in self._earlier:
+            both = sum(value * other_words[word] for word, value in words.items() if word in other_words)
             weight = math.exp((both / (norm * size) - 1 if norm and size else -1) / self._width)
-            total, found = total + weight, found + weight * reward
-        return found / total
+            total, summed = total + weight, summed + weight * reward
+        return summed / total
 
     def add(self, problem: str, text: str, reward: float, step: int) -> None:
         """Add the mean reward of a problem's group in ``step``, which counts from the next step on."""
@@ -60,11 +60,11 @@ class Values:
         texts = [WORD.findall(self._pairs[key][0]) for key in keys]
         seen = Counter(word for text in texts for word in set(text))
         self._rarity = {word: math.log((1 + len(keys)) / (1 + count)) for word, count in seen.items()}
-        self._known = []
+        self._earlier = []
         for key in keys:
             text, rewards = self._pairs[key]
             words = self._weighed(text)
-            self._known.append((words, _norm(words), sum(sorted(rewards)) / len(rewards)))
+            self._earlier.append((words, _norm(words), sum(sorted(rewards)) / len(rewards)))
         self._step = step
 
     def _weighed(self, text: str) -> Counter[str]:

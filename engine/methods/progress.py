@@ -42,27 +42,27 @@ def progress_bonus(trees: Sequence[TokenTree], *, alpha: float = 0.2, per: str =
 
 def _of_tokens(tree: TokenTree, alpha: float) -> Array:  # [P]
     length = tree.response_length
-    found = np.repeat(_normalised(tree, rewards_of(tree)), length)
+    token_credit = np.repeat(_normalised(tree, rewards_of(tree)), length)
     first = np.cumsum(length) - length
     for leaf, begin, end, rise in _segments(tree):
-        found[first[leaf] + begin : first[leaf] + end] += alpha * rise
-    return found
+        token_credit[first[leaf] + begin : first[leaf] + end] += alpha * rise
+    return token_credit
 
 
 def _gained(tree: TokenTree, alpha: float) -> Array:  # [L]
-    found = rewards_of(tree)
+    rewards = rewards_of(tree)
     for leaf, _, _, rise in _segments(tree):
-        found[leaf] += alpha * rise
-    return found
+        rewards[leaf] += alpha * rise
+    return rewards
 
 
 def _normalised(tree: TokenTree, rewards: Array) -> Array:  # [L] -> [L]
     """Normalise the rewards of the trained responses; the others have 0."""
-    found, counted = np.zeros(tree.num_leaves), tree.trained
+    normalised, counted = np.zeros(tree.num_leaves), tree.trained
     if counted.any():
-        mine = rewards[counted]
-        found[counted] = centred(mine) / (mine.std(ddof=1) + EPS) if len(mine) > 1 else 0.0
-    return found
+        trained = rewards[counted]
+        normalised[counted] = centred(trained) / (trained.std(ddof=1) + EPS) if len(trained) > 1 else 0.0
+    return normalised
 
 
 def _segments(tree: TokenTree) -> Iterator[tuple[int, int, int, float]]:
@@ -73,7 +73,7 @@ def _segments(tree: TokenTree) -> Iterator[tuple[int, int, int, float]]:
         path = [int(tree.leaf_node[leaf])]
         while (above := int(tree.parent[path[-1]])) >= 0:
             path.append(above)
-        known = [node for node in reversed(path) if count[node]]
-        for node, following in pairwise(known):
+        probed = [node for node in reversed(path) if count[node]]
+        for node, following in pairwise(probed):
             begin, until = (int(end[k] - tree.leaf_prompt[leaf]) for k in (node, following))
             yield leaf, begin, until, float(value[following] - value[node])

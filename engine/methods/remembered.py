@@ -29,7 +29,7 @@ class Cumulative:
 
     def __call__(self, trees: Sequence[TokenTree]) -> Credit:
         step = estimators.group_norm(trees).values
-        return Credit("leaf", [self._blended(tree, own) for tree, own in zip(trees, step, strict=True)])
+        return Credit("leaf", [self._blended(tree, advantage) for tree, advantage in zip(trees, step, strict=True)])
 
     def _blended(self, tree: TokenTree, step: Array) -> Array:  # [L]
         rewards, problem = rewards_of(tree), str(tree.meta.get("prompt_id"))
@@ -75,15 +75,15 @@ class Constrained:
         self._weights = dict.fromkeys(self._targets, 0.0)
 
     def __call__(self, trees: Sequence[TokenTree]) -> Credit:
-        found = estimators.group_norm(trees).values
+        advantages = estimators.group_norm(trees).values
         for name, weight in self._weights.items():
             named = [_rewards_named(tree, name) for tree in trees]
-            for total, values in zip(found, named, strict=True):
+            for total, values in zip(advantages, named, strict=True):
                 spread = values.std(ddof=1) if len(values) > 1 else 1.0
                 total += weight * credit.centred(values) / (spread + EPS)
             short = self._targets[name] - float(np.concatenate(named).mean())
             self._weights[name] = max(0.0, weight + self._rate * short)
-        return Credit("leaf", found)
+        return Credit("leaf", advantages)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the multipliers."""
@@ -118,11 +118,11 @@ class Reweighted:
         self._means: dict[str, list[float]] = {name: [] for name in names}
 
     def __call__(self, trees: Sequence[TokenTree]) -> Credit:
-        found = [np.zeros(tree.num_leaves) for tree in trees]
+        advantages = [np.zeros(tree.num_leaves) for tree in trees]
         weights = self._weights()
         for name, means in self._means.items():
             judged = []
-            for tree, total in zip(trees, found, strict=True):
+            for tree, total in zip(trees, advantages, strict=True):
                 values = _rewards_named(tree, name)
                 if np.isnan(values).all():
                     continue
@@ -131,15 +131,15 @@ class Reweighted:
                 total += weights[name] * credit.centred(values) / (spread + EPS)
             if judged:
                 self._means[name] = [*means, float(np.concatenate(judged).mean())][-self._window :]
-        return Credit("leaf", found)
+        return Credit("leaf", advantages)
 
     def _weights(self) -> dict[str, float]:
-        wanted = {
+        shares = {
             name: max(0.0, 1 - float(np.mean(means))) + float(np.std(means)) if means else 0.0
             for name, means in self._means.items()
         }
-        total = sum(wanted.values())
-        return {name: len(wanted) * value / total if total else 1.0 for name, value in wanted.items()}
+        total = sum(shares.values())
+        return {name: len(shares) * value / total if total else 1.0 for name, value in shares.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the means of the newest batches."""
@@ -170,20 +170,20 @@ class RoleMeans:
         self._mean: dict[str, float] = {}
 
     def __call__(self, trees: Sequence[TokenTree]) -> Credit:
-        found = [np.zeros(len(tree.path_tokens)) for tree in trees]
+        credits = [np.zeros(len(tree.path_tokens)) for tree in trees]
         for role, name in self._rewards.items():
-            played = [(tree, total) for tree, total in zip(trees, found, strict=True) if role in self._roles(tree)]
+            played = [(tree, total) for tree, total in zip(trees, credits, strict=True) if role in self._roles(tree)]
             judged = [reward for tree, _ in played for reward in _rewards_named(tree, name) if not math.isnan(reward)]
             if not judged:
                 continue
             new = float(sum(judged) / len(judged))
             mean = self._mean.get(role, new)
             for tree, total in played:
-                own = np.nan_to_num(_rewards_named(tree, name) - mean)
-                mine = in_role(tree, self._roles(tree).index(role))[tree.path_tokens]
-                total += np.where(mine, np.repeat(own, tree.response_length), 0.0)
+                centred_reward = np.nan_to_num(_rewards_named(tree, name) - mean)
+                of_role = in_role(tree, self._roles(tree).index(role))[tree.path_tokens]
+                total += np.where(of_role, np.repeat(centred_reward, tree.response_length), 0.0)
             self._mean[role] = self._decay * mean + (1 - self._decay) * new
-        return Credit("path", found)
+        return Credit("path", credits)
 
     def _roles(self, tree: TokenTree) -> list[str]:
         return tree.meta.get("roles") or [next(iter(self._rewards))]
@@ -211,15 +211,15 @@ class PriorFusion:
         self._column, self._values = column, Values()
 
     def __call__(self, trees: Sequence[TokenTree], step: int) -> Credit:
-        found = []
+        advantages = []
         for tree in trees:
             rewards = rewards_of(tree)
             prior = self._prior(tree, step)
             off = 0.0 if prior is None else prior - rewards.mean()
             error = rewards.var(ddof=1) / len(rewards) if len(rewards) > 1 else 0.0
-            found.append(credit.centred(rewards) - (off * error / (error + off**2) if off else 0.0))
+            advantages.append(credit.centred(rewards) - (off * error / (error + off**2) if off else 0.0))
             self._values.add(*_problem(tree), float(rewards.mean()), step)
-        return Credit("leaf", found)
+        return Credit("leaf", advantages)
 
     def _prior(self, tree: TokenTree, step: int) -> float | None:
         if self._column is None:

@@ -38,9 +38,9 @@ def by_role(trees: Sequence[TokenTree], *, rewards: Mapping[str, str]) -> Credit
 def _of_roles(tree: TokenTree, rewards: Mapping[str, str]) -> Array:  # [P]
     cuts = np.cumsum(tree.response_length)[:-1]
     gained = np.nan_to_num(tree.token_reward.astype(np.float64))
-    found = np.zeros(len(gained))
-    for role, given in rewards.items():
-        name, sign = given.removeprefix("-"), -1.0 if given.startswith("-") else 1.0
+    credits = np.zeros(len(gained))
+    for role, signed_name in rewards.items():
+        name, sign = signed_name.removeprefix("-"), -1.0 if signed_name.startswith("-") else 1.0
         if name not in tree.rewards:
             raise UserError(f"The verifier named no reward '{name}'; it named {', '.join(sorted(tree.rewards))}.")
         roles = tree.meta.get("roles") or [next(iter(rewards))]
@@ -49,27 +49,29 @@ def _of_roles(tree: TokenTree, rewards: Mapping[str, str]) -> Array:  # [P]
         marked = in_role(tree, roles.index(role))[tree.path_tokens]
         last = _last_rows(tree, roles.index(role))
         credit = _normalised(last, sign * tree.rewards[name].astype(np.float64))
-        later = [own[::-1].cumsum()[::-1] for own in np.split(np.where(marked, gained, 0.0), cuts)]
-        found += np.where(marked, np.repeat(credit, tree.response_length) + np.concatenate(later), 0.0)
-    return found
+        later = [of_leaf[::-1].cumsum()[::-1] for of_leaf in np.split(np.where(marked, gained, 0.0), cuts)]
+        credits += np.where(marked, np.repeat(credit, tree.response_length) + np.concatenate(later), 0.0)
+    return credits
 
 
 def _last_rows(tree: TokenTree, role: int) -> Array:  # [L] int64
     """Return the row of each leaf's last token in a role, which is that of the role's response; -1 without one."""
     rows = np.where(in_role(tree, role)[tree.path_tokens], tree.path_tokens, -1)
-    return np.array([own.max(initial=-1) for own in np.split(rows, np.cumsum(tree.response_length)[:-1])], np.int64)
+    return np.array(
+        [of_leaf.max(initial=-1) for of_leaf in np.split(rows, np.cumsum(tree.response_length)[:-1])], np.int64
+    )
 
 
 def _normalised(response: Array, rewards: Array) -> Array:  # [L] int64, [L] -> [L]
     """Return the credit of each leaf's response, whose leaves share a number in ``response`` (-1: none)."""
-    judged, found = (response >= 0) & ~np.isnan(rewards), np.zeros(len(rewards))
+    judged, credit = (response >= 0) & ~np.isnan(rewards), np.zeros(len(rewards))
     if not judged.any():
-        return found
-    _, own, count = np.unique(response[judged], return_inverse=True, return_counts=True)
-    mean = np.bincount(own, rewards[judged]) / count
+        return credit
+    _, place, count = np.unique(response[judged], return_inverse=True, return_counts=True)
+    mean = np.bincount(place, rewards[judged]) / count
     if len(mean) > 1:
-        found[judged] = (centred(mean) / (mean.std(ddof=1) + EPS))[own]
-    return found
+        credit[judged] = (centred(mean) / (mean.std(ddof=1) + EPS))[place]
+    return credit
 
 
 def step_verdicts(
@@ -111,9 +113,9 @@ def step_verdicts(
     said = dict[int, list[dict[int, float]]]()
     for leaf in range(tree.num_leaves):
         rows = tree.response_rows(leaf)
-        mine = np.flatnonzero(marked[rows])
-        ends = _step_ends(tree.token_id[rows[mine]], separator, decode)
-        places.append(first[leaf] + mine[np.array(ends, np.int64)])
+        of_role = np.flatnonzero(marked[rows])
+        ends = _step_ends(tree.token_id[rows[of_role]], separator, decode)
+        places.append(first[leaf] + of_role[np.array(ends, np.int64)])
         ended = tree.status[leaf] == LeafStatus.STOP
         text = without_reasoning(role_texts(tree, leaf, decode).get(by, "")) if ended else ""
         verdicts = {int(n): 2.0 * (word.casefold() == says_right) - 1.0 for n, word in re.findall(pattern, text)}
@@ -126,12 +128,12 @@ def step_verdicts(
         return tree.rewards["reward"]
     mean = every[0] if np.ptp(every) == 0 else every.mean()
     spread = every.std(ddof=1) if len(every) > 1 else 0.0
-    found = tree.token_reward.copy()
+    token_reward = tree.token_reward.copy()
     for key, place in zip(response.tolist(), places, strict=True):
-        known = ~np.isnan(values[key])
-        found[place[known]] = np.nan_to_num(found[place[known]])
-        np.add.at(found, place[known], weight * (values[key][known] - mean) / (spread + EPS))
-    tree.set("token_reward", found)
+        judged = ~np.isnan(values[key])
+        token_reward[place[judged]] = np.nan_to_num(token_reward[place[judged]])
+        np.add.at(token_reward, place[judged], weight * (values[key][judged] - mean) / (spread + EPS))
+    tree.set("token_reward", token_reward)
     return tree.rewards["reward"]
 
 
@@ -153,19 +155,19 @@ def learnability(tree: TokenTree, *, of: str = "proposer", by: str = "solver", s
         raise UserError(f"learnability needs the roles '{of}' and '{by}'; rollout.program has {list(roles) or 'one'}.")
     if solved not in tree.rewards:
         raise UserError(f"The verifier named no reward '{solved}'; it named {', '.join(sorted(tree.rewards))}.")
-    found, values = np.full(tree.num_leaves, np.nan, np.float32), tree.rewards[solved].astype(np.float64)
+    learnable, values = np.full(tree.num_leaves, np.nan, np.float32), tree.rewards[solved].astype(np.float64)
     proposed = _last_rows(tree, roles.index(of))
     judged = (_last_rows(tree, roles.index(by)) >= 0) & ~np.isnan(values)
     for problem in np.unique(proposed[judged & (proposed >= 0)]):
         rate = values[judged & (proposed == problem)].mean()
-        found[proposed == problem] = 1 - rate if 0 < rate < 1 else 0.0
-    tree.rewards["learnability"] = found
+        learnable[proposed == problem] = 1 - rate if 0 < rate < 1 else 0.0
+    tree.rewards["learnability"] = learnable
     return tree.rewards["reward"]
 
 
 def _mean(verdicts: Sequence[float | None]) -> float:
-    known = [verdict for verdict in verdicts if verdict is not None]
-    return sum(known) / len(known) if known else float("nan")
+    numbers = [verdict for verdict in verdicts if verdict is not None]
+    return sum(numbers) / len(numbers) if numbers else float("nan")
 
 
 def _step_ends(ids: Array, separator: str, decode: Any) -> list[int]:  # [n] int32

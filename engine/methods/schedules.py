@@ -33,20 +33,20 @@ def at_step(schedule: Schedule, step: int, metrics: Mapping[str, float] | None =
 
 
 class _NoMetrics(Mapping[str, float]):
-    """Stands for metrics that are not known; ``asked`` tells whether something was read."""
+    """Stands for metrics that are not known; ``was_read`` tells whether something was read."""
 
-    asked = False
+    was_read = False
 
     def __getitem__(self, name: str) -> float:
-        self.asked = True
+        self.was_read = True
         raise LookupError(name)
 
     def __iter__(self) -> Iterator[str]:
-        self.asked = True
+        self.was_read = True
         return iter(())
 
     def __len__(self) -> int:
-        self.asked = True
+        self.was_read = True
         return 0
 
 
@@ -55,19 +55,19 @@ def zero_steps(schedule: Schedule, steps: int) -> list[tuple[int, int]]:
 
     Nothing is known of one that reads metrics or raises: it has none.
     """
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     metrics = _NoMetrics()
     for step in range(1, steps + 1):
         try:
             value = schedule(step, metrics) if callable(schedule) else at_step(schedule, step)
         except Exception:
             return []
-        if metrics.asked:
+        if metrics.was_read:
             return []
         if value == 0:
-            begin = found.pop()[0] if found and found[-1][1] == step - 1 else step
-            found.append((begin, step))
-    return found
+            begin = runs.pop()[0] if runs and runs[-1][1] == step - 1 else step
+            runs.append((begin, step))
+    return runs
 
 
 def cosine(step: int, metrics: Mapping[str, float], *, end: int, last: float = 0.0) -> float:
@@ -175,24 +175,24 @@ SCHEDULES: dict[str, Callable[..., float]] = {
 }
 
 
-def find_schedule(key: str, given: float | str | Sequence[tuple[int, float]], options: Mapping[str, Any]) -> Schedule:
+def find_schedule(key: str, setting: float | str | Sequence[tuple[int, float]], options: Mapping[str, Any]) -> Schedule:
     """Return the schedule that ``key`` of the configuration gives: a number, points, or the name of a function.
 
     Raises:
         UserError: there is no such function, or it has no such option. The returned function raises it at a step where
             the value is not a finite number.
     """
-    if not isinstance(given, str):
+    if not isinstance(setting, str):
         if options:
             raise UserError(f"{key}_options needs a function; name one in {key}, or leave the options out.")
-        return given
-    function = resolve(key, given, options, known=SCHEDULES, inputs=("step", "metrics"))
+        return setting
+    function = resolve(key, setting, options, parts=SCHEDULES, inputs=("step", "metrics"))
 
     def value(step: int, metrics: Mapping[str, float]) -> float:
-        found = function(step, metrics)
-        if not isinstance(found, int | float) or not math.isfinite(found):
-            raise UserError(f"{key} = '{given}' must return a finite number; at step {step} it is {found!r}.")
-        return float(found)
+        number = function(step, metrics)
+        if not isinstance(number, int | float) or not math.isfinite(number):
+            raise UserError(f"{key} = '{setting}' must return a finite number; at step {step} it is {number!r}.")
+        return float(number)
 
     return value
 
@@ -211,35 +211,35 @@ def scheduled(context: Context, name: str, key: str, options: Mapping[str, Any])
     Raises:
         UserError: a table is no schedule.
     """
-    found = dict(options)
-    for option, given in options.items():
-        if isinstance(given, dict) and "schedule" in given:
+    filled = dict(options)
+    for option, setting in options.items():
+        if isinstance(setting, dict) and "schedule" in setting:
             of = f"{key}.{option}"
-            rest = {key: value for key, value in given.items() if key != "schedule"}
-            schedule = find_schedule(of, _points(of, given["schedule"]), rest)
-            found[option] = Changing(partial(at_step, schedule), context)
+            rest = {key: value for key, value in setting.items() if key != "schedule"}
+            schedule = find_schedule(of, _points(of, setting["schedule"]), rest)
+            filled[option] = Changing(partial(at_step, schedule), context)
             label, number = f"{name}.{option}", 2
             while label in context.schedules:  # two parts of one name
                 label, number = f"{name}.{option}.{number}", number + 1
-            context.schedules[label] = found[option]
-    return found
+            context.schedules[label] = filled[option]
+    return filled
 
 
-def _points(key: str, given: Any) -> float | str | list[tuple[int, float]]:
+def _points(key: str, setting: Any) -> float | str | list[tuple[int, float]]:
     """Return a schedule that is part of a table, checked.
 
     Raises:
         UserError: it is neither a number, nor a name, nor points of ascending steps.
     """
-    if isinstance(given, str) or (isinstance(given, int | float) and not isinstance(given, bool)):
-        return given
+    if isinstance(setting, str) or (isinstance(setting, int | float) and not isinstance(setting, bool)):
+        return setting
     try:
-        points = [(int(step), float(value)) for step, value in given]
+        points = [(int(step), float(value)) for step, value in setting]
     except (TypeError, ValueError):
         points = []
     ascending = all(before[0] < after[0] for before, after in pairwise(points))
     if not points or not ascending or points[0][0] < 0 or not all(math.isfinite(value) for _, value in points):
         raise UserError(
-            f"{key}.schedule must be a name, or points [[step, value], ...] of ascending steps, not {given!r}."
+            f"{key}.schedule must be a name, or points [[step, value], ...] of ascending steps, not {setting!r}."
         )
     return points

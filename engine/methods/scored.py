@@ -22,11 +22,11 @@ def _steepness(tree: TokenTree) -> Array:  # [T] float64
     Raises:
         UserError: a token in the loss was not scored.
     """
-    squared, own = tree.policy_sum_p2.astype(np.float64), np.exp(tree.policy_logprob.astype(np.float64))
-    found = np.where(tree.loss_mask, 1 - 2 * own + squared, 0.0)
-    if np.isnan(found).any():
+    squared, probability = tree.policy_sum_p2.astype(np.float64), np.exp(tree.policy_logprob.astype(np.float64))
+    steepness = np.where(tree.loss_mask, 1 - 2 * probability + squared, 0.0)
+    if np.isnan(steepness).any():
         raise UserError("An advantage reads the column policy_sum_p2, which some token in the loss does not have.")
-    return found
+    return steepness
 
 
 @reads("policy_logprob", "policy_sum_p2")
@@ -40,12 +40,12 @@ def optimal_token(trees: Sequence[TokenTree]) -> Credit:
         live = np.split(tree.loss_mask[tree.path_tokens], cuts)
         weight = np.split(_steepness(tree)[tree.path_tokens], cuts)
         total, share = np.zeros(max(map(len, live))), np.zeros(max(map(len, live)))
-        for reward, mine, w in zip(centred(rewards), live, weight, strict=True):
-            grown = np.cumsum(w) * mine
-            total[: len(mine)] += reward * grown
-            share[: len(mine)] += grown
+        for reward, counted, w in zip(centred(rewards), live, weight, strict=True):
+            grown = np.cumsum(w) * counted
+            total[: len(counted)] += reward * grown
+            share[: len(counted)] += grown
         baseline = total / (share + 1e-8)
-        return np.concatenate([r - baseline[: len(mine)] for r, mine in zip(centred(rewards), live, strict=True)])
+        return np.concatenate([r - baseline[: len(counted)] for r, counted in zip(centred(rewards), live, strict=True)])
 
     return Credit("path", [of_paths(tree) for tree in trees])
 
@@ -85,12 +85,12 @@ class SelfRewarded:
             tree.set("scored_id", at_ends(tree, self.token))
 
     def __call__(self, trees: Sequence[TokenTree]) -> Credit:
-        own = []
+        by_score = []
         for tree in trees:
             logprob, length = tree.columns["policy_logprob/scored_id"], tree.response_length
             score = [logprob[tree.response_rows(leaf)[-1]] if length[leaf] else 0.0 for leaf in range(tree.num_leaves)]
             values = np.nan_to_num(np.array(score, np.float64))
             spread = values.std(ddof=1) if len(values) > 1 else 1.0
-            own.append(centred(values) / (spread + credit.EPS))
-        given = estimators.group_norm(trees).values
-        return Credit("leaf", [(1 - self.mix) * a + self.mix * b for a, b in zip(given, own, strict=True)])
+            by_score.append(centred(values) / (spread + credit.EPS))
+        by_reward = estimators.group_norm(trees).values
+        return Credit("leaf", [(1 - self.mix) * a + self.mix * b for a, b in zip(by_reward, by_score, strict=True)])

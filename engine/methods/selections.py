@@ -31,10 +31,10 @@ def demonstrated(tree: TokenTree, *, of: str | None = None) -> Array:  # [T]
     file gives it (`demonstrations.weight_key`); of a pair, the better response."""
     if not _is_demonstration(tree, of):
         return np.zeros(tree.num_tokens)
-    found = np.zeros(tree.num_tokens)
+    weights = np.zeros(tree.num_tokens)
     rows = tree.response_rows(0)  # of a pair, the better one
-    found[rows] = tree.demonstration_weight[rows]
-    return found * injected(tree)
+    weights[rows] = tree.demonstration_weight[rows]
+    return weights * injected(tree)
 
 
 def _is_demonstration(tree: TokenTree, of: str | None) -> bool:
@@ -69,13 +69,13 @@ def sampled_and_uncertain(tree: TokenTree, *, share: float = 0.2) -> Array:  # [
     """Prefix-RFT: select the tokens in the loss, and the ``share`` of each response's given tokens at which the
     policy's entropy is highest, at least one (the default is inferred). Ratios need
     ``algorithm.old_logprob = "recompute"``."""
-    found, given = tree.loss_mask.copy(), injected(tree)
+    selected, given_tokens = tree.loss_mask.copy(), injected(tree)
     for leaf in range(tree.num_leaves):
         rows = tree.response_rows(leaf)
-        if len(rows := rows[given[rows]]):
+        if len(rows := rows[given_tokens[rows]]):
             order = np.argsort(-tree.policy_entropy[rows], kind="stable")
-            found[rows[order[: max(1, round(share * len(rows)))]]] = True
-    return found
+            selected[rows[order[: max(1, round(share * len(rows)))]]] = True
+    return selected
 
 
 class Calm:
@@ -121,11 +121,11 @@ class Calm:
             self._least[column] = float(values[-count]) if count else np.inf
 
     def __call__(self, tree: TokenTree) -> Array:  # [T]
-        found = _given(tree)
+        selected = _given(tree)
         for column, least in self._least.items():
             values = getattr(tree, column)
-            found &= ~((values >= least) & (values > 0))
-        return found
+            selected &= ~((values >= least) & (values > 0))
+        return selected
 
 
 def _given(tree: TokenTree) -> Array:  # [T] bool
@@ -161,13 +161,13 @@ def between(
     """
     if not begin and not end:
         raise UserError("The selection 'between' needs a text in `begin` or in `end`.")
-    chosen, found = np.zeros(tree.num_tokens, bool), np.zeros(tree.num_tokens, bool)
+    chosen, enclosed = np.zeros(tree.num_tokens, bool), np.zeros(tree.num_tokens, bool)
     for leaf in np.flatnonzero(_rewards(tree) >= least):
         rows = tree.response_rows(int(leaf))
         chosen[rows] = True
         for part in tokens_between(tree.token_id[rows], begin, end, tokenizer.decode):
-            found[rows[part]] = True
-    return chosen & (injected(tree) if given else sampled(tree)) & (found == inside)
+            enclosed[rows[part]] = True
+    return chosen & (injected(tree) if given else sampled(tree)) & (enclosed == inside)
 
 
 def unaided(tree: TokenTree) -> Array:  # [L]
@@ -223,7 +223,7 @@ def _most_varied(rewards: Array, keep: int) -> Array:  # [min(keep, L)] int64
     order = np.argsort(rewards, kind="stable")
     keep = min(keep, len(order))
     chosen = [np.concatenate([order[:low], order[len(order) - keep + low :]]) for low in range(keep + 1)]
-    return max(chosen, key=lambda some: rewards[some].var())
+    return max(chosen, key=lambda places: rewards[places].var())
 
 
 def consistent(tree: TokenTree, *, keep: int) -> Array:  # [L]
@@ -234,7 +234,7 @@ def consistent(tree: TokenTree, *, keep: int) -> Array:  # [L]
     if np.isinf(rewards).any():
         return np.zeros(tree.num_leaves, bool)
     steps = np.split(tree.token_reward.astype(np.float64), np.cumsum(tree.response_length)[:-1])
-    mean = np.array([np.nanmean(some) if (~np.isnan(some)).any() else np.nan for some in steps])
+    mean = np.array([np.nanmean(of_leaf) if (~np.isnan(of_leaf)).any() else np.nan for of_leaf in steps])
     right = rewards >= 1
     score = np.nan_to_num(np.where(right, mean, -mean), nan=-np.inf)
     first, second = (np.flatnonzero(side)[np.argsort(-score[side], kind="stable")] for side in (right, ~right))
@@ -302,15 +302,15 @@ def siblings(tree: TokenTree, *, gap: float = 0.0) -> list[tuple[int, int]]:
         while (above := int(tree.parent[node])) >= 0:
             children.setdefault(above, {}).setdefault(node, []).append(leaf)
             node = above
-    found = []
+    pairs = []
     for _, below in sorted(children.items()):
         values = {child: float(rewards[leaves].mean()) for child, leaves in below.items()}
         best, worst = max(values, key=values.__getitem__), min(values, key=values.__getitem__)
         if values[best] - values[worst] > gap:
             better = max(below[best], key=rewards.__getitem__)
             worse = min(below[worst], key=rewards.__getitem__)
-            found.append((better, worse))
-    return found
+            pairs.append((better, worse))
+    return pairs
 
 
 def chosen_and_rejected(tree: TokenTree, *, of: str | None = None) -> list[tuple[int, int]]:

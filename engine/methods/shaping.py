@@ -42,10 +42,10 @@ def shape_rewards(shapings: Sequence[tuple[str, Shaping]], tree: TokenTree) -> N
     if shapings:
         tree.rewards[GIVEN] = tree.rewards["reward"]
     for what, shaping in shapings:
-        found = call(what, np.asarray, shaping(tree), np.float32)
-        if found.shape != (tree.num_leaves,) or not np.isfinite(found).all():
+        shaped = call(what, np.asarray, shaping(tree), np.float32)
+        if shaped.shape != (tree.num_leaves,) or not np.isfinite(shaped).all():
             raise UserError(f"{what} must return a finite number for each of {tree.num_leaves} responses.")
-        tree.rewards["reward"] = found
+        tree.rewards["reward"] = shaped
 
 
 def weighted(tree: TokenTree, *, weights: Mapping[str, float]) -> Array:  # [L]
@@ -92,12 +92,12 @@ def cosine_length(
 def repetition(tree: TokenTree, *, size: int = 3, most: float = 1.0) -> Array:  # [L]
     """Repetition penalty (Yeo et al. 2025, arXiv 2502.03373, appendix C.2; also MiroMind-M1): the reward falls by
     ``most * (1 - different n-grams / n-grams)`` of ``size`` tokens (token ids instead of words are inferred)."""
-    found = tree.rewards["reward"].astype(np.float64)
+    rewards = tree.rewards["reward"].astype(np.float64)
     for leaf, ids in enumerate(np.split(tree.token_id[tree.path_tokens], np.cumsum(tree.response_length)[:-1])):
         if len(ids) >= size:
             grams = np.lib.stride_tricks.sliding_window_view(ids, size)
-            found[leaf] -= most * (1 - len(np.unique(grams, axis=0)) / len(grams))
-    return found
+            rewards[leaf] -= most * (1 - len(np.unique(grams, axis=0)) / len(grams))
+    return rewards
 
 
 def concise(tree: TokenTree, *, longest: int, share: float = 1.0) -> Array:  # [L]
@@ -131,9 +131,11 @@ def noise_backward(tree: TokenTree, *, false_positives: float, false_negatives: 
 def serial_exits(tree: TokenTree) -> Array:  # [L]
     """S-GRPO (Dai et al. 2025, arXiv 2505.07686): the k-th right response in the order of their exits from the thought
     has the reward ``2 ** (1 - k)``, others 0 (inferred: the whole response counts as the last exit)."""
-    given = (tree.origin == Origin.INJECTED)[tree.path_tokens]
+    injected = (tree.origin == Origin.INJECTED)[tree.path_tokens]
     cuts = np.cumsum(tree.response_length)[:-1]
-    exits = np.array([int(some.argmax()) if some.any() else len(some) + 1 for some in np.split(given, cuts)])
+    exits = np.array(
+        [int(of_leaf.argmax()) if of_leaf.any() else len(of_leaf) + 1 for of_leaf in np.split(injected, cuts)]
+    )
     right = tree.rewards["reward"] >= 1
     order = np.argsort(exits, kind="stable")
     place = np.empty(tree.num_leaves)
@@ -151,11 +153,11 @@ def clip_steps(tree: TokenTree, *, threshold: float) -> Array:  # [L]
 def step_differences(tree: TokenTree) -> Array:  # [L]
     """Delta of process rewards (Gao et al. 2024): a step's reward becomes ``r_k - r_k+1``, the last step's stays, so
     that their sum is the first step's; the response's reward stays."""
-    found = tree.token_reward.copy()
-    for steps in np.split(np.arange(len(found)), np.cumsum(tree.response_length)[:-1]):
-        places = steps[~np.isnan(found[steps])]
-        found[places[:-1]] -= found[places[1:]]
-    tree.set("token_reward", found)
+    rewards = tree.token_reward.copy()
+    for steps in np.split(np.arange(len(rewards)), np.cumsum(tree.response_length)[:-1]):
+        places = steps[~np.isnan(rewards[steps])]
+        rewards[places[:-1]] -= rewards[places[1:]]
+    tree.set("token_reward", rewards)
     return tree.rewards["reward"]
 
 
@@ -186,8 +188,8 @@ def ensemble(tree: TokenTree, *, names: Sequence[str], how: str = "worst", penal
     mean less ``penalty`` times their variance (the population's; ``penalty`` is inferred)."""
     if how not in ("worst", "uncertain") or not names:
         raise UserError("reward.shaping 'ensemble' needs names, and how of worst or uncertain.")
-    found = np.stack([_named(tree, name) for name in names]).astype(np.float64)
-    return found.min(0) if how == "worst" else found.mean(0) - penalty * found.var(0)
+    named = np.stack([_named(tree, name) for name in names]).astype(np.float64)
+    return named.min(0) if how == "worst" else named.mean(0) - penalty * named.var(0)
 
 
 def flawed(tree: TokenTree, *, flaw: str = "flaw", penalty: float = 1.0) -> Array:  # [L]
@@ -200,8 +202,8 @@ def flawed(tree: TokenTree, *, flaw: str = "flaw", penalty: float = 1.0) -> Arra
 def tries(tree: TokenTree, *, decay: float = 0.5) -> Array:  # [L]
     """Decay over tries (as in UFO; the form and ``decay`` are inferred): the reward times ``decay ** k``, k the number
     of given texts in the response, each of which asked for another try."""
-    given = (tree.origin == Origin.INJECTED)[tree.path_tokens]
-    parts = np.split(given, np.cumsum(tree.response_length)[:-1])
+    injected = (tree.origin == Origin.INJECTED)[tree.path_tokens]
+    parts = np.split(injected, np.cumsum(tree.response_length)[:-1])
     return tree.rewards["reward"] * decay ** np.array(
         [(np.diff(part.astype(int), prepend=0) > 0).sum() for part in parts]
     )
@@ -217,12 +219,12 @@ def foresight(tree: TokenTree, tokenizer: Any, *, lengths: bool = False) -> Arra
             length of the others with a reward of at least 1; 0 without l. Where none is right, the share counts alone.
     """
     rewards = tree.rewards["reward"].astype(np.float64)
-    asked = begins_given(tree)
-    if asked.all():
+    begins = begins_given(tree)
+    if begins.all():
         return np.zeros(tree.num_leaves)
-    right = ~asked & (rewards >= 1)
-    rate, length = float(right[~asked].mean()), float(tree.response_length[right].mean()) if right.any() else 0.0
-    for leaf in np.flatnonzero(asked):
+    right = ~begins & (rewards >= 1)
+    rate, length = float(right[~begins].mean()), float(tree.response_length[right].mean()) if right.any() else 0.0
+    for leaf in np.flatnonzero(begins):
         rows = tree.response_rows(int(leaf))
         answer = response_text(tokenizer, tree.token_id[rows[tree.origin[rows] == Origin.SAMPLED]])
         guess, foreseen = share_in(answer), length_in(answer)
@@ -244,12 +246,12 @@ def self_certainty(tree: TokenTree) -> Array:  # [L]
     """Self-certainty: the reward is the mean over a response's tokens in the loss of ``-mean_v log p_v``, the KL
     divergence of the uniform distribution to the policy's but for ``log V``, which no baseline sees; 0 without tokens.
     """
-    found = np.zeros(tree.num_leaves)
+    rewards = np.zeros(tree.num_leaves)
     for leaf in range(tree.num_leaves):
         rows = tree.response_rows(leaf)
         if len(rows := rows[tree.loss_mask[rows]]):
-            found[leaf] = -tree.policy_mean_logprob[rows].astype(np.float64).mean()
-    return found
+            rewards[leaf] = -tree.policy_mean_logprob[rows].astype(np.float64).mean()
+    return rewards
 
 
 class Exploration:
@@ -298,8 +300,8 @@ class Exploration:
 
 def last_match(pattern: str | re.Pattern[str], text: str) -> str | None:
     """Return the first group of the last match of ``pattern``, without blanks around it; None without a match."""
-    found = list(re.finditer(pattern, text))
-    return found[-1][1].strip() if found else None
+    matches = list(re.finditer(pattern, text))
+    return matches[-1][1].strip() if matches else None
 
 
 def _named(tree: TokenTree, name: str) -> Array:

@@ -74,10 +74,10 @@ def keywords(decoder: nn.Module, tree: Tree) -> dict[str, Any]:
     cls: Any = type(decoder)
     if tree.blocks or not _takes_keywords(cls):  # keywords cannot say which rows attend in both directions
         return {}
-    given: dict[str, Any] = {"subtree_end": tree.subtree_end, "kv_store": tree.kv_store}
+    arguments: dict[str, Any] = {"subtree_end": tree.subtree_end, "kv_store": tree.kv_store}
     if tree.cu_seqlens is not None:
-        given |= {"cu_seq_lens_q": tree.cu_seqlens, "max_length_q": tree.longest}
-    return {name: value for name, value in given.items() if value is not None}
+        arguments |= {"cu_seq_lens_q": tree.cu_seqlens, "max_length_q": tree.longest}
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 @functools.cache
@@ -175,13 +175,13 @@ def _tree(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> Tre
         ValueError: the mask is a tree's, and there is no tree.
     """
     if not torch.compiler.is_compiling():
-        found: Tree | None = getattr(mask, "tree", None)
-        if found is not None:
-            return found
-        if (found := _current.get()) is not None and getattr(module, "is_causal", True):
+        tree: Tree | None = getattr(mask, "tree", None)
+        if tree is not None:
+            return tree
+        if (tree := _current.get()) is not None and getattr(module, "is_causal", True):
             if _is_prepared(mask):
-                mask.tree = found  # type: ignore[union-attr]  # a part that the model cut out; recomputing needs it
-            return found
+                mask.tree = tree  # type: ignore[union-attr]  # a part that the model cut out; recomputing needs it
+            return tree
     subtree_end, kv_store = kwargs.get("subtree_end"), kwargs.get("kv_store")
     if subtree_end is not None or kv_store is not None:
         return Tree(
@@ -213,13 +213,13 @@ def _require_supported(
     if query.shape[0] != 1:
         raise ValueError(f"Packed trees are one row of tokens; input_ids has a batch of {query.shape[0]}, pass [1, T].")
     sparse = [n for n in ("indices", "block_indices") if kwargs.get(n) is not None]
-    made = mask is not None and not isinstance(mask, DeferredMask) and not _is_prepared(mask)
-    if made and mask.dtype == torch.bool and torch.compiler.is_compiling():
+    ready_mask = mask is not None and not isinstance(mask, DeferredMask) and not _is_prepared(mask)
+    if ready_mask and mask.dtype == torch.bool and torch.compiler.is_compiling():
         raise ValueError(
             f"{name} got the mask that its compiled model has made; compile the layers alone, or pass "
             "attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool) to the model."
         )
-    biased = made or kwargs.get("position_bias") is not None
+    biased = ready_mask or kwargs.get("position_bias") is not None
     what = "sparse attention that learns its index" if sparse else "attention biases" if biased else None
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         what = "attention in both directions"
@@ -272,21 +272,21 @@ def _ordinary(
     softcap: float | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    made = mask.make() if isinstance(mask, DeferredMask) else mask
+    full = mask.make() if isinstance(mask, DeferredMask) else mask
     if softcap is None and kwargs.get("s_aux") is None:
         return sdpa_attention_forward(
-            module, query, key, value, made, dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kwargs
+            module, query, key, value, full, dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kwargs
         )
     # SDPA has no softcap and no sinks; a model with one has an eager function, which takes an additive mask
     if softcap is not None:
         kwargs["softcap"] = softcap
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    if made is None:
+    if full is None:
         queries, keys = query.shape[2], key.shape[2]
-        made = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]
-    if made.dtype == torch.bool:
-        made = torch.zeros_like(made, dtype=query.dtype).masked_fill(~made, torch.finfo(query.dtype).min)
-    return eager(module, query, key, value, made, dropout=dropout, scaling=scaling, **kwargs)
+        full = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]
+    if full.dtype == torch.bool:
+        full = torch.zeros_like(full, dtype=query.dtype).masked_fill(~full, torch.finfo(query.dtype).min)
+    return eager(module, query, key, value, full, dropout=dropout, scaling=scaling, **kwargs)
 
 
 AttentionInterface.register(NAME, _attention)

@@ -82,8 +82,8 @@ def decode(
         if recurrent.install(model):
             inputs["recurrence"] = recurrence_of(batch) if store is None else store.recurrence
     if batch.routes is not None:
-        given = batch.routes[rows] if batch.padded is None else _padded(batch.routes, batch)
-        inputs["routes"] = routes.replay(model, given)
+        recorded = batch.routes[rows] if batch.padded is None else _padded(batch.routes, batch)
+        inputs["routes"] = routes.replay(model, recorded)
     routed = getattr(model.config, "output_router_logits", False) and torch.is_grad_enabled()
     if routed:
         inputs["output_router_logits"] = True
@@ -163,8 +163,8 @@ def _blocks(model: PreTrainedModel, batch: TreeBatch) -> tuple[Block, ...]:
 def _balancing(model: PreTrainedModel) -> Callable[..., Tensor]:
     """Return Transformers' load balancing loss for the model, which adapters or FSDP may have wrapped or subclassed."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    found = (getattr(sys.modules[cls.__module__], "load_balancing_loss_func", None) for cls in type(inner).__mro__)
-    return next(function for function in found if function is not None)
+    functions = (getattr(sys.modules[cls.__module__], "load_balancing_loss_func", None) for cls in type(inner).__mro__)
+    return next(function for function in functions if function is not None)
 
 
 def _padded(values: Tensor, batch: TreeBatch) -> Tensor:  # [T, ...] -> [B S, ...], 0 where padding is
@@ -187,11 +187,11 @@ def unchecked_logprob(
 def _logprob_of_pieces(
     model: PreTrainedModel, batch: TreeBatch, temperature: float | Tensor, want: Sequence[str]
 ) -> LogprobOutput:
-    def score(hidden: Tensor, target: Tensor, p: Piece, own: float | Tensor) -> dict[str, Tensor | None]:
-        return target_logprob(model, hidden, target, p.head_row, p.head_index, own, want)._asdict()
+    def score(hidden: Tensor, target: Tensor, p: Piece, temperature: float | Tensor) -> dict[str, Tensor | None]:
+        return target_logprob(model, hidden, target, p.head_row, p.head_index, temperature, want)._asdict()
 
-    found = _collected(model, batch, temperature, score)
-    return LogprobOutput(found["logprob"], found["logsumexp"], found.get("entropy"), found.get("sum_p2"), None)
+    scores = _collected(model, batch, temperature, score)
+    return LogprobOutput(scores["logprob"], scores["logsumexp"], scores.get("entropy"), scores.get("sum_p2"), None)
 
 
 def target_hidden(model: PreTrainedModel, batch: TreeBatch) -> Tensor:  # [M, H]
@@ -203,7 +203,7 @@ def target_hidden(model: PreTrainedModel, batch: TreeBatch) -> Tensor:  # [M, H]
     if not batch.pieces:
         return decode(model, batch).hidden.index_select(0, batch.head_row)[batch.head_index]
 
-    def rows(hidden: Tensor, target: Tensor, p: Piece, own: float | Tensor) -> dict[str, Tensor]:
+    def rows(hidden: Tensor, target: Tensor, p: Piece, temperature: float | Tensor) -> dict[str, Tensor]:
         return {"hidden": hidden.index_select(0, p.head_row)[p.head_index]}
 
     return _collected(model, batch, 1.0, rows)["hidden"]
@@ -218,9 +218,9 @@ def statistics_of_pieces(
 ) -> dict[str, Tensor]:
     """Compute `target_statistics` of a batch in pieces, without gradients."""
 
-    def score(hidden: Tensor, target: Tensor, p: Piece, own: float | Tensor) -> dict[str, Tensor]:
+    def score(hidden: Tensor, target: Tensor, p: Piece, temperature: float | Tensor) -> dict[str, Tensor]:
         ids = None if extra_ids is None else extra_ids[p.target]
-        return target_statistics(model, hidden, target, p.head_row, p.head_index, own, want, ids)
+        return target_statistics(model, hidden, target, p.head_row, p.head_index, temperature, want, ids)
 
     return _collected(model, batch, temperature, score)
 
@@ -236,17 +236,17 @@ def _collected(
     Args:
         score: called with hidden states, targets, the piece and its temperature.
     """
-    found: dict[str, Tensor] = {}
+    scores: dict[str, Tensor] = {}
 
     def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
-        own = temperature[p.target] if isinstance(temperature, Tensor) else temperature
-        for name, values in score(decoded.hidden, batch.target[p.target], p, own).items():
+        piece_temperature = temperature[p.target] if isinstance(temperature, Tensor) else temperature
+        for name, values in score(decoded.hidden, batch.target[p.target], p, piece_temperature).items():
             if values is not None:
-                everything = found.setdefault(name, values.new_empty(len(batch.target), *values.shape[1:]))
+                everything = scores.setdefault(name, values.new_empty(len(batch.target), *values.shape[1:]))
                 everything[p.target] = values
 
     (tree,) = batch.trees
     run = partial(decode, model, batch, features=encode_pictures(model, batch))
     depth_first(tree, batch.pieces, batch.input_ids.device, run=run, use=use, gradients=False)
-    return found
+    return scores

@@ -79,8 +79,8 @@ class _Fused:
 
 def _is_replaced(module: nn.Module) -> bool:
     """Return True if the instance has a ``forward`` that is not its class's, ours included."""
-    own = vars(module).get("forward")
-    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+    forward = vars(module).get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def _has_silu(module: Any) -> bool:
@@ -107,18 +107,18 @@ def _fused_forward(cls: Any) -> Callable[..., Any] | None:
     return _with_turning(forward, turned)
 
 
-def _same(function: object, known: object) -> bool:
+def _same(function: object, expected: object) -> bool:
     """Return True if two functions of Transformers have the same code, docstrings aside."""
-    if not (isinstance(function, FunctionType) and isinstance(known, FunctionType)):
+    if not (isinstance(function, FunctionType) and isinstance(expected, FunctionType)):
         return False
-    if not (function.__module__.startswith(HOME) and known.__module__.startswith(HOME)):
+    if not (function.__module__.startswith(HOME) and expected.__module__.startswith(HOME)):
         return False  # another package has replaced it for all models
-    a, b = function.__code__, known.__code__
-    constants = [tuple(c for c in f.__code__.co_consts if c != f.__doc__) for f in (function, known)]
+    a, b = function.__code__, expected.__code__
+    constants = [tuple(c for c in f.__code__.co_consts if c != f.__doc__) for f in (function, expected)]
     return (
         (a.co_code, a.co_names) == (b.co_code, b.co_names)
         and constants[0] == constants[1]
-        and function.__defaults__ == known.__defaults__
+        and function.__defaults__ == expected.__defaults__
     )
 
 
@@ -157,15 +157,15 @@ def _gated_unit(self: Any, x: Tensor) -> Tensor:
 def _with_global(forward: FunctionType, turned: Callable[..., Any]) -> FunctionType:
     """Return ``forward`` with another rotary embedding; one that decorators wrap is replaced within these."""
     inner = getattr(forward, "__wrapped__", None)
-    known, closure = forward.__globals__, forward.__closure__
+    namespace, closure = forward.__globals__, forward.__closure__
     if isinstance(inner, FunctionType):
         replaced = CellType(_with_global(inner, turned))
         closure = tuple(replaced if cell.cell_contents is inner else cell for cell in closure or ())
     else:
-        known = {**known, ROTARY: turned}
-    found = FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__, closure)
-    found.__kwdefaults__ = forward.__kwdefaults__
-    return found
+        namespace = {**namespace, ROTARY: turned}
+    copied = FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__, closure)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
 
 
 def _with_turning(forward: FunctionType, plain: Any) -> Callable[..., Any]:

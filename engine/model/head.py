@@ -37,9 +37,9 @@ class Head(NamedTuple):
 
 def decoder_of(model: PreTrainedModel) -> Any:
     """Return the decoder below the head of ``model``; ``get_decoder`` of a few classes returns the model itself."""
-    found = model.get_decoder()
-    its_head = getattr(found, "get_output_embeddings", lambda: None)()
-    return found.model if its_head is not None and hasattr(found, "model") else found
+    decoder = model.get_decoder()
+    its_head = getattr(decoder, "get_output_embeddings", lambda: None)()
+    return decoder.model if its_head is not None and hasattr(decoder, "model") else decoder
 
 
 def head(model: PreTrainedModel) -> Head:
@@ -99,7 +99,7 @@ def _head_lora(layer: Any) -> HeadLora | None:
         "lora_dropout": layer.training and getattr(dropout, "p", 0) > 0,
     }
     if any(unsupported.values()):
-        what = next(option for option, found in unsupported.items() if found)
+        what = next(option for option, present in unsupported.items() if present)
         raise ValueError(f"The head's adapter has {what}, which the fused head does not support; {remedy}.")
     dtype = layer.weight.dtype
     a, b = (whole(side[name].weight).to(dtype) for side in (layer.lora_A, layer.lora_B))
@@ -130,9 +130,9 @@ def target_logprob(
 
     All values are fp32 and per target, ``[M]``.
     """
-    its = head(model)
-    options = its.options(row_temperature(temperature, head_index, len(head_row)))
-    out = linear_logprob(hidden.index_select(0, head_row), its.weight, target, row=head_index, want=want, **options)
+    lm_head = head(model)
+    options = lm_head.options(row_temperature(temperature, head_index, len(head_row)))
+    out = linear_logprob(hidden.index_select(0, head_row), lm_head.weight, target, row=head_index, want=want, **options)
     return LogprobOutput(
         logprob=out.logprob,
         logsumexp=out.logsumexp[head_index],
@@ -153,7 +153,7 @@ def target_statistics(
     extra_ids: Tensor | None,  # [M, K]
 ) -> dict[str, Tensor]:
     """Return ``logprob [M]`` and the statistics in ``want``, as `linear_statistics` does."""
-    its = head(model)
-    options = its.options(row_temperature(temperature, head_index, len(head_row)))
+    lm_head = head(model)
+    options = lm_head.options(row_temperature(temperature, head_index, len(head_row)))
     rows = hidden.index_select(0, head_row)
-    return linear_statistics(rows, its.weight, target, row=head_index, want=want, extra_ids=extra_ids, **options)
+    return linear_statistics(rows, lm_head.weight, target, row=head_index, want=want, extra_ids=extra_ids, **options)

@@ -87,7 +87,7 @@ def load_model(
         config = AutoConfig.from_pretrained(path)
         _check_layers(config, path)
         # wrong shapes are ignored here, so that _check_tensors can name them
-        model, found = auto_class(config).from_pretrained(
+        model, report = auto_class(config).from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -100,7 +100,7 @@ def load_model(
         raise
     except Exception as error:  # a damaged directory can make transformers raise anything
         raise UserError(f"The model '{path}' cannot be loaded: {_why(error)}.") from error
-    _check_tensors(model, found, path)
+    _check_tensors(model, report, path)
     if config.model_type in pictures.FAMILIES:
         for _, parameter in pictures.tower_parameters(model):
             parameter.requires_grad_(train_tower)
@@ -147,18 +147,18 @@ def _check_layers(config: Any, path: str | Path) -> None:
         )
 
 
-def _check_tensors(model: PreTrainedModel, found: dict[str, Any], path: str | Path) -> None:
+def _check_tensors(model: PreTrainedModel, report: dict[str, Any], path: str | Path) -> None:
     """Check that every weight comes from the files; transformers would initialise missing ones at random.
 
     Tied weights are not missing. Tensors of parts that the decoder does not have (a vision tower) are ignored, as
     transformers does; tensors of the decoder itself must all be used.
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # tied weights under their first name
-    missing = sorted(found["missing_keys"], key=lambda key: (key not in named, key))
-    misshapen = sorted(found["mismatched_keys"])
-    unknown = sorted(key for key in found["unexpected_keys"] if key.startswith(f"{model.base_model_prefix}."))
+    missing = sorted(report["missing_keys"], key=lambda key: (key not in named, key))
+    misshapen = sorted(report["mismatched_keys"])
+    unknown = sorted(key for key in report["unexpected_keys"] if key.startswith(f"{model.base_model_prefix}."))
     wrong = [f"'{key}' is missing" for key in missing]
-    wrong += [f"'{key}' is {list(theirs)} and not {list(ours)}" for key, theirs, ours in misshapen]
+    wrong += [f"'{key}' is {list(stored)} and not {list(ours)}" for key, stored, ours in misshapen]
     wrong += [f"'{key}' has no place in the model" for key in unknown]
     if not wrong:
         wrong = [f"'{key}' holds numbers that are not finite" for key, t in named.items() if not _finite(t)]

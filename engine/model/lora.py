@@ -54,20 +54,20 @@ def find_targets(model: Any, targets: str | Sequence[str]) -> dict[str, nn.Linea
     head = model.get_output_embeddings()
     if targets == ALL:
         return {name: module for name, module in linear.items() if module is not head}
-    given = [targets] if isinstance(targets, str) else list(targets)
+    chosen = [targets] if isinstance(targets, str) else list(targets)
     names = sorted({name.rpartition(".")[2] for name in linear})
-    if unknown := [name for name in given if name not in names]:
+    if unknown := [name for name in chosen if name not in names]:
         raise UserError(
             f"model.lora.targets names '{unknown[0]}', and no linear layer of the model is called so; they are "
             f"{', '.join(names)}, and '{ALL}' stands for all except the head."
         )
-    found = {name: module for name, module in linear.items() if name.rpartition(".")[2] in given}
-    if any(module is head for module in found.values()) and head.weight is model.get_input_embeddings().weight:
+    layers = {name: module for name, module in linear.items() if name.rpartition(".")[2] in chosen}
+    if any(module is head for module in layers.values()) and head.weight is model.get_input_embeddings().weight:
         raise UserError(
             "model.lora.targets names the head, whose weight is the embedding's too in this model, so that no model "
             "without adapters holds both; leave it out."
         )
-    return found
+    return layers
 
 
 def check_installed() -> None:
@@ -202,13 +202,13 @@ class Alone:
 
 def gathered_sum(model: PreTrainedModel, kept: bool) -> dict[str, Tensor]:
     """Return the state of a model without adapters whose weights are the policy's, as `sharding.gathered` does."""
-    found = {}
+    state = {}
     for name, tensor in merged(model).items():
         full = whole(tensor.detach())
         if kept:
-            found[name] = full.cpu()
+            state[name] = full.cpu()
     buffers = dict(model.named_buffers())
-    return found | {name: tensor for name, tensor in model.state_dict().items() if kept and name in buffers}
+    return state | {name: tensor for name, tensor in model.state_dict().items() if kept and name in buffers}
 
 
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -247,12 +247,12 @@ def save_adapter(model: PreTrainedModel, directory: Path, writes: bool = True) -
 
 def base_digest(model: PreTrainedModel) -> str:
     """Return a digest of the frozen weights, which no checkpoint of an adapter holds."""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for name, parameter in _base(model).items():
         values = whole(parameter.detach()).cpu().contiguous().view(-1).view(torch.uint8)
-        found.update(f"{name} {list(parameter.shape)} {parameter.dtype} ".encode())
-        found.update(values.numpy().data)
-    return found.hexdigest()
+        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype} ".encode())
+        digest.update(values.numpy().data)
+    return digest.hexdigest()
 
 
 def _base(model: PreTrainedModel) -> dict[str, Tensor]:

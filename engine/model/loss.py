@@ -114,9 +114,9 @@ def _head_pass(
     plan: HeadPlan | None,
     head_grad: Tensor | None,
 ) -> TermsLossOutput:
-    its = head(model)
-    options: dict[str, Any] = {**its.options(row_temperature(temperature, row, len(hidden))), "plan": plan}
-    weight = its.weight
+    lm_head = head(model)
+    options: dict[str, Any] = {**lm_head.options(row_temperature(temperature, row, len(hidden))), "plan": plan}
+    weight = lm_head.weight
     if head_grad is not None:
         options |= {"weight_grad": head_grad, "in_forward": True}
         weight = weight if weight.is_leaf else weight.detach().requires_grad_()  # gathered: nothing flows to the shards
@@ -215,8 +215,8 @@ def backward(
 
 def _of_tokens(terms: Sequence[AnyTerm]) -> list[Term] | None:
     """Return the terms if each is a sum over single targets, else None."""
-    found = [t for t in terms if isinstance(t, Term) and t.objective.scope == "token"]
-    return found if len(found) == len(terms) else None
+    token_terms = [t for t in terms if isinstance(t, Term) and t.objective.scope == "token"]
+    return token_terms if len(token_terms) == len(terms) else None
 
 
 def _taken(terms: Sequence[Term], piece: Piece) -> list[Term]:
@@ -264,8 +264,8 @@ def _token_by_token(
     def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
         hidden, target = decoded.hidden.index_select(0, p.head_row), batch.target[p.target]
-        own = _own(temperature, p)
-        out = _head_pass(model, hidden, target, _taken(terms, p), p.head_index, own, p.plan, into())
+        piece_temperature = _own(temperature, p)
+        out = _head_pass(model, hidden, target, _taken(terms, p), p.head_index, piece_temperature, p.plan, into())
         out = with_router_loss(out, decoded, router_share * (p.end - p.begin) / batch.num_tokens)
         out.loss.backward()
         after()
@@ -286,15 +286,15 @@ def _in_two_passes(
     """Compute all log-probs and statistics first; the loss's derivatives with respect to them then weigh a linear
     objective, piece by piece."""
     want, extra_ids = statistics_read(terms)
-    known = statistics_of_pieces(model, batch, temperature, ("entropy", *want), extra_ids)
+    computed = statistics_of_pieces(model, batch, temperature, ("entropy", *want), extra_ids)
     of_entropy = "entropy" in want or any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
-    for name, values in known.items():
+    for name, values in computed.items():
         values.requires_grad_(name != "entropy" or of_entropy)
-    logprob, entropy = known["logprob"], known["entropy"]
+    logprob, entropy = computed["logprob"], computed["entropy"]
     with torch.enable_grad():
         loss, losses = 0.0 * logprob.sum(), {}
         metrics: Metrics = {}
-        for term, statistics in statistics_of(terms, known):
+        for term, statistics in statistics_of(terms, computed):
             if isinstance(term, Term):
                 out = policy_loss(logprob, term.fields, term.objective, normalizer=term.normalizer, entropy=entropy)
             else:
@@ -302,7 +302,7 @@ def _in_two_passes(
             loss = loss + term.weight * out.loss
             metrics |= named(out.metrics, term.name)
             losses[term.name] = out.loss.detach()
-    needed = {name: values for name, values in known.items() if values.requires_grad}
+    needed = {name: values for name, values in computed.items() if values.requires_grad}
     slopes = torch.autograd.grad(loss, list(needed.values()), allow_unused=True)
     derivatives = {name: d for name, d in zip(needed, slopes, strict=True) if d is not None}
     account = _Account()
@@ -310,10 +310,10 @@ def _in_two_passes(
 
     def use(store: PieceStore, decoded: Decoded) -> None:
         p = store.piece
-        target, own = batch.target[p.target], _own(temperature, p)
+        target, piece_temperature = batch.target[p.target], _own(temperature, p)
         ids = None if extra_ids is None else extra_ids[p.target]
         again = [name for name in derivatives if name != "logprob"]
-        now = target_statistics(model, decoded.hidden, target, p.head_row, p.head_index, own, again, ids)
+        now = target_statistics(model, decoded.hidden, target, p.head_row, p.head_index, piece_temperature, again, ids)
         linear = sum(((now[name] * d[p.target]).sum() for name, d in derivatives.items()), logprob.new_zeros(()))
         share = router_share * (p.end - p.begin) / batch.num_tokens
         routed = with_router_loss(TermsLossOutput(linear, {}, {}), decoded, share)

@@ -30,7 +30,7 @@ class DeferredMask(Tensor):  # [B, 1, Q, K] bool
     """
 
     arguments: dict[str, Any]
-    made: Tensor | None
+    whole_mask: Tensor | None
     needless: bool  # known to be one that `sdpa` does without
     end_to_end: tuple[Tensor, Tensor] | None  # what `laid_end_to_end` has found
 
@@ -40,24 +40,24 @@ class DeferredMask(Tensor):  # [B, 1, Q, K] bool
         mask: DeferredMask = Tensor._make_wrapper_subclass(
             cls, shape, dtype=torch.bool, device=arguments.get("device", "cpu")
         )
-        mask.arguments, mask.made, mask.needless, mask.end_to_end = arguments, None, False, None
+        mask.arguments, mask.whole_mask, mask.needless, mask.end_to_end = arguments, None, False, None
         return mask
 
     def make(self, skip: bool = True) -> Tensor | None:
         """Return the mask; with ``skip``, None where ``sdpa`` needs none, as with neither padding nor a window."""
-        if self.made is None and not (skip and self.needless):
-            self.made = sdpa_mask(**self.arguments | ({} if skip else NO_SKIP))
-            self.needless = self.made is None
-        if not skip and self.made is not None:
-            self.made = self.made.contiguous()  # as the strides say
-        return self.made
+        if self.whole_mask is None and not (skip and self.needless):
+            self.whole_mask = sdpa_mask(**self.arguments | ({} if skip else NO_SKIP))
+            self.needless = self.whole_mask is None
+        if not skip and self.whole_mask is not None:
+            self.whole_mask = self.whole_mask.contiguous()  # as the strides say
+        return self.whole_mask
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return a part of the mask; the whole stays deferred, as some models slice what they need all of."""
         if isinstance(index, tuple) and all(isinstance(p, slice) and p in (slice(None), slice(0, None)) for p in index):
             return self
-        made: Tensor = super().__getitem__(index)
-        return made
+        part: Tensor = super().__getitem__(index)
+        return part
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()

@@ -62,13 +62,13 @@ def family_of(model: nn.Module) -> Family:
         ValueError: pictures of such models cannot be computed.
     """
     inner: Any = _inner(model)
-    found = FAMILIES.get(inner.config.model_type)
-    if found is None or not hasattr(inner, "get_image_features"):
+    family = FAMILIES.get(inner.config.model_type)
+    if family is None or not hasattr(inner, "get_image_features"):
         raise ValueError(
             f"{type(inner).__name__} takes no pictures, or not in a way that is supported; models that do are of the "
             f"types {', '.join(FAMILIES)}."
         )
-    return found
+    return family
 
 
 def both_ways(model: nn.Module) -> Literal["all", "sliding"] | None:
@@ -114,8 +114,10 @@ def encode(model: nn.Module, inputs: Mapping[str, Tensor], sizes: Sequence[int])
     Raises:
         ValueError: the model takes no pictures, or the tower returns another number of rows.
     """
-    given = {name: values.unsqueeze(0) for name, values in inputs.items()} if family_of(model).tiles else dict(inputs)
-    out = _inner(model).get_image_features(**given, return_dict=True)
+    arguments = (
+        {name: values.unsqueeze(0) for name, values in inputs.items()} if family_of(model).tiles else dict(inputs)
+    )
+    out = _inner(model).get_image_features(**arguments, return_dict=True)
     levels = [_flat(level) for level in (out.pooler_output, *(getattr(out, "deepstack_features", None) or ()))]
     if any(len(level) != sum(sizes) for level in levels):
         raise ValueError(
@@ -171,8 +173,8 @@ def own_inputs(model: nn.Module, ids: Array, pictures: Sequence[Picture]) -> dic
     device = inner.get_output_embeddings().weight.device
     marked = ids >= FIRST_ID
     plain = torch.from_numpy(np.where(marked, placeholder(model), ids).astype(np.int64)).to(device)
-    known = {picture.first_id: picture for picture in pictures}
-    inside = [known[token] for token in ids[marked].tolist() if token in known]
+    by_id = {picture.first_id: picture for picture in pictures}
+    inside = [by_id[token] for token in ids[marked].tolist() if token in by_id]
     inputs: dict[str, Any] = {"input_ids": plain[None]}
     for name in inside[0].inputs if inside else ():
         values = torch.from_numpy(np.concatenate([picture.inputs[name] for picture in inside])).to(device)

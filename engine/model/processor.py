@@ -63,7 +63,9 @@ class PictureProcessor:
                     f"The image processor of '{path}' cuts pictures into parts ({option}), which is not supported; set "
                     f"{option} to false in its preprocessor_config.json."
                 )
-        self._made: WeakValueDictionary[str, Picture] = WeakValueDictionary()  # those in use, by the digest of content
+        self._in_use: WeakValueDictionary[str, Picture] = (
+            WeakValueDictionary()
+        )  # those in use, by the digest of content
 
     def picture(self, content: bytes) -> Picture:
         """Return the picture of an encoded file; the same object as long as one with its content is in use.
@@ -77,24 +79,24 @@ class PictureProcessor:
             image = Image.open(io.BytesIO(content)).convert("RGB")
         except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
             raise ValueError(f"Pillow cannot read a picture ({' '.join(str(error).split())[:100]})") from error
-        found = self._processor(images=[image], return_tensors="pt")
+        processed = self._processor(images=[image], return_tensors="pt")
         names = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids")
-        inputs = {name: np.asarray(found[name]) for name in names if name in found}
+        inputs = {name: np.asarray(processed[name]) for name in names if name in processed}
         if self._family.grid:
             merged = int(self._config.vision_config.spatial_merge_size)
             frames, high, wide = (int(n) for n in inputs["image_grid_thw"][0])
             grid = frames, high // merged, wide // merged
-            made = Picture.of(inputs, grid[0] * grid[1] * grid[2], grid)
+            picture = Picture.of(inputs, grid[0] * grid[1] * grid[2], grid)
         elif self._family.tiles:
             inputs = {name: values[0] for name, values in inputs.items()}  # the tiles of the only sample
             side = int(self._config.vision_config.patch_size) * int(self._config.scale_factor)
             high, wide = inputs["pixel_values"].shape[-2:]
-            made = Picture.of(inputs, len(inputs["pixel_values"]) * (high // side) * (wide // side))
-        elif "num_soft_tokens_per_image" in found:
-            made = Picture.of(inputs, int(found["num_soft_tokens_per_image"][0]))
+            picture = Picture.of(inputs, len(inputs["pixel_values"]) * (high // side) * (wide // side))
+        elif "num_soft_tokens_per_image" in processed:
+            picture = Picture.of(inputs, int(processed["num_soft_tokens_per_image"][0]))
         else:
-            made = Picture.of(inputs, int(self._config.mm_tokens_per_image))
-        return self._made.setdefault(made.digest, made)
+            picture = Picture.of(inputs, int(self._config.mm_tokens_per_image))
+        return self._in_use.setdefault(picture.digest, picture)
 
     def framed(self, text: str, tokenizer: PreTrainedTokenizerBase) -> str:
         """Return the text of a prompt with one placeholder a picture, and the tokens around it that the model expects.

@@ -109,7 +109,7 @@ def _prepare(decoder: nn.Module, what: str) -> bool:
     wrong = unfit(decoder)
     if wrong:
         raise UserError(f"'{what}' has layers that cannot be tree-masked ({', '.join(wrong)}); use another model.")
-    found = False
+    has_mixers = False
     for layer in decoder.modules():
         mixers = [child for child in layer.children() if _name(child) in MIXERS]
         for mixer in mixers:
@@ -120,9 +120,9 @@ def _prepare(decoder: nn.Module, what: str) -> bool:
                     _replace(module, name)
                 _mixers.add(cls)
         if mixers:
-            found = True
+            has_mixers = True
             _wrap(next(c for c in type(layer).__mro__ if c.__module__ == module.__name__))
-    return found
+    return has_mixers
 
 
 def _name(module: nn.Module) -> str:

@@ -98,8 +98,8 @@ class Role:
         with torch.no_grad(), self.computing():
             for waiting in batches:
                 routed = waiting if self.replays_routes else waiting.without_routes()
-                batch, own = routed.to(device), to_device(waiting.temperatures(temperature), device)
-                logprob = batch_logprob(self.model, batch, temperature=own).logprob
+                batch, temperatures = routed.to(device), to_device(waiting.temperatures(temperature), device)
+                logprob = batch_logprob(self.model, batch, temperature=temperatures).logprob
                 write_column(trees, batch, self.column, logprob)
         self.model.train(was_training)
 
@@ -138,9 +138,9 @@ class SampledRole(Role):
 
 def _sampled(tree: TokenTree) -> bool:
     """Return whether all tokens in the loss were drawn at random, and their log-probs recorded."""
-    own, temperature = tree.loss_mask, tree.columns.get("temperature")
-    drawn = temperature is None or bool((temperature[own] != 0).all())
-    return drawn and not bool(np.isnan(tree.behaviour_logprob[own]).any())
+    in_loss, temperature = tree.loss_mask, tree.columns.get("temperature")
+    drawn = temperature is None or bool((temperature[in_loss] != 0).all())
+    return drawn and not bool(np.isnan(tree.behaviour_logprob[in_loss]).any())
 
 
 @contextmanager
@@ -149,19 +149,19 @@ def swapped(model: PreTrainedModel, weights: dict[str, Tensor]) -> Iterator[None
 
     Nothing is copied within one device, unless the model is sharded: FSDP knows shards by their memory.
     """
-    own = {name: p for name, p in named_shards(model).items() if name in weights}
-    if any(isinstance(p, DTensor) for p in own.values()):
+    parameters = {name: p for name, p in named_shards(model).items() if name in weights}
+    if any(isinstance(p, DTensor) for p in parameters.values()):
         with _copied(model, weights):
             yield
         return
-    theirs = {name: p.data for name, p in own.items()}
-    for name, p in own.items():
+    before = {name: p.data for name, p in parameters.items()}
+    for name, p in parameters.items():
         p.data = weights[name].to(p.device)
     try:
         yield
     finally:
-        for name, p in own.items():
-            p.data = theirs[name]
+        for name, p in parameters.items():
+            p.data = before[name]
 
 
 @contextmanager

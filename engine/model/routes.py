@@ -71,8 +71,8 @@ EXPERTS = re.compile(r"Experts$|SparseMoe|MoE$|Moe$|MoeBlock$|Router$|TopK")
 class Routes(Protocol):
     """Given to a decoder layer as ``routes``: asked by each router for the experts of its tokens."""
 
-    def choose(self, place: int, own: Tensor) -> Tensor | None:  # [N, k] int64
-        """Return the experts that router number ``place`` is to use; None for its ``own``."""
+    def choose(self, place: int, router_choice: Tensor) -> Tensor | None:  # [N, k] int64
+        """Return the experts that router number ``place`` is to use; None for ``router_choice``, its own."""
         ...
 
 
@@ -86,13 +86,14 @@ class Replay:
     def __init__(self, routes: Tensor) -> None:
         self._routes = routes
 
-    def choose(self, place: int, own: Tensor) -> Tensor:
-        given = self._routes[:, place].long()
-        if given.shape != own.shape:
+    def choose(self, place: int, router_choice: Tensor) -> Tensor:
+        recorded = self._routes[:, place].long()
+        if recorded.shape != router_choice.shape:
             raise ValueError(
-                f"Routes of {list(given.shape)} tokens and experts do not fit a router of {list(own.shape)}."
+                f"Routes of {list(recorded.shape)} tokens and experts do not fit a router of "
+                f"{list(router_choice.shape)}."
             )
-        return torch.where(given < 0, own, given)
+        return torch.where(recorded < 0, router_choice, recorded)
 
 
 class Record:
@@ -101,8 +102,8 @@ class Record:
     def __init__(self) -> None:
         self._chosen: dict[int, Tensor] = {}
 
-    def choose(self, place: int, own: Tensor) -> None:
-        self._chosen[place] = own
+    def choose(self, place: int, router_choice: Tensor) -> None:
+        self._chosen[place] = router_choice
 
     @property
     def empty(self) -> bool:
@@ -145,12 +146,15 @@ def replay(model: nn.Module, routes: Tensor) -> Replay:  # [N, layers, k] int16
     Raises:
         ValueError: they are those of another model.
     """
-    own = install(model)
-    if tuple(routes.shape[1:]) != (own.layers, own.k) or (routes.numel() and int(routes.max()) >= own.experts):
+    mixture = install(model)
+    if tuple(routes.shape[1:]) != (mixture.layers, mixture.k) or (
+        routes.numel() and int(routes.max()) >= mixture.experts
+    ):
         layers, k = routes.shape[1:]
         raise ValueError(
             f"The recorded routes name {k} experts, up to number {int(routes.max())}, in each of {layers} layers, and "
-            f"{type(model).__name__} has {own.layers} layers with {own.k} of {own.experts}; sample with this model."
+            f"{type(model).__name__} has {mixture.layers} layers with {mixture.k} of {mixture.experts}; sample with "
+            "this model."
         )
     return Replay(routes)
 
@@ -166,13 +170,13 @@ def asking(model: nn.Module, routes: Routes) -> Iterator[None]:
         routers = _routers(_decoder(model), type(model).__name__)
     except UserError:
         routers = []
-    own = [vars(router).get("forward") for router in routers]
+    forwards = [vars(router).get("forward") for router in routers]
     for place, router in enumerate(routers):
         vars(router)["forward"] = functools.partial(_ask, router.forward, _Choosing(routes, place, router))
     try:
         yield
     finally:
-        for router, forward in zip(routers, own, strict=True):
+        for router, forward in zip(routers, forwards, strict=True):
             del vars(router)["forward"]
             if forward is not None:
                 vars(router)["forward"] = forward
@@ -200,16 +204,18 @@ def _routers(decoder: nn.Module, what: str) -> list[nn.Module]:
     """
     routers: list[nn.Module] = []
     for layer in _layers(decoder):
-        its = [m for m in layer.modules() if _name(m) in ROUTERS]
+        of_layer = [m for m in layer.modules() if _name(m) in ROUTERS]
         unknown = (
-            {_name(m) for m in layer.modules() if m is not layer and EXPERTS.search(_name(m))} if not its else set()
+            {_name(m) for m in layer.modules() if m is not layer and EXPERTS.search(_name(m))}
+            if not of_layer
+            else set()
         )
-        if unknown or any(getattr(m, "topk_method", None) == "group_limited_greedy" for m in its):
-            names = ", ".join(sorted(unknown or {f"{_name(m)} with groups" for m in its}))
+        if unknown or any(getattr(m, "topk_method", None) == "group_limited_greedy" for m in of_layer):
+            names = ", ".join(sorted(unknown or {f"{_name(m)} with groups" for m in of_layer}))
             raise UserError(
                 f"Routes of '{what}' are neither recorded nor replayed ({names}); set model.replay_routes = false."
             )
-        routers += its
+        routers += of_layer
     if not routers:
         raise UserError(f"'{what}' has no mixture of experts; set model.replay_routes = false.")
     if len({(_top_k(router), _experts(router)) for router in routers}) > 1:
@@ -237,8 +243,8 @@ def _experts(router: nn.Module) -> int:
 
 
 def _top_k(router: nn.Module) -> int:
-    own: Any = router
-    return int(own.top_k if hasattr(own, "top_k") else own.config.top_k_experts)
+    untyped: Any = router
+    return int(untyped.top_k if hasattr(untyped, "top_k") else untyped.config.top_k_experts)
 
 
 def _wrap(cls: Any, forward: Any) -> None:
@@ -290,9 +296,9 @@ class _Choosing(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return out
-        scores, own = args[0], out[1]
-        if own.shape[-1] != self._k or scores.shape[-1] != self._experts or scores.dim() != 2:
+        scores, router_choice = args[0], out[1]
+        if router_choice.shape[-1] != self._k or scores.shape[-1] != self._experts or scores.dim() != 2:
             return out  # groups of experts are chosen first
         self.used = True
-        chosen = self._routes.choose(self._place, own)
+        chosen = self._routes.choose(self._place, router_choice)
         return out if chosen is None else torch.return_types.topk((scores.gather(-1, chosen), chosen))

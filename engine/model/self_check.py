@@ -68,8 +68,8 @@ def _tree_error(model: PreTrainedModel, sample: TokenTree) -> float | None:
     most = int(sample.path_length.max())
     total, count = 0.0, 0
     if sample.pictures:  # positions and features by the model's own forward, not by ours again
-        own = own_logprobs(model, sample, routes)
-        differences = torch.cat([(a - b).abs() for a, b in zip(own, shared, strict=True)])
+        by_model = own_logprobs(model, sample, routes)
+        differences = torch.cat([(a - b).abs() for a, b in zip(by_model, shared, strict=True)])
         return float(differences.mean()) if len(differences) else None
     for batch in pack([sample], max_tokens=max(most, MOST_TOKENS), device=model.device, flat=True):
         batch = _as_computed(model, batch)
@@ -157,10 +157,12 @@ def _own_error(model: PreTrainedModel, trees: bool) -> float:
     (batch,) = pack([tree], max_tokens=4096, device=model.device, flat=not trees)
     leaves, routes = _logprobs_and_routes(model, batch)
     got = {
-        int(i): v for which, own in zip(batch.leaf_index, leaves, strict=True) for i, v in zip(which, own, strict=True)
+        int(i): v
+        for which, of_tree in zip(batch.leaf_index, leaves, strict=True)
+        for i, v in zip(which, of_tree, strict=True)
     }
-    own = own_logprobs(model, tree, routes)
-    return float(torch.cat([(own[i] - values).abs() for i, values in got.items()]).mean())
+    by_model = own_logprobs(model, tree, routes)
+    return float(torch.cat([(by_model[i] - values).abs() for i, values in got.items()]).mean())
 
 
 def _logprobs_and_routes(
@@ -170,7 +172,7 @@ def _logprobs_and_routes(
     model whose routers cannot be asked."""
     batch, record = _as_computed(model, batch), Record()
     with asking(model, record):
-        found = batch.to_leaves(unchecked_logprob(model, batch).logprob)
+        logprobs = batch.to_leaves(unchecked_logprob(model, batch).logprob)
     routes: dict[int, Tensor] = {}
     if not record.empty:
         rows = record.routes()[batch.place]
@@ -178,7 +180,7 @@ def _logprobs_and_routes(
             row = distinct_rows(tree).of_token
             routes |= {int(leaf): rows[row[tree.path_rows(i)]] for i, leaf in enumerate(leaves)}
             rows = rows[int(row.max()) + 1 :]
-    return found, routes
+    return logprobs, routes
 
 
 def _as_computed(model: PreTrainedModel, batch: TreeBatch) -> TreeBatch:
@@ -217,11 +219,11 @@ def sampled_error(model: PreTrainedModel, trees: Sequence[TokenTree]) -> float:
         ):
             values = batch.to_leaves(unchecked_logprob(model, batch).logprob)
             for part, leaves in zip(batch.trees, values, strict=True):
-                for leaf, own in enumerate(leaves):
+                for leaf, logprob in enumerate(leaves):
                     rows = part.response_rows(leaf)
                     sampled = part.loss_mask[rows]
                     recorded.append(part.behaviour_logprob[rows][sampled])
-                    computed.append(own.float().cpu().numpy()[sampled])
+                    computed.append(logprob.float().cpu().numpy()[sampled])
     return float(np.abs(np.concatenate(recorded) - np.concatenate(computed)).mean())
 
 
@@ -238,11 +240,11 @@ def own_logprobs(
         routes: the experts to replay, by leaf; without any the model chooses.
     """
     if tree.pictures:
-        found = []
+        logprobs = []
         for leaf in range(tree.num_leaves):
             with _replayed(model, routes, [leaf], padded=True):
-                found.append(_own_logprobs_with_pictures(model, tree, leaf))
-        return found
+                logprobs.append(_own_logprobs_with_pictures(model, tree, leaf))
+        return logprobs
     leaves = list(tree.flatten())
     paths = [leaf.prompt + leaf.response for leaf in leaves]
     ids, mask = torch.zeros(2, len(paths), max(map(len, paths)), dtype=torch.long)

@@ -43,9 +43,9 @@ def shard(model: PreTrainedModel, **options: Any) -> None:
     if tied:
         getattr(layer, "base_layer", layer).weight = embedding.weight  # the sharded parameter
     for module in list(model.modules()):  # an untied head, adapters of a head, a value head
-        own = list(module.parameters(recurse=False))
-        if not all(map(_is_sharded, own)):
-            fully_shard(module, ignored_params=set(filter(_is_sharded, own)), **options)
+        parameters = list(module.parameters(recurse=False))
+        if not all(map(_is_sharded, parameters)):
+            fully_shard(module, ignored_params=set(filter(_is_sharded, parameters)), **options)
     for module in _sharded(model):
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
         module.set_gradient_divide_factor(1.0)
@@ -91,8 +91,12 @@ def clip_by_rows(weights: Sequence[Tensor], most: float) -> Tensor:  # []
         return torch.zeros(())
     of_rows: list[Tensor] = []
     for gradient in gradients:
-        own = local(gradient)
-        rows = torch.linalg.vector_norm(own.flatten(1) if own.dim() > 1 else own[:, None], dim=1, dtype=torch.float64)
+        local_gradient = local(gradient)
+        rows = torch.linalg.vector_norm(
+            local_gradient.flatten(1) if local_gradient.dim() > 1 else local_gradient[:, None],
+            dim=1,
+            dtype=torch.float64,
+        )
         if isinstance(gradient, DTensor):
             mesh, placements, size = gradient.device_mesh, gradient.placements, gradient.shape[:1]
             rows = DTensor.from_local(rows, mesh, placements, run_check=False, shape=size, stride=(1,)).full_tensor()
@@ -135,14 +139,14 @@ def gathered(model: PreTrainedModel, kept: bool) -> dict[str, Tensor]:
     """Return the state of a sharded model with whole tensors on the CPU, each gathered from all ranks, which must call
     it; an empty one unless it is ``kept``. Tied weights are one tensor."""
     named_shards(model)
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     of_shard: dict[int, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in of_shard:
             full = tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
             of_shard[id(tensor)] = full.cpu() if kept else full.new_empty(0)
-        found[name] = of_shard[id(tensor)]
-    return found if kept else {}
+        state[name] = of_shard[id(tensor)]
+    return state if kept else {}
 
 
 def reduce_gradients(model: PreTrainedModel, now: bool) -> None:

@@ -56,15 +56,19 @@ class PolicyStatistics(Role):
         self.model.eval()
         with torch.no_grad():
             for waiting in batches:
-                batch, own = waiting.to(device), to_device(waiting.temperatures(temperature), device)
+                batch, temperatures = waiting.to(device), to_device(waiting.temperatures(temperature), device)
                 ids = [batch.columns[name].long() for name in self._of_ids.values()]
-                found = batch_statistics(
-                    self.model, batch, temperature=own, want=want, extra_ids=torch.stack(ids, 1) if ids else None
+                statistics = batch_statistics(
+                    self.model,
+                    batch,
+                    temperature=temperatures,
+                    want=want,
+                    extra_ids=torch.stack(ids, 1) if ids else None,
                 )
                 for column, statistic in self._statistics.items():
-                    write_column(trees, batch, column, found[statistic])
+                    write_column(trees, batch, column, statistics[statistic])
                 for k, column in enumerate(self._of_ids):
-                    write_column(trees, batch, column, found["extra_logprob"][:, k])
+                    write_column(trees, batch, column, statistics["extra_logprob"][:, k])
         self.model.train(was_training)
 
     def prepare(self, trees: Sequence[TokenTree]) -> None:

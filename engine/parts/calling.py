@@ -77,10 +77,10 @@ def _file(place: Callable[..., Any] | Path | None) -> str | None:
 
 
 def _line(trace: TracebackType | None, file: str | None) -> tuple[str, int] | None:
-    found = innermost = None
+    in_file = innermost = None
     while trace is not None:
         innermost = trace.tb_frame.f_code.co_filename, trace.tb_lineno
         if innermost[0] == file:
-            found = innermost
+            in_file = innermost
         trace = trace.tb_next
-    return found or innermost
+    return in_file or innermost

@@ -94,7 +94,7 @@ class Context:
                 )
             raise NotReadyError("A made-up group has no entry.")
         ids = (of.token_id[of.response_rows(leaf)] for leaf in range(of.num_leaves))
-        return [response_text(self.tokenizer, some) for some in ids]
+        return [response_text(self.tokenizer, token_ids) for token_ids in ids]
 
 
 @dataclass(frozen=True)

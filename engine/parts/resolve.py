@@ -30,7 +30,7 @@ def resolve(
     name: str,
     options: Mapping[str, Any] | None = None,
     *,
-    known: Mapping[str, Callable[..., Any]],
+    parts: Mapping[str, Callable[..., Any]],
     inputs: tuple[str, ...] = (),
     options_key: str | None = None,
     context: Context | None = None,
@@ -40,9 +40,9 @@ def resolve(
 
     Args:
         key: the configuration's key, for error messages, such as ``rollout.program``.
-        name: a name in ``known``, or ``file.py:object``.
+        name: a name in ``parts``, or ``file.py:object``.
         options: the part's options.
-        known: the built-in parts of this kind.
+        parts: the built-in parts of this kind.
         inputs: names of a function's first arguments, which the run fills in; a class gets its options alone.
         options_key: the configuration's key of the options, if it is not ``<key>_options``.
         context: the run's values; needed for options that change with the step.
@@ -53,12 +53,12 @@ def resolve(
             refused by the part itself.
     """
     options = options or {}
-    part = known[name] if name in known else _imported(key, name, known)
+    part = parts[name] if name in parts else _imported(key, name, parts)
     of = f"{key} = '{name}'"
     accepted = options_of(part, inputs, of)
     asks: tuple[str, ...] = ()
     if not inspect.isclass(part):
-        asks = tuple(wanted for wanted in offers if wanted in accepted)
+        asks = tuple(offer for offer in offers if offer in accepted)
         accepted = {option: default for option, default in accepted.items() if option not in asks}
     if unknown := sorted(set(options) - set(accepted)):
         near = difflib.get_close_matches(unknown[0], accepted, 1)
@@ -68,16 +68,16 @@ def resolve(
         raise UserError(f"{of} needs the option '{missing[0]}'; give it in {options_key or f'{key}_options'}.")
     changing = any(isinstance(value, Changing) for value in options.values())
     if not inspect.isclass(part):
-        function = part if name in known else functools.partial(call, of, part)
+        function = part if name in parts else functools.partial(call, of, part)
         if context is not None and (asks or changing):
             return Filled(function, context, asks, options)
         return functools.partial(function, **options) if options else function
     if changing:
         raise UserError(f"{of} is a class, whose options cannot change with the step; let its methods name `step`.")
-    made = ask(of, part, **options)
-    if context is not None and offers and callable(made) and (asks := asked(made, offers)):
-        return Filled(made, context, asks, {})
-    return made
+    instance = ask(of, part, **options)
+    if context is not None and offers and callable(instance) and (asks := asked(instance, offers)):
+        return Filled(instance, context, asks, {})
+    return instance
 
 
 def options_of(part: Callable[..., Any], inputs: Iterable[str] = (), of: str = "") -> dict[str, Any]:
@@ -93,23 +93,23 @@ def options_of(part: Callable[..., Any], inputs: Iterable[str] = (), of: str = "
     """
     if not inspect.isclass(part):
         parameters = list(inspect.signature(part).parameters.values())
-        wanted = list(inputs)
+        names = list(inputs)
         places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        if len(places) < len(wanted) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            raise UserError(f"{of or part} must be a function of ({', '.join(wanted)}).")
-        rest = [p for p in parameters if p not in places[: len(wanted)]]
+        if len(places) < len(names) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            raise UserError(f"{of or part} must be a function of ({', '.join(names)}).")
+        rest = [p for p in parameters if p not in places[: len(names)]]
         return {p.name: p.default for p in rest if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for cls in part.__mro__[:-1]:
         if "__init__" not in cls.__dict__:
             continue
         parameters = list(inspect.signature(cls.__dict__["__init__"]).parameters.values())[1:]
         for p in parameters:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-                found.setdefault(p.name, p.default)
+                options.setdefault(p.name, p.default)
         if all(p.kind is not p.VAR_KEYWORD for p in parameters):
             break
-    return found
+    return options
 
 
 def import_object(reference: str) -> Callable[..., Any]:
@@ -123,20 +123,20 @@ def import_object(reference: str) -> Callable[..., Any]:
     if not path.is_file():
         raise UserError(f"There is no file '{file}', named in '{reference}'; give file.py:object.")
     module = _module(path.resolve())
-    found = getattr(module, name, None)
-    if not callable(found):
+    member = getattr(module, name, None)
+    if not callable(member):
         near = difflib.get_close_matches(name, dir(module), 1)
         hint = f"; did you mean '{near[0]}'" if near else ""
         raise UserError(f"'{file}' defines no function or class '{name}', named in '{reference}'{hint}.")
-    return found
+    return member
 
 
-def _imported(key: str, name: str, known: Iterable[str]) -> Callable[..., Any]:
+def _imported(key: str, name: str, parts: Iterable[str]) -> Callable[..., Any]:
     if ":" in name:
         return import_object(name)
-    known = list(known)
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean '{near[0]}', or " if near else f"use one of {', '.join(known)}, or " if known else ""
+    parts = list(parts)
+    near = difflib.get_close_matches(name, parts, 1)
+    hint = f"did you mean '{near[0]}', or " if near else f"use one of {', '.join(parts)}, or " if parts else ""
     raise UserError(f"{key} = '{name}' is not known; {hint}name your own as file.py:object.")
 
 

@@ -108,7 +108,7 @@ class EngineModel:
         self._waiting: deque[_Fill] = deque()  # oldest first
         self._ends: list[tuple[int, int, int]] = []  # heap of running responses: step, ticket, index
         self._unfinished = 0
-        self._own = 0  # keys of running rows, without their prompts
+        self._row_keys = 0  # keys of running rows, without their prompts
         self._prompts = 0  # prompts of running rows
 
     @property
@@ -140,7 +140,7 @@ class EngineModel:
             request.running = 0
             halted.append((request, response))
         self._ends.clear()
-        self._own = self._prompts = 0
+        self._row_keys = self._prompts = 0
         halted.sort(key=lambda pair: (pair[0].ticket, pair[1].index))
         again, seen = [], set()
         for request, response in halted:
@@ -180,7 +180,10 @@ class EngineModel:
                 self._run(response)
         rows = len(self._ends)
         load = Load(
-            rows, prefill, self._own + self._prompts * self.batch.prompt, self._own + rows * self.batch.prompt + visible
+            rows,
+            prefill,
+            self._row_keys + self._prompts * self.batch.prompt,
+            self._row_keys + rows * self.batch.prompt + visible,
         )
         return load, 1 if filling else self._ends[0][0] - self.steps
 
@@ -192,7 +195,7 @@ class EngineModel:
         response.since = self.steps
         self._prompts += request.running == 0
         request.running += 1
-        self._own += response.done
+        self._row_keys += response.done
         end = self.steps + response.length - response.done
         heapq.heappush(self._ends, (end, request.ticket, response.index))
 
@@ -201,14 +204,14 @@ class EngineModel:
         rows = len(self._ends)
         self.steps += count
         self.row_steps += count * rows
-        self._own += count * rows
+        self._row_keys += count * rows
         finished = []
         while self._ends and self._ends[0][0] == self.steps:
             _, ticket, index = heapq.heappop(self._ends)
             request = self._open[ticket]
             response = request.responses[index]
             response.done, response.since = response.length, NEVER
-            self._own -= response.length
+            self._row_keys -= response.length
             self._unfinished -= 1
             request.left -= 1
             request.running -= 1

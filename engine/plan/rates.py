@@ -95,8 +95,8 @@ def modelled(config: TrainConfig, sizes: ModelSizes, device: str) -> Rates:
     @cache
     def lengths(seed: int, n: int) -> Sequence[int]:
         drawn = np.random.default_rng(seed % 2**63).lognormal(math.log(median), 1.0, n)
-        found: list[int] = np.clip(np.ceil(drawn), 1, longest).astype(int).tolist()
-        return found
+        cut: list[int] = np.clip(np.ceil(drawn), 1, longest).astype(int).tolist()
+        return cut
 
     return Rates(
         source=f"the arithmetic of an {device} by its data sheet; nothing was run on one.",
@@ -151,21 +151,21 @@ def measured(config: TrainConfig, run: Path) -> Rates:
     Raises:
         UserError: the directory lacks something.
     """
-    rows, theirs = _metrics(run), _their_settings(run)
+    rows, run_settings = _metrics(run), _their_settings(run)
     total = {name: math.fsum(row[name] for row in rows) for name in rows[0]}
     decoding = total["perf/sampling_s"] - total["perf/idle/tools"]
     full = 1 - total["perf/idle/tail"] / decoding if decoding > 0 else 0.0
     sampled = total["rollout/sampled_tokens"]
     if full <= 0 or sampled <= 0:
         raise UserError(f"'{run}/metrics.jsonl' has no decode steps in its newest rows; give a run that has sampled.")
-    steps = sampled / (full * theirs["max_batch_rows"])
+    steps = sampled / (full * run_settings["max_batch_rows"])
     tokens = math.fsum(row["perf/throughput"] * row["timing_s/step"] for row in rows)
     update = math.fsum(total[f"timing_s/{part}"] for part in UPDATE)
     groups, prompt = _recorded(run)
     lengths = _cycled(groups)
-    responses = theirs["prompts_per_step"] * theirs["n"] * len(rows)
-    passes = config.trainer.epochs / theirs["epochs"]
-    rates = MeasuredRates(decoding / steps, update * theirs["ranks"] / tokens * passes, prompt)
+    responses = run_settings["prompts_per_step"] * run_settings["n"] * len(rows)
+    passes = config.trainer.epochs / run_settings["epochs"]
+    rates = MeasuredRates(decoding / steps, update * run_settings["ranks"] / tokens * passes, prompt)
     sync = total["timing_s/sync"] / len(rows)
 
     return Rates(
@@ -183,7 +183,7 @@ def measured(config: TrainConfig, run: Path) -> Rates:
         prompt=prompt,
         publish_s=sync,
         load_s=lambda engines: 0.0,
-        judge_s=total["timing_s/reward"] * theirs["workers"] / responses,
+        judge_s=total["timing_s/reward"] * run_settings["workers"] / responses,
     )
 
 

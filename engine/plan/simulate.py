@@ -185,7 +185,7 @@ class Simulation:
 
     def outcome(self) -> Outcome:
         """Return the means since `begin`."""
-        scenario, lags = self.scenario, [lag for some in self.lags[self._first :] for lag in some]
+        scenario, lags = self.scenario, [lag for of_step in self.lags[self._first :] for lag in of_step]
         steps = len(self.lags) - self._first
         seconds = self.workers.clock() - self._begin
         full = self.busy["steps"] * scenario.rows

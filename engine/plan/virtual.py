@@ -137,12 +137,12 @@ class _VirtualWorker:
         if self._lost is not None:
             answer.set_exception(LostError(f"{self._name} {self._lost}."))
             return answer
-        found = getattr(self._thing, method)(*args)
-        if not isinstance(found, Future):
-            answer.set_result(found)
+        result = getattr(self._thing, method)(*args)
+        if not isinstance(result, Future):
+            answer.set_result(result)
             return answer
         self._open[answer] = None
-        found.add_done_callback(partial(self._pass_on, answer))
+        result.add_done_callback(partial(self._pass_on, answer))
         return answer
 
     def _pass_on(self, answer: Future[Any], done: Future[Any]) -> None:
@@ -312,8 +312,8 @@ class ModelledTree(TokenTree):
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each response."""
-        found: tuple[int, ...] = self.meta["lengths"]
-        return found
+        lengths: tuple[int, ...] = self.meta["lengths"]
+        return lengths
 
     @property
     def sampled_tokens(self) -> int:
@@ -341,7 +341,7 @@ class JudgingModel:
     def __init__(self, workers: VirtualWorkers, seconds: float, processes: int) -> None:
         self._workers, self._seconds, self._processes = workers, seconds, processes
         self._free_at = 0.0  # when all processes together have judged what is queued
-        self._asked = 0  # groups
+        self._outstanding = 0  # groups
         self._judged: list[Group] = []
 
     @contextmanager
@@ -352,7 +352,7 @@ class JudgingModel:
     @property
     def busy(self) -> bool:
         """See `Judging.busy`."""
-        return bool(self._asked or self._judged)
+        return bool(self._outstanding or self._judged)
 
     def add(self, finished: Sequence[tuple[Group, TokenTree, list[str] | None]]) -> None:
         """See `Judging.add`."""
@@ -363,11 +363,11 @@ class JudgingModel:
                 self._judged.append(group)
                 continue
             self._free_at = max(now, self._free_at) + tree.num_leaves * self._seconds / self._processes
-            self._asked += 1
+            self._outstanding += 1
             self._workers.after(max(self._free_at - now, self._seconds), partial(self._answer, group))
 
     def _answer(self, group: Group) -> None:
-        self._asked -= 1
+        self._outstanding -= 1
         self._judged.append(group)
         self._workers.answer(Future())  # the driver wakes up
 
@@ -377,7 +377,7 @@ class JudgingModel:
 
     def take(self, *, all_or_none: bool) -> list[Group]:
         """See `Judging.take`; no rewards are written."""
-        if all_or_none and self._asked:
+        if all_or_none and self._outstanding:
             return []
         groups, self._judged = sorted(self._judged, key=lambda group: group.ticket), []
         return groups

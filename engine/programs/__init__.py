@@ -83,7 +83,7 @@ def make_program(name: str, **options: Any) -> RolloutProgram:
     Raises:
         UserError: the program or an option does not exist, an option is missing, or its value is out of range.
     """
-    program = resolve("rollout.program", name, options, known=PROGRAMS)
+    program = resolve("rollout.program", name, options, parts=PROGRAMS)
     if not isinstance(program, RolloutProgram):
         raise UserError(
             f"rollout.program = '{name}' must be a class derived from rolltree.engine.programs.RolloutProgram."

@@ -93,10 +93,10 @@ class ARPO(ToolTurns):
 
     def _rise(self, segment: SegmentReport) -> float | None:
         """Return the entropy of the segment's first tokens minus that of the response's; None if it is not known."""
-        some = segment.top_logprobs[: self.probe_tokens]
-        if segment.status is LeafStatus.FAILED or not len(some):
+        logprobs = segment.top_logprobs[: self.probe_tokens]
+        if segment.status is LeafStatus.FAILED or not len(logprobs):
             return None
-        entropy = float(-(np.exp(some) * some).sum(-1).mean() / math.log(self._vocabulary()))
+        entropy = float(-(np.exp(logprobs) * logprobs).sum(-1).mean() / math.log(self._vocabulary()))
         if len(segment.token_ids) == segment.length:
             self._first[segment.branch] = entropy
         ancestors = (segment.branch[:k] for k in range(len(segment.branch), 0, -1))

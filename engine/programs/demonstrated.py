@@ -116,8 +116,8 @@ class Foresee(RolloutProgram):
             self._shares += [] if share is None else [share]
             self._lengths += [] if length is None else [length]
         if (first := _first(finished)) is not None:
-            asked = Given(self.tokenizer.encode(self.question, add_special_tokens=False))
-            self._waiting = set((yield Rewind(first.branch, 0, self.members, asked)))
+            question = Given(self.tokenizer.encode(self.question, add_special_tokens=False))
+            self._waiting = set((yield Rewind(first.branch, 0, self.members, question)))
         elif not answered:
             return
         rest = group.width - 1 - self.members

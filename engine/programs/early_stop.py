@@ -36,10 +36,10 @@ def longer(segment: SegmentReport, entry: Any, *, column: str, factor: float = 2
     Raises:
         ValueError: the row has no such number.
     """
-    known = entry.get(column) if isinstance(entry, Mapping) else None
-    if isinstance(known, bool) or not isinstance(known, int | float):
+    length = entry.get(column) if isinstance(entry, Mapping) else None
+    if isinstance(length, bool) or not isinstance(length, int | float):
         raise ValueError(f"the rule 'longer' of early_stop needs a column '{column}' with a number of tokens")
-    return segment.length > factor * known
+    return segment.length > factor * length
 
 
 RULES: dict[str, Callable[..., bool]] = {"unlikely": unlikely, "repetition": repetition, "longer": longer}
@@ -75,7 +75,7 @@ class EarlyStop(RolloutProgram):
         if segment_tokens < 1 or then not in THEN:
             raise ValueError(f"early_stop needs segment_tokens >= 1, and then of {', '.join(THEN)}.")
         self.rule: Rule = resolve(
-            "rollout.program_options.rule", rule, rule_options, known=RULES, inputs=("segment", "entry"),
+            "rollout.program_options.rule", rule, rule_options, parts=RULES, inputs=("segment", "entry"),
             options_key="rollout.program_options.rule_options",
         )  # fmt: skip
         self.segment_tokens, self.then = segment_tokens, then

@@ -97,18 +97,18 @@ class _Talk:
     """Tokens of the response at the end of the last turn."""
     before: Any = None
     """The environment's state when the step under way began; a step that has ended has changed it."""
-    asked: bool = False
+    stepping: bool = False
     """True while a step is under way."""
 
     def state(self) -> tuple[Any, ...]:
         """Return plain values, with the environment itself where it has no ``state_dict()``."""
-        state = self.before if self.asked else _state_of(self.environment)
+        state = self.before if self.stepping else _state_of(self.environment)
         of_environment = self.environment if state is None else state
         return of_environment, self.messages, self.written, self.reward, self.end, self.length
 
     def step(self, branch: BranchId, seconds: float, conversation: Conversation | None) -> Call:
         """Return the call that steps the environment with the messages so far; ``conversation`` grows by its answer."""
-        self.before, self.asked = _state_of(self.environment), True
+        self.before, self.stepping = _state_of(self.environment), True
         talk = None if conversation is None else (conversation, list(self.messages), list(self.written), self.end)
         return Call(branch, _step, (self.environment, list(self.messages), seconds, talk))
 
@@ -212,22 +212,22 @@ class EnvironmentTurns(RolloutProgram):
         self, group: GroupState, branch: BranchId, result: _Answer
     ) -> Generator[Action, Sequence[BranchId], None]:
         talk = self._talks.pop(branch)
-        talk.asked, found = False, result.observation
+        talk.stepping, observation = False, result.observation
         turns = self._turns(talk)
-        last = found.done or turns >= self.max_turns
-        if found.reward is not None:
+        last = observation.done or turns >= self.max_turns
+        if observation.reward is not None:
             placed = self.turn_rewards and not last
             if placed:
-                yield Reward(branch, found.reward, at=talk.length)
-            talk.reward = (talk.reward or 0.0) + (0.0 if placed else found.reward)
+                yield Reward(branch, observation.reward, at=talk.length)
+            talk.reward = (talk.reward or 0.0) + (0.0 if placed else observation.reward)
             yield Reward(branch, talk.reward)
         if last:
-            yield Finish(branch, LeafStatus.STOP if found.done else LeafStatus.LENGTH)
+            yield Finish(branch, LeafStatus.STOP if observation.done else LeafStatus.LENGTH)
             return
         talk.messages += result.messages
         talk.written = list(result.written)
-        given = Given(result.token_ids, Origin.OBSERVATION)
-        children = yield Fork(branch, self._ways[turns - 1] if turns <= len(self._ways) else 1, append=given)
+        answer = Given(result.token_ids, Origin.OBSERVATION)
+        children = yield Fork(branch, self._ways[turns - 1] if turns <= len(self._ways) else 1, append=answer)
         for child in children[1:]:
             self._talks[child] = talk.fork()
         if children:
@@ -243,8 +243,8 @@ class EnvironmentTurns(RolloutProgram):
 
     def _turns(self, talk: _Talk) -> int:
         """Return the number of the model's turns."""
-        given = self.context["messages"]
-        return sum(m["role"] == "assistant" for m in talk.messages) - sum(m["role"] == "assistant" for m in given)
+        prompt = self.context["messages"]
+        return sum(m["role"] == "assistant" for m in talk.messages) - sum(m["role"] == "assistant" for m in prompt)
 
     def _prepare(self) -> None:
         """Set what follows from the tokenizer and the context."""
@@ -256,9 +256,9 @@ class EnvironmentTurns(RolloutProgram):
         prompt = render(self.tokenizer, self.context["messages"], schemas or None, generation=True)
         self._thinks = begins_reasoning(self.tokenizer, prompt)
 
-    def state_dict(self, own: dict[str, Any]) -> dict[str, Any]:
-        own = {name: value for name, value in own.items() if name not in MADE}
-        return own | {"_talks": [(branch, talk.state()) for branch, talk in self._talks.items()]}
+    def state_dict(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        attributes = {name: value for name, value in attributes.items() if name not in MADE}
+        return attributes | {"_talks": [(branch, talk.state()) for branch, talk in self._talks.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -289,43 +289,43 @@ def _maker(environment: str | type, options: Mapping[str, Any]) -> Any:
         UserError: there is no such class, or it has no such option.
     """
     name = environment if isinstance(environment, str) else environment.__name__
-    known = {known: _later(made) for known, made in ENVIRONMENTS.items()}
+    makers = {builtin: _later(maker) for builtin, maker in ENVIRONMENTS.items()}
     if not isinstance(environment, str):
-        known[name] = _later(environment)
+        makers[name] = _later(environment)
     elif ":" in name:
-        known[name] = _later(import_object(name))
+        makers[name] = _later(import_object(name))
     key = "rollout.program_options.environment"
-    return resolve(key, name, options, known=known, inputs=("context",))
+    return resolve(key, name, options, parts=makers, inputs=("context",))
 
 
 def _later(environment: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with the parameters of ``environment``."""
 
-    def made(context: Mapping[str, Any], **options: Any) -> Any:
+    def maker(context: Mapping[str, Any], **options: Any) -> Any:
         return environment(context, **options)
 
-    made.__signature__ = inspect.signature(environment)  # type: ignore[attr-defined]
-    return made
+    maker.__signature__ = inspect.signature(environment)  # type: ignore[attr-defined]
+    return maker
 
 
 def _step(environment: Any, messages: list[Message], seconds: float, talk: tuple[Any, ...] | None) -> _Answer:
     """Step the environment, and write its answer where the conversation goes on; called in a thread of its own."""
-    found = environment.step(messages)
-    if inspect.isawaitable(found):
-        found = asyncio.run(_within(found, seconds))
-    if found is None:
+    answer = environment.step(messages)
+    if inspect.isawaitable(answer):
+        answer = asyncio.run(_within(answer, seconds))
+    if answer is None:
         return _Answer(Observation(done=True))
-    if isinstance(found, str):
-        found = Observation([{"role": "user", "content": found}])
-    if not isinstance(found, Observation):
-        raise TypeError(f"{type(environment).__name__}.step answered {found!r}; give an Observation, a text or None")
-    if found.reward is not None and not math.isfinite(found.reward):
-        raise ValueError(f"{type(environment).__name__}.step gave the reward {found.reward:g}, which is not finite")
-    if found.done or talk is None:
-        return _Answer(found)
+    if isinstance(answer, str):
+        answer = Observation([{"role": "user", "content": answer}])
+    if not isinstance(answer, Observation):
+        raise TypeError(f"{type(environment).__name__}.step answered {answer!r}; give an Observation, a text or None")
+    if answer.reward is not None and not math.isfinite(answer.reward):
+        raise ValueError(f"{type(environment).__name__}.step gave the reward {answer.reward:g}, which is not finite")
+    if answer.done or talk is None:
+        return _Answer(answer)
     conversation, said, written, end = talk
-    new = [_as_text(message) for message in found.messages]
-    return _Answer(found, new, *conversation.grow(said, written, new, end))
+    new = [_as_text(message) for message in answer.messages]
+    return _Answer(answer, new, *conversation.grow(said, written, new, end))
 
 
 async def _within(step: Any, seconds: float) -> Any:

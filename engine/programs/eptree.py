@@ -40,8 +40,8 @@ class EPTree(RolloutProgram):
         for segment in finished:
             if segment.status is not LeafStatus.FAILED:
                 first = segment.length - len(segment.token_ids)
-                known = self._tokens.setdefault(segment.branch[0], [])
-                known += [(float(lp), segment.branch, first + i) for i, lp in enumerate(segment.logprobs)]
+                of_chain = self._tokens.setdefault(segment.branch[0], [])
+                of_chain += [(float(lp), segment.branch, first + i) for i, lp in enumerate(segment.logprobs)]
         if group.sampling or self._round == self.rounds:
             return
         self._round += 1

@@ -78,8 +78,8 @@ class GenerateThenVerify(RolloutProgram):
                 yield Finish(segment.branch, LeafStatus.STOP if ended else LeafStatus.LENGTH)
                 continue
             question = Given(self._question(segment), Origin.OBSERVATION)
-            asked = yield Fork(segment.branch, self.verdicts, question, WHOLE, role=self.roles[1])
-            self._asked |= set(asked)
+            verdicts = yield Fork(segment.branch, self.verdicts, question, WHOLE, role=self.roles[1])
+            self._asked |= set(verdicts)
 
     @property
     def _messages(self) -> list[dict[str, str]]:
@@ -94,5 +94,5 @@ class GenerateThenVerify(RolloutProgram):
         talk = conversation(self.tokenizer, [], self.segment_stop_token_ids)
         text = self.tokenizer.decode(segment.token_ids[:-1], skip_special_tokens=False)
         said = [*messages, {"role": "assistant", "content": text}]
-        asked = {"role": "user", "content": self.question.strip()}
-        return talk.grow(said, talk.begin(messages), [asked], int(segment.token_ids[-1]))[0]
+        question = {"role": "user", "content": self.question.strip()}
+        return talk.grow(said, talk.begin(messages), [question], int(segment.token_ids[-1]))[0]

@@ -74,8 +74,8 @@ class LATR(RolloutProgram):
                     if room == 0:
                         break
                     room -= 1
-                    made = yield Rewind(segment.branch, length, 1, Given([token], logprobs=[logprob]))
-                    self._origin |= dict.fromkeys(made, (segment.branch, length))
+                    children = yield Rewind(segment.branch, length, 1, Given([token], logprobs=[logprob]))
+                    self._origin |= dict.fromkeys(children, (segment.branch, length))
             if segment.status is None and segment.branch not in self._judging:
                 yield Fork(segment.branch)
         for branch in list(self._judging):
@@ -111,12 +111,12 @@ class LATR(RolloutProgram):
     def _alike(self, branch: BranchId) -> bool | None:
         """Return True if a branch is similar to the one that it left; None while too few tokens are sampled."""
         source, length = self._origin[branch]
-        mine = self._known[branch][0][length : length + self.lookahead + 1]
+        tokens = self._known[branch][0][length : length + self.lookahead + 1]
         response, ended = self._known[source]
-        theirs = response[length : length + len(mine)]
-        if len(theirs) < len(mine) and not ended:
+        source_tokens = response[length : length + len(tokens)]
+        if len(source_tokens) < len(tokens) and not ended:
             return None
-        return self._similar(mine, theirs)
+        return self._similar(tokens, source_tokens)
 
     def _similar(self, a: Array, b: Array) -> bool:
         r = max(len(a), 1)

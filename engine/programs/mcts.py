@@ -122,8 +122,8 @@ class MCTS(RolloutProgram):
         assert self.tokenizer is not None
         assert self.judge is not None
         for segment in finished:
-            known = self._sampled.get(segment.branch, np.zeros((2, 0)))
-            self._sampled[segment.branch] = np.hstack([known, [segment.logprobs, segment.versions]])
+            earlier = self._sampled.get(segment.branch, np.zeros((2, 0)))
+            self._sampled[segment.branch] = np.hstack([earlier, [segment.logprobs, segment.versions]])
             if segment.status is None and not self._searching:
                 yield Fork(segment.branch, segment_tokens=WHOLE)
             elif segment.status is None and segment.depth < self.max_depth:

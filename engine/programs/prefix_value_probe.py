@@ -89,10 +89,10 @@ class PrefixValueProbe(RolloutProgram):
         limit = self.answer_tokens or WHOLE
         append = Given(ask) if ask else None
         number = self._made[branch] = self._made.get(branch, 0) + 1
-        made = yield Rewind(branch, cut, self.probes, append, segment_tokens=limit, train=False)
-        if not made:  # the engine ended it where the text has no room: nothing was asked there
+        probes = yield Rewind(branch, cut, self.probes, append, segment_tokens=limit, train=False)
+        if not probes:  # the engine ended it where the text has no room: nothing was asked there
             yield Prune((*branch, -number))
-        self._ends |= {probe: cut + len(ask) + limit for probe in made}
+        self._ends |= {probe: cut + len(ask) + limit for probe in probes}
 
     def _asked(self) -> list[int]:
         """Return the token ids of the text that begins a probe."""

@@ -288,9 +288,9 @@ class RolloutProgram(ABC):
         """
         return None
 
-    def state_dict(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of an unfinished group for a checkpoint; ``own``: the attributes set since it began."""
-        return own
+    def state_dict(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of an unfinished group for a checkpoint; ``attributes``: those set since it began."""
+        return attributes
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned; ``context`` is set before, and `start` is not called."""

@@ -19,8 +19,8 @@ def find_tool(name: str, options: Mapping[str, Any] | None = None) -> Tool:
     Raises:
         UserError: the tool or an option does not exist.
     """
-    found: Tool = resolve("rollout.program_options.tool", name, options, known=TOOLS, inputs=("call", "context"))
-    return found
+    tool: Tool = resolve("rollout.program_options.tool", name, options, parts=TOOLS, inputs=("call", "context"))
+    return tool
 
 
 class ToolTurns(RolloutProgram):

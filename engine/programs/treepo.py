@@ -57,8 +57,8 @@ class TreePO(RolloutProgram):
         repeats: int = 8,
         answer: str = "",
     ) -> None:
-        given = {"segment_tokens": segment_tokens, "max_depth": max_depth, "branch": branch, "init": init}
-        for name, value in (given | {"repeats": repeats}).items():
+        sizes = {"segment_tokens": segment_tokens, "max_depth": max_depth, "branch": branch, "init": init}
+        for name, value in (sizes | {"repeats": repeats}).items():
             if value < 1:
                 raise ValueError(f"treepo needs {name} >= 1, got {value}.")
         if share not in SHARES or share_temperature <= 0:
@@ -114,9 +114,9 @@ class TreePO(RolloutProgram):
             return shares
         score = SHARES[self.share] * logprob / self.share_temperature
         weight = np.exp(score - score.max())
-        wanted = (budget - active) * weight / weight.sum()  # in addition to the one that each gets
-        shares += np.floor(wanted).astype(np.int64)
-        largest = np.argsort(-(wanted - np.floor(wanted)), kind="stable")
+        extra = (budget - active) * weight / weight.sum()  # in addition to the one that each gets
+        shares += np.floor(extra).astype(np.int64)
+        largest = np.argsort(-(extra - np.floor(extra)), kind="stable")
         shares[largest[: budget - shares.sum()]] += 1
         return shares
 

@@ -34,9 +34,9 @@ def find_taskset(name: str) -> Any:
     if not isinstance(taskset, vf.Taskset):
         raise UserError(f"'{name}' must make a verifiers.v1.Taskset, and it makes a {type(taskset).__name__}.")
     task = taskset.task_type()
-    own = [hook for hook in ("setup", "finalize") if getattr(task, hook) is not getattr(vf.Task, hook)]
-    if task.NEEDS_CONTAINER or own:
-        need = "a container" if task.NEEDS_CONTAINER else f"its {own[0]}"
+    hooks = [hook for hook in ("setup", "finalize") if getattr(task, hook) is not getattr(vf.Task, hook)]
+    if task.NEEDS_CONTAINER or hooks:
+        need = "a container" if task.NEEDS_CONTAINER else f"its {hooks[0]}"
         raise UserError(
             f"The tasks of '{name}' need {need}; run them by verifiers' own harness on `rolltree serve` instead."
         )
@@ -70,12 +70,12 @@ class TasksetEnvironment:
 
     def __init__(self, context: Mapping[str, Any], taskset: str) -> None:
         self._task = find_tasks(taskset)[int(context["task"])]
-        self._tools, self._given = ToolBox(context), len(context["messages"])
+        self._tools, self._prompt_length = ToolBox(context), len(context["messages"])
 
     async def step(self, messages: Sequence[Message]) -> Observation:
-        found = await self._tools.step(messages)
-        if not found.done:
-            return found
+        observation = await self._tools.step(messages)
+        if not observation.done:
+            return observation
         trace = self._trace(messages)
         await self._task.score(trace)
         return Observation(done=True, reward=float(trace.reward))
@@ -105,10 +105,10 @@ class TasksetEnvironment:
             vf.MessageNode(
                 parent=i - 1 if i else None,
                 message=as_theirs(message),
-                sampled=i >= self._given and message["role"] == "assistant",
+                sampled=i >= self._prompt_length and message["role"] == "assistant",
             )
             for i, message in enumerate(messages)
         ]
-        own = self._task
-        task = vf.TraceTask(type=type(own).__name__, data=own.data, key=own.key, hash=own.hash)
+        source = self._task
+        task = vf.TraceTask(type=type(source).__name__, data=source.data, key=source.key, hash=source.hash)
         return vf.Trace(task=task, agent=vf.AgentInfo(config=vf.AgentConfig()), nodes=nodes, is_completed=True, ok=True)

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..data.episodes import Episodes
 from ..errors import UserError
-from ..methods.budgets import CURRICULA
-from ..methods.curricula import Candidate, Observed, Store
+from ..methods.candidates import Candidate, Observed, Store
+from ..methods.curricula import CURRICULA
 from ..methods.shaping import GIVEN
 from ..parts.calling import call
 from ..parts.context import Context
@@ -40,7 +40,7 @@ class Curriculum:
         self._context = context or Context()
         assert config.curriculum is not None
         self.what = f"data.curriculum = '{config.curriculum}'"
-        self._own = resolve("data.curriculum", config.curriculum, config.curriculum_options, known=CURRICULA)
+        self._part = resolve("data.curriculum", config.curriculum, config.curriculum_options, parts=CURRICULA)
         self._keeps = config.path is not None
         self._observed: dict[str, list[float]] = {}  # number of judged responses and sum of their rewards, by prompt id
         if not any(self._method(name) for name in ("order", "gate", "wanted")):
@@ -63,16 +63,16 @@ class Curriculum:
         Raises:
             UserError: the class failed, or named no problem.
         """
-        known = {problem.id: self._candidate(problem, taken) for problem in problems}
-        store = Store(known, np.random.default_rng(seed))
-        answer = call(self.what, iter, self._context.call(self.what, self._own.order, store))
-        while (found := call(self.what, next, answer, None)) is not None:
-            if not isinstance(found, str) or known.pop(found, None) is None:
+        left = {problem.id: self._candidate(problem, taken) for problem in problems}
+        store = Store(left, np.random.default_rng(seed))
+        answer = call(self.what, iter, self._context.call(self.what, self._part.order, store))
+        while (chosen := call(self.what, next, answer, None)) is not None:
+            if not isinstance(chosen, str) or left.pop(chosen, None) is None:
                 raise UserError(
-                    f"{self.what}: order(store) named {found!r}, which is not the id of a problem in the store or was "
+                    f"{self.what}: order(store) named {chosen!r}, which is not the id of a problem in the store or was "
                     "named before."
                 )
-            yield found
+            yield chosen
 
     def accepts(self, problem: Prompt | Problem, taken: Mapping[str, int]) -> bool:
         """Return whether the problem may be sampled."""
@@ -85,8 +85,12 @@ class Curriculum:
         Raises:
             UserError: it wants no positive integer.
         """
-        wanted = self._method("wanted")
-        n = None if wanted is None else self._context.call(self.what, wanted, self._candidate(prompt, taken))
+        wanted_count = self._method("wanted")
+        n = (
+            None
+            if wanted_count is None
+            else self._context.call(self.what, wanted_count, self._candidate(prompt, taken))
+        )
         if n is None:
             return prompt
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n < 2**31:
@@ -97,18 +101,18 @@ class Curriculum:
         """Enter the rewards of a group into the history, then show it to the class."""
         tree = Episodes(group.tree).tree
         rewards = tree.rewards.get(GIVEN, tree.rewards["reward"])
-        known = rewards[~np.isnan(rewards)].astype(np.float64)
-        if self._keeps and len(known):
+        judged = rewards[~np.isnan(rewards)].astype(np.float64)
+        if self._keeps and len(judged):
             count, total = self._observed.get(group.prompt.id, (0, 0.0))
-            self._observed[group.prompt.id] = [count + len(known), total + float(known.sum())]
+            self._observed[group.prompt.id] = [count + len(judged), total + float(judged.sum())]
         if (observe := self._method("observe")) is not None:
             candidate = self._candidate(group.prompt, taken)
             self._context.call(self.what, observe, Observed(candidate, tree, group.reason or None))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history, and the state of the class if it has any."""
-        own = self._method("state_dict")
-        return {"observed": self._observed, "own": None if own is None else own()}
+        class_state = self._method("state_dict")
+        return {"observed": self._observed, "own": None if class_state is None else class_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
@@ -123,5 +127,5 @@ class Curriculum:
         return Candidate(problem.id, problem.task, text, problem.entry, taken.get(problem.id, 0), int(count), mean)
 
     def _method(self, name: str) -> Callable[..., Any] | None:
-        found = getattr(self._own, name, None)
-        return found if callable(found) else None
+        method = getattr(self._part, name, None)
+        return method if callable(method) else None

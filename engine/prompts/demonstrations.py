@@ -112,10 +112,10 @@ class _Table:
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        found = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=16)
         for tree in self.trees:
-            found.update(tree.token_id.tobytes() + b"/")
-        return {"cursor": self.cursor, "digest": found.hexdigest()}
+            digest.update(tree.token_id.tobytes() + b"/")
+        return {"cursor": self.cursor, "digest": digest.hexdigest()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["digest"] != self.state_dict()["digest"]:
@@ -179,14 +179,14 @@ class _Reader:
         pictures = pictures_of(prompt, self.tokenizer)
         tree = TokenTree.from_nodes(parents, segments, ends, [LeafStatus.STOP] * len(ends), pictures=pictures)
         rows = tree.response_rows(0)
-        given = rows[tree.origin[rows] == Origin.INJECTED]
+        injected = rows[tree.origin[rows] == Origin.INJECTED]
         for of, column, name in (
             (self.config.logprob_key, "behaviour_logprob", "logprob_key"),
             (self.config.weight_key, "demonstration_weight", "weight_key"),
         ):
             if of is not None:
                 values = np.full(tree.num_tokens, np.nan if column == "behaviour_logprob" else 1.0, np.float32)
-                values[given] = self._numbers(problem, of, name, len(given))
+                values[injected] = self._numbers(problem, of, name, len(injected))
                 tree.set(column, values)
         tree.meta["demonstrations"] = self.config.name
         return tree
@@ -201,18 +201,18 @@ class _Reader:
             raise UserError(
                 f"The demonstration '{problem.id}' is a conversation, which the chat template writes; set data.chat."
             )
-        found, said = [self._given(messages[0]["content"])], [*prompt.messages, messages[0]]
+        segments, said = [self._given(messages[0]["content"])], [*prompt.messages, messages[0]]
         talk = conversation(self.tokenizer, [], [self.end])
         places = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         try:
             written = talk.begin(prompt.messages)
             for last, turn in pairwise(places):
                 ids, written = talk.grow(said, written, messages[last + 1 : turn], self.end)
-                found += [Segment.make(ids, origin=Origin.OBSERVATION), self._given(messages[turn]["content"])]
+                segments += [Segment.make(ids, origin=Origin.OBSERVATION), self._given(messages[turn]["content"])]
                 said += messages[last + 1 : turn + 1]
         except ValueError as error:
             raise UserError(f"The demonstration '{problem.id}' cannot be written: {str(error).rstrip('.')}.") from error
-        return found
+        return segments
 
     def _given(self, text: str) -> Segment:
         ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.end]
@@ -244,18 +244,18 @@ class _Reader:
 
     def _numbers(self, problem: Problem, key: str, name: str, count: int) -> Array:  # [count], or one for all
         weights = name == "weight_key"
-        given = problem.entry.get(key)
+        cell = problem.entry.get(key)
         try:
-            found = np.asarray(given, np.float64)
+            numbers = np.asarray(cell, np.float64)
         except (TypeError, ValueError):
-            found = np.zeros(0)
-        fits = found.shape == (count,) or (weights and found.shape == ())
-        in_range = (found >= 0 if weights else found <= 0).all()
-        if not (fits and np.isfinite(found).all() and in_range):
+            numbers = np.zeros(0)
+        fits = numbers.shape == (count,) or (weights and numbers.shape == ())
+        in_range = (numbers >= 0 if weights else numbers <= 0).all()
+        if not (fits and np.isfinite(numbers).all() and in_range):
             what = "weights (finite, at least 0; or one weight)" if weights else "log-probs (finite, at most 0)"
             raise UserError(
                 f"The demonstration '{problem.id}' needs {count} {what} in the column '{key}' (demonstrations.{name}), "
                 f"one for each token of its response and for the end token; it has "
-                f"{found.size if found.ndim == 1 else 'other values'}."
+                f"{numbers.size if numbers.ndim == 1 else 'other values'}."
             )
-        return found
+        return numbers

@@ -48,10 +48,10 @@ class Responses:
     @property
     def of_leaves(self) -> list[RewardResult | None]:
         """The verdict on each leaf or its episode; None: it was not sampled. Parts of a text are of `judged` leaves."""
-        found = dict(zip(self.judged, self.verdicts, strict=True))
+        by_leaf = dict(zip(self.judged, self.verdicts, strict=True))
         alone = answers(self.tree).tolist()
         return [
-            found.get(leaf) if leaf == main or main not in found else replace(found[main], spans=[])
+            by_leaf.get(leaf) if leaf == main or main not in by_leaf else replace(by_leaf[main], spans=[])
             for leaf, main in enumerate(alone)
         ]
 

@@ -61,39 +61,39 @@ def question(problem: Problem | Prompt) -> str:
     return text.strip() + problem.identity[len(text) :]
 
 
-def held_out(data: DataConfig, wanted: int, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return ``wanted`` different problems for the evaluation, the same for every seed of the run.
+def held_out(data: DataConfig, count: int, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return ``count`` different problems for the evaluation, the same for every seed of the run.
 
     Raises:
         UserError: the file has too few rows, or the tasks too few different problems.
     """
-    if wanted == 0:
+    if count == 0:
         return []
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     if data.tasks:
         stream = GymProblems(data.tasks, [HELD_OUT])
-        for k in range(wanted + GIVE_UP):
+        for k in range(count + GIVE_UP):
             problem = stream[k]
-            found.setdefault(problem.identity, problem)
-            if len(found) == wanted:
+            problems.setdefault(problem.identity, problem)
+            if len(problems) == count:
                 break
     else:
-        own = data.eval_place
-        place = own or data.place
+        eval_place = data.eval_place
+        place = eval_place or data.place
         assert place is not None
         for problem in _in_turn(read_rows(data, place).rows, data, tokenizer):  # the first of equal problems is kept
-            found.setdefault(problem.identity, problem)
-            if len(found) == wanted:
+            problems.setdefault(problem.identity, problem)
+            if len(problems) == count:
                 break
-        if own is None:
-            found = dict(reversed(found.items()))
-    if len(found) < wanted:
+        if eval_place is None:
+            problems = dict(reversed(problems.items()))
+    if len(problems) < count:
         raise UserError(
-            f"evaluation.problems is {wanted}, but only {len(found)} different problems were found; lower it or add "
+            f"evaluation.problems is {count}, but only {len(problems)} different problems were found; lower it or add "
             "some."
         )
     one_answer_each = data.model_copy(update={"n_key": None})
-    return make_prompts(list(found.values()), one_answer_each, tokenizer)
+    return make_prompts(list(problems.values()), one_answer_each, tokenizer)
 
 
 def _in_turn(problems: Problems, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
@@ -137,7 +137,7 @@ def make_prompts(problems: Sequence[Problem], config: DataConfig, tokenizer: Pre
             )
         if not ids:
             raise UserError(f"The prompt '{problem.id}' has no tokens; leave it out or give it a data.template.")
-        wanted = _wanted(problem, config)
+        responses = _wanted(problem, config)
         prompts.append(
             Prompt(
                 problem.id,
@@ -146,7 +146,7 @@ def make_prompts(problems: Sequence[Problem], config: DataConfig, tokenizer: Pre
                 list(ids),
                 problem.entry,
                 problem.text,
-                wanted,
+                responses,
                 messages,
                 config.tools,
                 problem.images,
@@ -189,16 +189,16 @@ def pictures_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[Pic
     if not prompt.images:
         return ()
     try:
-        found = _pictures(prompt.images, tokenizer)
+        pictures = _pictures(prompt.images, tokenizer)
     except (OSError, ValueError) as error:
         raise UserError(
             f"The pictures of the prompt '{prompt.id}' cannot be read: {str(error).rstrip('.')}."
         ) from error
-    if not {picture.first_id for picture in found} <= set(prompt.token_ids):
+    if not {picture.first_id for picture in pictures} <= set(prompt.token_ids):
         raise UserError(
             f"A picture of the prompt '{prompt.id}' has changed since the prompt was made; restore its file."
         )
-    return distinct(found)
+    return distinct(pictures)
 
 
 def _write(

@@ -35,10 +35,10 @@ def rendered(
     """Return the prompts of problems, with entries that checkpoints can store; an error in place of one that cannot be
     made."""
     try:
-        found = make_prompts(problems, config, tokenizer)
+        prompts = make_prompts(problems, config, tokenizer)
         if entries is None:
-            return list(found)
-        return [replace(prompt, entry=entries(prompt.entry, f"The prompt '{prompt.id}'")) for prompt in found]
+            return list(prompts)
+        return [replace(prompt, entry=entries(prompt.entry, f"The prompt '{prompt.id}'")) for prompt in prompts]
     except UserError as error:
         if len(problems) == 1:
             return [BadRowError(str(error))]
@@ -76,8 +76,8 @@ class TrainingRows(Sequence[Prompt]):
     ) -> None:
         self._config, self._tokenizer, self._entries = config, tokenizer, entries
         assert config.place is not None
-        found = read_rows(config, config.place)
-        self._problems, self.said = found.rows, found.said
+        rows = read_rows(config, config.place)
+        self._problems, self.said = rows.rows, rows.said
         self._checks: list[Callable[[Prompt], object]] = []
         self._out, self.demonstrated = self._compared(held_out, demonstrations)
         if not len(self):
@@ -98,8 +98,8 @@ class TrainingRows(Sequence[Prompt]):
     def __getitem__(self, number: slice) -> Sequence[Prompt]: ...
     def __getitem__(self, number: int | slice) -> Prompt | Sequence[Prompt]:
         numbers = range(len(self))[number]
-        found = self.drawn([numbers] if isinstance(numbers, int) else numbers)
-        prompts = [prompt for prompt in found if _usable(prompt, skips=False)]
+        drawn = self.drawn([numbers] if isinstance(numbers, int) else numbers)
+        prompts = [prompt for prompt in drawn if _usable(prompt, skips=False)]
         return prompts[0] if isinstance(number, int) else prompts
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -109,34 +109,34 @@ class TrainingRows(Sequence[Prompt]):
     def every(self) -> Iterator[Prompt | BadRowError]:
         """Yield all rows as prompts, an error in place of one that is none."""
         rows = self._scan()
-        while some := list(islice(rows, TOGETHER)):
-            yield from self.prompts(some)
+        while chunk := list(islice(rows, TOGETHER)):
+            yield from self.prompts(chunk)
 
     def problems(self) -> Iterator[tuple[int, Problem]]:
         """Yield all rows before they are made into prompts, with their numbers; those that are none as `__iter__`."""
-        for number, found in enumerate(self._scan()):
-            if _usable(kept := self._kept(found), skips=self._skips):
+        for number, row in enumerate(self._scan()):
+            if _usable(kept := self._kept(row), skips=self._skips):
                 yield number, kept
 
     def drawn(self, numbers: Sequence[int]) -> list[Prompt | BadRowError]:
         """Return the prompts of some rows; an error in place of a row that is none, or that a check refuses."""
         return self.prompts([self._problem(number) for number in numbers])
 
-    def prompts(self, found: Sequence[Problem | BadRowError]) -> list[Prompt | BadRowError]:
+    def prompts(self, rows: Sequence[Problem | BadRowError]) -> list[Prompt | BadRowError]:
         """Return the prompts of problems; an error in place of one that cannot be made, or that a check refuses."""
-        problems = [each for each in found if isinstance(each, Problem)]
-        made = iter(rendered(problems, self._config, self._tokenizer, self._entries) if problems else [])
-        return [self._checked(next(made)) if isinstance(each, Problem) else each for each in found]
+        problems = [each for each in rows if isinstance(each, Problem)]
+        prompts = iter(rendered(problems, self._config, self._tokenizer, self._entries) if problems else [])
+        return [self._checked(next(prompts)) if isinstance(each, Problem) else each for each in rows]
 
     def problem(self, number: int) -> Problem | BadRowError:
         """Return a row before it is made into a prompt, with an entry that checkpoints can store."""
         return self._kept(self._problem(number))
 
-    def _kept(self, found: Problem | BadRowError) -> Problem | BadRowError:
-        if self._entries is None or isinstance(found, BadRowError):
-            return found
+    def _kept(self, row: Problem | BadRowError) -> Problem | BadRowError:
+        if self._entries is None or isinstance(row, BadRowError):
+            return row
         try:
-            return replace(found, entry=self._entries(found.entry, f"The prompt '{found.id}'"))
+            return replace(row, entry=self._entries(row.entry, f"The prompt '{row.id}'"))
         except UserError as error:
             return BadRowError(str(error))
 
@@ -176,9 +176,9 @@ class TrainingRows(Sequence[Prompt]):
     def digest(self) -> str:
         """Return a hash of the rows and of those that are left out."""
         pictures = self._config.image_key is not None or any(prompt.images for prompt in self.tried)
-        found = hashlib.blake2b(self._problems.digest(pictures=pictures), digest_size=16)
-        found.update(self._out.tobytes())
-        return found.hexdigest()
+        digest = hashlib.blake2b(self._problems.digest(pictures=pictures), digest_size=16)
+        digest.update(self._out.tobytes())
+        return digest.hexdigest()
 
     @property
     def _skips(self) -> bool:
@@ -215,9 +215,9 @@ class TrainingRows(Sequence[Prompt]):
             return BadRowError(str(error))
         return prompt
 
-    def _keep(self, found: Sequence[Prompt | BadRowError]) -> None:
+    def _keep(self, rows: Sequence[Prompt | BadRowError]) -> None:
         """Enter rows of the sample."""
-        for one in found:
+        for one in rows:
             if _usable(one, skips=self._skips):
                 self.tried.append(one)
             else:
@@ -251,8 +251,8 @@ class TrainingRows(Sequence[Prompt]):
         return np.array(out, np.int64), demonstrated
 
 
-def _usable(found: T | BadRowError, *, skips: bool) -> TypeGuard[T]:
+def _usable(row: T | BadRowError, *, skips: bool) -> TypeGuard[T]:
     """Return whether it is not the error of a row; raise this unless it ``skips`` such rows."""
-    if isinstance(found, BadRowError) and not skips:
-        raise found
-    return not isinstance(found, BadRowError)
+    if isinstance(row, BadRowError) and not skips:
+        raise row
+    return not isinstance(row, BadRowError)

@@ -113,25 +113,25 @@ class PromptSource:
         cursor, refused, curriculum = self._cursor, 0, self.curriculum
         while len(prompts) < count:
             if curriculum is None:
-                found = rows.drawn([self._row(cursor + i) for i in range(count - len(prompts))])
-                prompts += self._usable(found, len(rows))
-                cursor += len(found)
+                drawn = rows.drawn([self._row(cursor + i) for i in range(count - len(prompts))])
+                prompts += self._usable(drawn, len(rows))
+                cursor += len(drawn)
                 continue
             problem = rows.problem(self._row(cursor))
             cursor += 1
             if isinstance(problem, BadRowError):
                 self._usable([problem], len(rows))
             elif curriculum.accepts(problem, self._taken):
-                made = self._usable(rows.prompts([problem]), len(rows))
-                prompts += made
-                self._taken.update(prompt.id for prompt in made)
+                usable = self._usable(rows.prompts([problem]), len(rows))
+                prompts += usable
+                self._taken.update(prompt.id for prompt in usable)
                 refused = 0
             elif (refused := refused + 1) >= len(rows):
                 raise self._all_refused()
         self._cursor = cursor
         return prompts
 
-    def _usable(self, found: Sequence[Prompt | BadRowError], most: int) -> list[Prompt]:
+    def _usable(self, drawn: Sequence[Prompt | BadRowError], most: int) -> list[Prompt]:
         """Return the prompts among rows that were drawn.
 
         Args:
@@ -142,7 +142,7 @@ class PromptSource:
             UserError: only such rows came for long.
         """
         prompts = []
-        for one in found:
+        for one in drawn:
             if isinstance(one, Prompt):
                 prompts.append(one)
                 self._bad = 0
@@ -192,17 +192,17 @@ class PromptSource:
         while len(prompts) < count:
             before = len(prompts)
             pool = self._pool(count - before)
-            for found in self.curriculum.order(pool.values(), self._taken, [self._seed, self._cursor]):
-                problem = pool[found]
+            for problem_id in self.curriculum.order(pool.values(), self._taken, [self._seed, self._cursor]):
+                problem = pool[problem_id]
                 accepted = self.curriculum.accepts(problem, self._taken)
-                made = self._rendered(problem) if accepted else []
+                written = self._rendered(problem) if accepted else []
                 if self.rows is not None:
-                    self._taken.update(prompt.id for prompt in made)
+                    self._taken.update(prompt.id for prompt in written)
                 else:
                     for waiting in self._waiting:
-                        waiting.pop(int(found.rpartition("/")[2]), None)
-                prompts += made
-                self._cursor += len(made)
+                        waiting.pop(int(problem_id.rpartition("/")[2]), None)
+                prompts += written
+                self._cursor += len(written)
                 if len(prompts) == count:
                     break
             if len(prompts) == before:
@@ -336,9 +336,9 @@ class PromptSource:
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         said = repr((prompt.id, prompt.problem, prompt.messages, prompt.n, sorted(prompt.entry.items())))
         said += prompt.identity[len(prompt.problem) :]  # pictures
-        found.update(said.encode("utf-8", "surrogatepass"))
-    return found.hexdigest()
+        digest.update(said.encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()

@@ -36,20 +36,20 @@ class UserProblems:
         assert config.source is not None
         self._what = f"data.source = '{config.source}'"
         self._config = config
-        self._own = resolve("data.source", config.source, config.source_options, known=SOURCES)
-        if not callable(getattr(self._own, "next", None)):
+        self._source = resolve("data.source", config.source, config.source_options, parts=SOURCES)
+        if not callable(getattr(self._source, "next", None)):
             raise UserError(f"{self._what} must be a class with a method next(count).")
         self._ready: dict[int, dict[str, Any]] = {}  # rows by number, also those requested ahead
-        self._asked = 0
+        self._requested = 0
         self._from = 0  # first row that a checkpoint may need
 
     def __getitem__(self, number: int) -> Problem:
-        while self._asked <= number:
-            rows = self._context.call(self._what, self._own.next, 1, offers=(*ALWAYS, *SAMPLING))
+        while self._requested <= number:
+            rows = self._context.call(self._what, self._source.next, 1, offers=(*ALWAYS, *SAMPLING))
             if not isinstance(rows, list) or len(rows) != 1 or not isinstance(rows[0], dict):
                 raise UserError(f"{self._what}: next(1) must answer a list of one row, a dict.")
-            self._ready[self._asked] = rows[0]
-            self._asked += 1
+            self._ready[self._requested] = rows[0]
+            self._requested += 1
         keys = self._config.prompt_key, self._config.answer_key, self._config.image_key
         try:
             return problem_of(self._ready[number], self._what, "source", number, *keys)
@@ -58,29 +58,29 @@ class UserProblems:
 
     @property
     def observes(self) -> bool:
-        return hasattr(self._own, "observe")
+        return hasattr(self._source, "observe")
 
     def observe(self, trees: Sequence[TokenTree]) -> None:
         """Pass trees to the class, if it has a method ``observe``."""
         if self.observes:
-            self._context.call(self._what, self._own.observe, trees, offers=OF_TREES)
+            self._context.call(self._what, self._source.observe, trees, offers=OF_TREES)
 
     def state_dict(self, cursor: int) -> dict[str, Any]:
         """Return the state to continue from problem ``cursor``; earlier rows are dropped."""
         self._ready = {number: row for number, row in self._ready.items() if number >= self._from}
         self._from = cursor  # dropped at the next call: the checkpoint that this is for may fail
         ready = [[number, row] for number, row in self._ready.items() if number >= cursor]
-        own = call(self._what, self._own.state_dict) if hasattr(self._own, "state_dict") else None
-        return {"own": own, "asked": self._asked, "ready": ready}
+        source_state = call(self._what, self._source.state_dict) if hasattr(self._source, "state_dict") else None
+        return {"own": source_state, "asked": self._requested, "ready": ready}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`; without a state of its own the class gives the rows after it only once,
         so a run that goes back in place keeps those that it has."""
-        asked, ready = state["asked"], dict(map(tuple, state["ready"]))
-        if hasattr(self._own, "load_state_dict"):
-            call(self._what, self._own.load_state_dict, state["own"])
-        elif self._asked < asked:
-            self._context.call(self._what, self._own.next, asked - self._asked, offers=(*ALWAYS, *SAMPLING))
-        elif self._asked > asked:
-            asked, ready = self._asked, ready | self._ready
-        self._asked, self._ready, self._from = asked, ready, 0
+        requested, ready = state["asked"], dict(map(tuple, state["ready"]))
+        if hasattr(self._source, "load_state_dict"):
+            call(self._what, self._source.load_state_dict, state["own"])
+        elif self._requested < requested:
+            self._context.call(self._what, self._source.next, requested - self._requested, offers=(*ALWAYS, *SAMPLING))
+        elif self._requested > requested:
+            requested, ready = self._requested, ready | self._ready
+        self._requested, self._ready, self._from = requested, ready, 0

@@ -48,7 +48,7 @@ NewId = Callable[[str | None, int], str]
 """Gives a call its id, from the one that the model wrote, if it did, and the call's place in the answer."""
 
 
-def random_id(own: str | None, place: int) -> str:
+def random_id(call_id: str | None, place: int) -> str:
     """Return an id that no other call has."""
     return f"call_{secrets.token_hex(12)}"
 
@@ -92,7 +92,9 @@ class Reader:
             return self._last[1]
         stop = None if completion.stop is None else completion.stop.text
         turn, called = self._read(completion)
-        calls = [Called(self._new_id(own, place), name, spelt) for place, (own, name, spelt) in enumerate(called)]
+        calls = [
+            Called(self._new_id(call_id, place), name, spelt) for place, (call_id, name, spelt) in enumerate(called)
+        ]
         reason = REASONS.get(completion.status, "error")
         reason = "tool_calls" if calls and completion.status is LeafStatus.STOP else reason
         if self.tool is not None and not calls and stop is None:
@@ -123,9 +125,9 @@ class Reader:
                 return turn, []
             called = _forced(text, self.tool)
             return (turn, []) if called is None else (turn._replace(content=""), [(None, *called)])
-        given = None if self._tools is None else self._tools.schemas
+        schemas = None if self._tools is None else self._tools.schemas
         form = None if self._tools is None else self._tools.form
-        turn = read_ids(self.tokenizer, ids, given or {}, form, self._most_calls, thinks=self._thinks, until=until)
+        turn = read_ids(self.tokenizer, ids, schemas or {}, form, self._most_calls, thinks=self._thinks, until=until)
         return turn, [(call.id, call.name, json.dumps(call.arguments)) for call in turn.calls]
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -153,10 +155,10 @@ def _forced(text: str, tool: str) -> tuple[str, str] | None:
         tool: its name, "" where the answer names it.
     """
     try:
-        found = read_object(text)
+        value = read_object(text)
         if tool:
             return tool, text
-        return (found["name"], json.dumps(found["arguments"])) if isinstance(found["arguments"], dict) else None
+        return (value["name"], json.dumps(value["arguments"])) if isinstance(value["arguments"], dict) else None
     except (ValueError, LookupError):
         return None
 

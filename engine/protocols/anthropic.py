@@ -104,14 +104,14 @@ class CountBody(Telemetry):
             messages.append({"role": "system", "content": said})
         for i, turn in enumerate(self.messages):
             if isinstance(turn.content, str):
-                made = [{"role": turn.role, "content": turn.content}]
+                of_turn = [{"role": turn.role, "content": turn.content}]
             elif turn.role == "assistant":
-                made = [_said(turn.content, f"messages.{i}.content")]
+                of_turn = [_said(turn.content, f"messages.{i}.content")]
             else:
-                made = _heard(turn.role, turn.content, f"messages.{i}.content")
-            if made and messages and made[0]["role"] == messages[-1]["role"] == "user":
-                messages[-1]["content"] += f"\n\n{made.pop(0)['content']}"  # the protocol combines turns of a user
-            messages += made
+                of_turn = _heard(turn.role, turn.content, f"messages.{i}.content")
+            if of_turn and messages and of_turn[0]["role"] == messages[-1]["role"] == "user":
+                messages[-1]["content"] += f"\n\n{of_turn.pop(0)['content']}"  # the protocol combines turns of a user
+            messages += of_turn
         if not any(message["role"] in ("user", "tool") for message in messages):
             raise ValueError("`messages` has no content of a user; give at least one text.")
         if messages[-1]["role"] == "assistant":
@@ -165,8 +165,8 @@ class MessagesBody(CountBody):
     inference_geo: Annotated[Any, only()] = None
 
     def _sampling(self) -> dict[str, Any]:
-        own = ("temperature", "top_p", "top_k", "min_p", "seed", "stream", "max_tokens")
-        return {name: getattr(self, name) for name in own} | {"stop": self.stop_sequences}
+        names = ("temperature", "top_p", "top_k", "min_p", "seed", "stream", "max_tokens")
+        return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
 
 
 def _texts(blocks: Sequence[Block], where: str) -> str:
@@ -225,13 +225,13 @@ def _result(block: Block, where: str) -> str:
     return f"error: {text}" if block.is_error and not text.lower().startswith("error") else text
 
 
-def too_long(prompt: int, asked: int, limit: int) -> str:
+def too_long(prompt: int, requested: int, limit: int) -> str:
     """Return Anthropic's words for a prompt that is too long, alone or with the answer; lengths are in tokens."""
     if prompt > limit:
         return f"prompt is too long: {prompt} tokens > {limit} maximum."
     return (
-        f"prompt is too long: {prompt} tokens > {max(limit - asked, 0)} maximum, as input length and `max_tokens` "
-        f"exceed context limit: {prompt} + {asked} > {limit}, decrease input length or `max_tokens` and try again."
+        f"prompt is too long: {prompt} tokens > {max(limit - requested, 0)} maximum, as input length and `max_tokens` "
+        f"exceed context limit: {prompt} + {requested} > {limit}, decrease input length or `max_tokens` and try again."
     )
 
 

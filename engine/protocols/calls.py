@@ -81,8 +81,8 @@ def read_call(path: str, raw: bytes) -> Call:
         chat = parse(ChatBody, raw)
         return Call(chat, chat)
     if path == "/v1/responses":
-        asked = parse(ResponsesBody, raw)
-        return Call(_told(asked.chat), asked)
+        request = parse(ResponsesBody, raw)
+        return Call(_told(request.chat), request)
     body: CountBody = parse(CountBody if path == COUNT else MessagesBody, raw)
     return Call(_told(body.chat), body, tuple(body.ignored))
 
@@ -93,9 +93,9 @@ def parse(kind: type[Body], raw: bytes) -> Body:
     Raises:
         ValueError: it has another form; the sentence names the place.
     """
-    made = _told(partial(kind.model_validate_json, raw))
+    checked = _told(partial(kind.model_validate_json, raw))
     json.loads(raw, parse_float=_finite, parse_constant=_finite)
-    return made
+    return checked
 
 
 def _finite(spelt: str) -> float:

@@ -108,10 +108,10 @@ class Form(Reader):
             echo: the texts begin with their prompts'.
         """
         answers: list[dict[str, Any]] = []
-        for prompt, some, before in zip(prompts, choices, scored or [None] * len(prompts), strict=True):
+        for prompt, of_prompt, before in zip(prompts, choices, scored or [None] * len(prompts), strict=True):
             echoed = plain_text(self.tokenizer, prompt) if echo else ""
-            answers += [self.choice(len(answers) + i, c, echoed, before) for i, c in enumerate(_best(some, n))]
-        written = sum(len(c.token_ids) for some in choices for c in some)
+            answers += [self.choice(len(answers) + i, c, echoed, before) for i, c in enumerate(_best(of_prompt, n))]
+        written = sum(len(c.token_ids) for of_prompt in choices for c in of_prompt)
         return {**self.head(""), "choices": answers, "usage": usage(prompts, written)}
 
     def choice(
@@ -253,11 +253,11 @@ def _call(call: Called) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def too_long(prompt: int, asked: int, limit: int) -> str:
+def too_long(prompt: int, requested: int, limit: int) -> str:
     """Return OpenAI's words for a prompt that is too long, alone or with the answer; lengths are in tokens."""
     return (
-        f"This model's maximum context length is {limit} tokens. However, you requested {prompt + asked} tokens "
-        f"({prompt} in the messages, {asked} in the completion). "
+        f"This model's maximum context length is {limit} tokens. However, you requested {prompt + requested} tokens "
+        f"({prompt} in the messages, {requested} in the completion). "
         "Please reduce the length of the messages or completion."
     )
 

@@ -74,8 +74,8 @@ class Grammars:
                     raise ValueError(f"This model's tokenizer does not support schemas: {_line(error)}") from error
         try:
             rules = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
-            made = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=rules)
-            start = llguidance.LLMatcher(self._tables, made)
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=rules)
+            start = llguidance.LLMatcher(self._tables, grammar)
             problem = start.get_error() if start.is_error() else ""
         except Exception as error:
             problem = _line(error)

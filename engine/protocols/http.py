@@ -48,8 +48,8 @@ class ContextLengthError(RefusedError):
 async def to_their_end(events: AsyncIterator[str], form: AnswerForm, path: str) -> AsyncIterator[str]:
     """Yield the events of a stream; an error in them is told as the protocol does, so that every stream has an end."""
     try:
-        async for some in events:
-            yield some
+        async for event in events:
+            yield event
     except RefusedError as wrong:
         yield form.failed(wrong.told(path), wrong.status, wrong.code) + form.close([], 0)
     except Exception as wrong:

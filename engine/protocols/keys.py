@@ -25,13 +25,13 @@ SIGNED = "/api/v1/files/"
 def key_of(headers: Headers) -> bytes:
     """Return the key of ``Authorization: Bearer KEY``, or of ``x-api-key``, as Anthropic's clients send it."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    given = key.strip() if scheme.lower() == "bearer" else ""
-    return (given or headers.get("x-api-key", "")).encode()
+    bearer = key.strip() if scheme.lower() == "bearer" else ""
+    return (bearer or headers.get("x-api-key", "")).encode()
 
 
-def same_key(given: bytes, expected: bytes) -> bool:
+def same_key(sent: bytes, expected: bytes) -> bool:
     """Return whether the keys are equal, in a time that does not tell how much of them is."""
-    return hmac.compare_digest(given, expected)
+    return hmac.compare_digest(sent, expected)
 
 
 class KeyGate:

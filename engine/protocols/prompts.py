@@ -34,14 +34,14 @@ def completion_prompts(tokenizer: PreTrainedTokenizerBase, body: CompletionBody)
     Raises:
         ValueError: there is none, or too many responses are asked for.
     """
-    given: Any = body.prompt
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
-    if not given:
+    prompts: Any = body.prompt
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        prompts = [prompts]
+    if not prompts:
         raise ValueError("`prompt` is empty; give a text or token ids.")
-    if len(given) * max(body.n or 1, body.best_of or 1) > MOST_RESPONSES:
+    if len(prompts) * max(body.n or 1, body.best_of or 1) > MOST_RESPONSES:
         raise ValueError(f"`prompt` and `n` ask for more than {MOST_RESPONSES} responses; ask for fewer at once.")
-    return [tokenizer(text)["input_ids"] if isinstance(text, str) else text for text in given]
+    return [tokenizer(text)["input_ids"] if isinstance(text, str) else text for text in prompts]
 
 
 class Conversation(NamedTuple):
@@ -101,11 +101,11 @@ def template_options(
     if twice := next((name for name in hints if name in options), None):
         raise ValueError(f"`{twice}` is in `chat_template_kwargs` too; give it once.")
     try:
-        known = _variables(tokenizer.get_chat_template(tools=shown)) if hints else frozenset()
+        variables = _variables(tokenizer.get_chat_template(tools=shown)) if hints else frozenset()
     except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"The model's chat template cannot be read: {' '.join(str(error).split())}") from error
-    options |= {name: value for name, value in hints.items() if name in known}
-    return options, [name for name in hints if name not in known]
+    options |= {name: value for name, value in hints.items() if name in variables}
+    return options, [name for name in hints if name not in variables]
 
 
 class _Generation(jinja2.ext.Extension):
@@ -175,7 +175,7 @@ def answer_schema(body: Sampling) -> str | None:
         tools = [(t.function.name, t.function.parameters) for t in body.tools or []]
         if not tool:
             return json.dumps(one_of(tools))
-        return json.dumps(next(arguments_schema(*own) for own in tools if own[0] == tool))
+        return json.dumps(next(arguments_schema(*function) for function in tools if function[0] == tool))
     match body.response_format:
         case None | TextFormat():
             return None

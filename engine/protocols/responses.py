@@ -152,13 +152,13 @@ class ResponsesBody(Telemetry):
                 every += [(function, tool, at == 0) for at, function in enumerate(tool.tools)]
         times = Counter(function.name for function, _, _ in every)
         shown = []
-        for own, space, first in every:
+        for callee, space, first in every:
             if space is None:
-                shown.append(Shown(own.name, None, own, own.description))
+                shown.append(Shown(callee.name, None, callee, callee.description))
                 continue
-            name = own.name if times[own.name] == 1 else f"{space.name}.{own.name}"
-            said = [space.description, own.description] if first else [own.description]
-            shown.append(Shown(name, space.name, own, "\n".join(filter(None, said)) or None))
+            name = callee.name if times[callee.name] == 1 else f"{space.name}.{callee.name}"
+            said = [space.description, callee.description] if first else [callee.description]
+            shown.append(Shown(name, space.name, callee, "\n".join(filter(None, said)) or None))
         return shown
 
     def chat(self) -> ChatBody:
@@ -168,7 +168,7 @@ class ResponsesBody(Telemetry):
             ValueError: it holds an item or a part that is no text and no call of a function.
         """
         items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        shown = {(own.namespace, own.function.name): own.name for own in self.functions}
+        shown = {(function.namespace, function.function.name): function.name for function in self.functions}
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -204,12 +204,12 @@ class ResponsesBody(Telemetry):
         if isinstance(choice, NamedFunction):
             choice = {"type": "function", "function": {"name": choice.name}}
         functions = [
-            {"name": own.name, "description": own.description, "parameters": own.function.parameters}
-            for own in self.functions
+            {"name": tool.name, "description": tool.description, "parameters": tool.function.parameters}
+            for tool in self.functions
         ]
-        own = ("model", "parallel_tool_calls", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream")
+        kept = ("model", "parallel_tool_calls", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream")
         return ChatBody.model_validate(
-            {name: getattr(self, name) for name in own}
+            {name: getattr(self, name) for name in kept}
             | {
                 "messages": messages,
                 "tools": [{"type": "function", "function": function} for function in functions] or None,
@@ -275,7 +275,7 @@ class ResponseForm(Reader):
     ) -> None:
         super().__init__(tokenizer, stop, **more)
         self._body, self._model = body, model
-        self._shown = {own.name: own for own in body.functions}
+        self._shown = {function.name: function for function in body.functions}
         self._id, self._message_id = f"resp_{secrets.token_hex(24)}", f"msg_{secrets.token_hex(24)}"
         self._reasoning_id = f"rs_{secrets.token_hex(24)}"
         self._created = int(time.time())
@@ -297,11 +297,11 @@ class ResponseForm(Reader):
         return items + [self._call_item(call, status) for call in answer.calls]
 
     def _call_item(self, call: Called, status: str) -> dict[str, Any]:
-        own = self._shown.get(call.name)
-        known = {"call_id": call.id, "name": call.name if own is None else own.function.name}
-        space = {} if own is None or own.namespace is None else {"namespace": own.namespace}
+        shown = self._shown.get(call.name)
+        fields = {"call_id": call.id, "name": call.name if shown is None else shown.function.name}
+        space = {} if shown is None or shown.namespace is None else {"namespace": shown.namespace}
         kind = {"id": f"fc_{secrets.token_hex(24)}", "type": "function_call"}
-        return {**kind, **known, **space, "arguments": call.arguments, "status": status}
+        return {**kind, **fields, **space, "arguments": call.arguments, "status": status}
 
     def _reasoning(self, text: str, status: str) -> dict[str, Any]:
         parts = [{"type": "reasoning_text", "text": text}] if text else []

@@ -46,18 +46,18 @@ class TokenBytes:
 
     def name(self, token: int) -> str:
         """Return the token's text; of a token that is a part of a character, its bytes as OpenAI writes them."""
-        found = self.of(token)
-        if found is None:
+        raw = self.of(token)
+        if raw is None:
             return self._text(token)
         try:
-            return found.decode()
+            return raw.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def width(self, token: int) -> int:
         """Return the number of characters that begin in a token."""
-        found = self.of(token)
-        return len(self._text(token)) if found is None else sum(byte & 0xC0 != 0x80 for byte in found)
+        raw = self.of(token)
+        return len(self._text(token)) if raw is None else sum(byte & 0xC0 != 0x80 for byte in raw)
 
     def _text(self, token: int) -> str:
         """Return the token's text inside a text: alone, SentencePiece's decoders drop the blank that it begins with."""
@@ -80,7 +80,7 @@ def alphabet() -> dict[str, int]:
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> tuple[set[str], set[tuple[str, str]]]:
     """Return the types of the parts of a tokenizer's decoder, and the texts that it replaces."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    found = None if backend is None else json.loads(backend.to_str()).get("decoder")
-    parts = [] if found is None else found["decoders"] if found["type"] == "Sequence" else [found]
+    decoder = None if backend is None else json.loads(backend.to_str()).get("decoder")
+    parts = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     replaced = {(str(p["pattern"].get("String")), p["content"]) for p in parts if p["type"] == "Replace"}
     return {part["type"] for part in parts}, replaced

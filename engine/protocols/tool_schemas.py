@@ -18,9 +18,9 @@ def arguments_schema(name: str, parameters: Schema | None) -> Schema:
     Raises:
         ValueError: the parameters are of another type.
     """
-    given = (parameters or {}).get("type", "object")
-    if given != "object" and not (isinstance(given, list) and "object" in given):
-        raise ValueError(f"The parameters of '{name}' are of type {given!r}; the arguments of a call are an 'object'.")
+    kind = (parameters or {}).get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise ValueError(f"The parameters of '{name}' are of type {kind!r}; the arguments of a call are an 'object'.")
     return {**(parameters or {}), "type": "object"}
 
 
@@ -30,12 +30,12 @@ def one_of(tools: Sequence[tuple[str, Schema | None]]) -> Schema:
     Raises:
         ValueError: the parameters of one are no object, or two have one address.
     """
-    own = [(name, arguments_schema(name, parameters)) for name, parameters in tools]
-    drafts = {str(schema["$schema"]) for _, schema in own if "$schema" in schema}
+    schemas = [(name, arguments_schema(name, parameters)) for name, parameters in tools]
+    drafts = {str(schema["$schema"]) for _, schema in schemas if "$schema" in schema}
     draft = {"$schema": drafts.pop()} if len(drafts) == 1 else {}  # one generator has made them
     key = "id" if "draft-04" in draft.get("$schema", "") else "$id"
     names: dict[str, str] = {}
-    for place, (name, schema) in enumerate(own):
+    for place, (name, schema) in enumerate(schemas):
         address = str(schema.setdefault(key, f"tool://{place}/"))
         if address in names:
             raise ValueError(f"The parameters of '{names[address]}' and '{name}' have one `{key}`; leave it out.")
@@ -48,6 +48,6 @@ def one_of(tools: Sequence[tuple[str, Schema | None]]) -> Schema:
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for name, schema in own
+            for name, schema in schemas
         ]
     }

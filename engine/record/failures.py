@@ -52,7 +52,7 @@ class Failures:
     def __init__(self, name: str, what: str, *, limit: int, key: str, remedy: str) -> None:
         self.name, self.what, self.limit, self.key, self.remedy = name, what, limit, key, remedy
         self.in_row = 0
-        self.asked = 0
+        self.attempts = 0
         self.reasons: Counter[str] = Counter()  # number of failures of each kind
         self._example: dict[str, str] = {}
 
@@ -79,7 +79,7 @@ class Failures:
     def record(
         self,
         reasons: Sequence[str],
-        asked: int,
+        attempts: int,
         sums: Sums,
         console: Progress,
         *,
@@ -90,23 +90,23 @@ class Failures:
 
         Args:
             reasons: the reason of each failure.
-            asked: number of attempts, of which ``skipped`` were left out.
+            attempts: number of attempts, of which ``skipped`` were left out.
             from_start: nothing succeeds later where nothing does in the run's first step.
 
         Raises:
             RunError: nothing has succeeded for `limit` steps, or in the first step ``from_start``.
         """
-        first = from_start and self.asked == 0
-        self.asked += asked
+        first = from_start and self.attempts == 0
+        self.attempts += attempts
         sums.count(f"{self.name}/failed", len(reasons))
         for what, number in Counter(map(kind, reasons)).items():
             sums.count(f"{self.name}/failed_{what}", number)
             if what not in self._example:
                 self._example[what] = next(reason for reason in reasons if kind(reason) == what)
-                console.note(f"{number} of {asked} {self.what}: {self._example[what]}.")
+                console.note(f"{number} of {attempts} {self.what}: {self._example[what]}.")
             self.reasons[what] += number
-        if asked:
-            self.in_row = self.in_row + 1 if len(reasons) + skipped == asked else 0
+        if attempts:
+            self.in_row = self.in_row + 1 if len(reasons) + skipped == attempts else 0
         if first and self.in_row:
             raise RunError(
                 f"All {self.what} in the first step, the last with '{reasons[-1]}'; mend the agent or its limits, as "
@@ -123,13 +123,13 @@ class Failures:
         if not self.reasons:
             return None
         parts = [f"{number} {self._example[what]}" for what, number in self.reasons.most_common()]
-        return f"{self.reasons.total()} of {self.asked} {self.what}: {'; '.join(parts)}."
+        return f"{self.reasons.total()} of {self.attempts} {self.what}: {'; '.join(parts)}."
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, as JSON values."""
-        return {"in_row": self.in_row, "asked": self.asked, "reasons": dict(self.reasons), "example": self._example}
+        return {"in_row": self.in_row, "asked": self.attempts, "reasons": dict(self.reasons), "example": self._example}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counts that `state_dict` returned."""
-        self.in_row, self.asked = state["in_row"], state["asked"]
+        self.in_row, self.attempts = state["in_row"], state["asked"]
         self.reasons, self._example = Counter(state["reasons"]), dict(state["example"])

@@ -231,7 +231,7 @@ class MetricsLog:
             UserError: a row up to ``step`` cannot be read.
         """
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-        kept, found = 0, set()
+        kept, steps = 0, set()
         *lines, _ = text.split("\n")  # after the last newline there may be part of a line, if the writer was killed
         for number, line in enumerate(lines, start=1):
             try:
@@ -243,12 +243,12 @@ class MetricsLog:
             if row_step > step:
                 break
             kept += len(line) + 1
-            found.add(row_step)
+            steps.add(row_step)
         if kept < len(text):
             aside.parent.mkdir(parents=True, exist_ok=True)
             aside.write_text(text, encoding="utf-8")
             replace_file(self.path, text[:kept].encode())
-        return found
+        return steps
 
 
 def replace_file(path: Path, content: bytes) -> None:

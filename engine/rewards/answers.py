@@ -100,8 +100,8 @@ def candidates(text: str) -> Iterator[str]:
             strong.append(line)
         elif _VALUE.match(text, _BLANKS.match(text, match.end()).end()):  # type: ignore[union-attr]
             weak.append(line)
-    for found in (strong, weak):
-        for _, content in sorted(found, key=lambda mark: mark[0], reverse=True)[:MOST]:
+    for marks in (strong, weak):
+        for _, content in sorted(marks, key=lambda mark: mark[0], reverse=True)[:MOST]:
             if (answer := content().strip()).strip("*_ "):
                 yield answer
 
@@ -177,7 +177,7 @@ def _boxes(text: str) -> Iterator[tuple[int, Callable[[], str]]]:
     """Yield position and content of each answer in boxes; adjacent boxes are one answer."""
     closers, stops = _closing_braces(text), [match.start() for match in re.finditer(r"[\s$]|\Z", text)]
     begins = [match.start() for match in _BOX.finditer(text)]
-    found: list[tuple[int, int, list[tuple[int, int]], bool]] = []  # begin, end, contents, a box within
+    boxes: list[tuple[int, int, list[tuple[int, int]], bool]] = []  # begin, end, contents, a box within
     for match in _BOX.finditer(text):
         start = match.end()
         if text[start : start + 1] == "{":
@@ -192,26 +192,26 @@ def _boxes(text: str) -> Iterator[tuple[int, Callable[[], str]]]:
             continue
         place = bisect_left(begins, start)
         nests = place < len(begins) and begins[place] < stop
-        together = found and 0 <= match.start() - found[-1][1] <= APART
-        if together and _TOGETHER.fullmatch(text, found[-1][1], match.start()):
-            begin, _, before, nested = found.pop()
-            found.append((begin, end, [*before, (start, stop)][-MOST:], nested or nests))
+        together = boxes and 0 <= match.start() - boxes[-1][1] <= APART
+        if together and _TOGETHER.fullmatch(text, boxes[-1][1], match.start()):
+            begin, _, before, nested = boxes.pop()
+            boxes.append((begin, end, [*before, (start, stop)][-MOST:], nested or nests))
         else:
-            found.append((match.start(), end, [(start, stop)], nests))
-    for begin, _, contents, nests in found:
+            boxes.append((match.start(), end, [(start, stop)], nests))
+    for begin, _, contents, nests in boxes:
         if not nests:
             yield begin, partial(_joined, text, contents)
 
 
 def _closing_braces(text: str) -> dict[int, int]:
     """Return the place of the brace that closes each brace which is opened; escaped ones are none."""
-    found, opened = dict[int, int](), list[int]()
+    closers, opened = dict[int, int](), list[int]()
     for match in re.finditer(r"(?<!\\)[{}]", text):
         if match[0] == "{":
             opened.append(match.start())
         elif opened:
-            found[opened.pop()] = match.start()
-    return found
+            closers[opened.pop()] = match.start()
+    return closers
 
 
 def _slice(text: str, start: int, stop: int) -> str:

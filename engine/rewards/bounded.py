@@ -78,8 +78,8 @@ class Bounded:
         self.check = getattr(verify, "check", None)
 
     def __call__(self, text: str, entry: dict[str, Any]) -> Any:
-        found, why = of_response(lambda: self._verify(text, entry), self._seconds)
+        verdict, why = of_response(lambda: self._verify(text, entry), self._seconds)
         if why is None:
-            return found
+            return verdict
         self._reads(entry)
         return {"reward": 0.0, "unparsed": why}

@@ -45,13 +45,13 @@ def check_references(
     has_text = text_check(config, tasks)
     count, unread = 0, list[tuple[str, str]]()
     left = iter(problems)
-    while some := dict(islice(left, TOGETHER)):
-        for problem, entry in some.items():
+    while chunk := dict(islice(left, TOGETHER)):
+        for problem, entry in chunk.items():
             found_tasks.add(task_of(entry))
             has_text(problem, entry)
-        found = zip(some, rewards.check(list(some.values())), strict=True)
-        unread += [(problem, why) for problem, why in found if why is not None]
-        count += len(some)
+        checked = zip(chunk, rewards.check(list(chunk.values())), strict=True)
+        unread += [(problem, why) for problem, why in checked if why is not None]
+        count += len(chunk)
     if all_known:
         _check_tasks(config, found_tasks, map(task_of, further))
     if not unread:
@@ -89,11 +89,11 @@ def text_check(config: RewardConfig, tasks: Sequence[TaskConfig] = ()) -> Callab
     return check
 
 
-def _check_tasks(config: RewardConfig, known: set[str | None], further: Iterator[str | None]) -> None:
-    wanted = {task for part in config.parts for task in part.tasks}
-    while not wanted <= known and (some := set(islice(further, TOGETHER))):
-        known |= some
-    named = sorted(task for task in known if task is not None)
+def _check_tasks(config: RewardConfig, found_tasks: set[str | None], further: Iterator[str | None]) -> None:
+    named_tasks = {task for part in config.parts for task in part.tasks}
+    while not named_tasks <= found_tasks and (chunk := set(islice(further, TOGETHER))):
+        found_tasks |= chunk
+    named = sorted(task for task in found_tasks if task is not None)
     for part in config.parts:
         if unknown := sorted(set(part.tasks) - set(named)):
             has = f"they have {', '.join(named[:20])}" if named else "they have no column 'task' of texts"

@@ -22,7 +22,7 @@ class RewardItem:
     """`Prompt.problem`, for judges."""
     prompt: str = ""
     """`Prompt.text`, for models that read the response after its prompt."""
-    given: float | None = None
+    given_reward: float | None = None
     """The reward that the rollout program assigned to the response."""
     roles: Mapping[str, str] | None = None
     """The texts of the roles that wrote the response, by name; None where all of it is of one role."""
@@ -97,6 +97,8 @@ class FromProgram(Rewards):
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         return [
-            RewardResult(None, None, skipped="no_reward") if item.given is None else RewardResult(item.given, None)
+            RewardResult(None, None, skipped="no_reward")
+            if item.given_reward is None
+            else RewardResult(item.given_reward, None)
             for item in items
         ]

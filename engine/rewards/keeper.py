@@ -86,15 +86,15 @@ def _kill_all_below(worker: int) -> None:
 
 
 def _children() -> list[int]:
-    found = []
+    children = []
     for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         with (
             contextlib.suppress(OSError, IndexError),
             open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as f,
         ):
             if int(f.read().rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(name))
-    return found
+                children.append(int(name))
+    return children
 
 
 def _prctl(option: int, value: int) -> None:

@@ -60,15 +60,15 @@ def make_rewards(
         return RewardParts(parts, task_names(tasks), context, roles)
     if config.verifier not in OWN:
         return RewardPool(config, tasks)
-    known: dict[str, dict[str, Any]] = {
+    by_verifier: dict[str, dict[str, Any]] = {
         "judge": {"config": config},
         "rubric": {"config": config},
         "reward_model": {"config": config},
         "policy": {"score": score},
     }
-    given = known.get(config.verifier, {})
-    options = {**config.options, **given}
-    if taken := set(config.options) & set(given):
+    run_values = by_verifier.get(config.verifier, {})
+    options = {**config.options, **run_values}
+    if taken := set(config.options) & set(run_values):
         raise UserError(f"reward.verifier = '{config.verifier}' has no option '{min(taken)}'; leave it out.")
-    made: Rewards = resolve("reward.verifier", config.verifier, options, known=OWN, options_key="reward.options")
-    return made
+    rewards: Rewards = resolve("reward.verifier", config.verifier, options, parts=OWN, options_key="reward.options")
+    return rewards

@@ -48,9 +48,9 @@ def rightness_of(
     """
 
     def rightness(entry: Mapping[str, Any]) -> str | None:
-        mine = [part for part in parts if part.judges(task_of(entry)) and part.role in (None, *roles[:1])]
-        names = [part.name for part in mine]
-        named = [part.when_right for part in mine if part.when_right in names]
+        judging = [part for part in parts if part.judges(task_of(entry)) and part.role in (None, *roles[:1])]
+        names = [part.name for part in judging]
+        named = [part.when_right for part in judging if part.when_right in names]
         return next(iter([*named, *names]), None)
 
     return rightness
@@ -104,10 +104,10 @@ class RewardParts(Rewards):
                     "not judge; give it a `when` of those alone."
                 )
             if part.role is not None and part.role not in roles:
-                known = f"its roles are {', '.join(roles)}" if roles else "it has one role, which needs no name"
+                roles_text = f"its roles are {', '.join(roles)}" if roles else "it has one role, which needs no name"
                 raise UserError(
                     f"The part '{part.name}' (reward.parts) judges the role '{part.role}', which rollout.program does "
-                    f"not play; {known}."
+                    f"not play; {roles_text}."
                 )
         self._weights = [
             find_schedule(f"reward.parts.{part.name}.weight", part.weight, part.weight_options) for part, _ in parts
@@ -135,33 +135,40 @@ class RewardParts(Rewards):
             rewards.close()
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        asked = [
-            {i: read for i in mine if (read := self._read_by(part, items[i])) is not None}
-            for (part, _), mine in zip(self._parts, self._judged([item.entry for item in items]), strict=True)
+        to_judge = [
+            {i: read for i in places if (read := self._read_by(part, items[i])) is not None}
+            for (part, _), places in zip(self._parts, self._judged([item.entry for item in items]), strict=True)
         ]
-        found: list[dict[int, RewardResult]] = [{} for _ in self._parts]
+        by_part: list[dict[int, RewardResult]] = [{} for _ in self._parts]
         with ThreadPoolExecutor(len(self._parts)) as threads:
             waiting = [
-                None if rewards.in_turn or later or not mine else threads.submit(rewards.score, list(mine.values()))
-                for (_, rewards), later, mine in zip(self._parts, self._later, asked, strict=True)
+                None
+                if rewards.in_turn or later or not part_items
+                else threads.submit(rewards.score, list(part_items.values()))
+                for (_, rewards), later, part_items in zip(self._parts, self._later, to_judge, strict=True)
             ]
             for k in sorted(range(len(self._parts)), key=self._later.__getitem__):
-                (part, rewards), mine, answer = self._parts[k], asked[k], waiting[k]
+                (part, rewards), part_items, answer = self._parts[k], to_judge[k], waiting[k]
                 if part.waits_for is not None:
-                    first = found[self._names.index(part.waits_for)]
-                    mine = {i: item for i, item in mine.items() if i in first and part.wants(first[i].value)}
+                    first = by_part[self._names.index(part.waits_for)]
+                    part_items = {
+                        i: item for i, item in part_items.items() if i in first and part.wants(first[i].value)
+                    }
                 if rewards.reads_part:
-                    other = found[self._names.index(rewards.reads_part)]
-                    mine = {i: replace(item, judged=other[i].value if i in other else None) for i, item in mine.items()}
+                    other = by_part[self._names.index(rewards.reads_part)]
+                    part_items = {
+                        i: replace(item, judged=other[i].value if i in other else None)
+                        for i, item in part_items.items()
+                    }
                 if answer is not None:
                     verdicts = answer.result()
-                elif mine:  # it reads another part, or the engine's own thread asks the policy
-                    verdicts = rewards.score(list(mine.values()))
+                elif part_items:  # it reads another part, or the engine's own thread asks the policy
+                    verdicts = rewards.score(list(part_items.values()))
                 else:
                     verdicts = []
-                found[k] = dict(zip(mine, verdicts, strict=True))
+                by_part[k] = dict(zip(part_items, verdicts, strict=True))
         now = [at_step(schedule, self._context.step, self._context.metrics) for schedule in self._weights]
-        return [self._sum(items[i], [of_part.get(i) for of_part in found], now) for i in range(len(items))]
+        return [self._sum(items[i], [of_part.get(i) for of_part in by_part], now) for i in range(len(items))]
 
     def _read_by(self, part: RewardPartConfig, item: RewardItem) -> RewardItem | None:
         """Return what a part reads of a response; None if the part's role wrote nothing of it."""
@@ -172,8 +179,8 @@ class RewardParts(Rewards):
 
     def check(self, entries: Sequence[dict[str, Any]]) -> list[str | None]:
         reasons: list[str | None] = [self._unjudged(entry) for entry in entries]
-        for (part, rewards), mine in zip(self._parts, self._judged(entries), strict=True):
-            for i, why in zip(mine, rewards.check([entries[i] for i in mine]), strict=True):
+        for (part, rewards), places in zip(self._parts, self._judged(entries), strict=True):
+            for i, why in zip(places, rewards.check([entries[i] for i in places]), strict=True):
                 if why is not None:
                     reasons[i] = reasons[i] or f"part '{part.name}': {why}"
         return reasons

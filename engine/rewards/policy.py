@@ -68,11 +68,11 @@ class PolicyScorer(Rewards):
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         cut = [self._before_mark(item.response_text) for item in items]
-        asked = [replace(item, response_text=text) for item, text in zip(items, cut, strict=True) if text is not None]
+        scored = [replace(item, response_text=text) for item, text in zip(items, cut, strict=True) if text is not None]
         if self._measure == "gain":
-            asked += [replace(item, response_text="") for item in asked]
+            scored += [replace(item, response_text="") for item in scored]
         values = [self._value(logprobs) for logprobs in self._score(
-            [filled(self._prompt, item) for item in asked], [filled(self._continuation, item) for item in asked]
+            [filled(self._prompt, item) for item in scored], [filled(self._continuation, item) for item in scored]
         )]  # fmt: skip
         if self._measure == "gain":
             half = len(values) // 2

@@ -129,7 +129,7 @@ class RewardPool(Rewards):
             return self._do(_Job([[item] for item in items]))
         alone = itertools.count(-1, -1)
         of_groups = itertools.groupby(items, lambda item: next(alone) if item.group is None else item.group)
-        return self._do(_Job([list(some) for _, some in of_groups]))
+        return self._do(_Job([list(members) for _, members in of_groups]))
 
     def check(self, entries: Sequence[dict[str, Any]]) -> list[str | None]:
         """Let the verifier read the problems' entries; see `Rewards.check`."""
@@ -223,13 +223,13 @@ class RewardPool(Rewards):
                 writes = selectors.EVENT_WRITE if worker.outbox else 0
                 selector.register(worker.connection, selectors.EVENT_READ | writes, worker)
             wait = min(worker.deadline for worker in self._workers) - time.monotonic()
-            found = selector.select(max(0.0, min(wait, START_S)))
-        for key, events in found:
+            ready = selector.select(max(0.0, min(wait, START_S)))
+        for key, events in ready:
             if key.data is None:
                 self._woken.recv(4096)
             elif events & selectors.EVENT_WRITE:
                 key.data.flush()
-        return {key.data for key, events in found if key.data is not None and events & selectors.EVENT_READ}
+        return {key.data for key, events in ready if key.data is not None and events & selectors.EVENT_READ}
 
     def _take(self, worker: _Worker) -> None:
         """Record the answers that a worker has sent.
@@ -267,10 +267,10 @@ class _Worker:
         self.outbox = bytearray()
         self._inbox = bytearray()
         self._token = os.urandom(16)
-        self.connection, theirs = socket.socketpair()
+        self.connection, worker_end = socket.socketpair()
         self.lifeline, its_end = socket.socketpair()
-        with theirs, its_end:
-            fds = [its_end.fileno(), theirs.fileno()]
+        with worker_end, its_end:
+            fds = [its_end.fileno(), worker_end.fileno()]
             self.process = subprocess.Popen(
                 [sys.executable, "-P", str(KEEPER), *map(str, fds)],
                 pass_fds=fds,

@@ -194,10 +194,10 @@ class Judge(RemoteRewards):
         messages.append({"role": "user", "content": self._question(item)})
         if self._words[0]:
             return await self._share(messages)
-        found = await self._client.chat.completions.create(
+        completion = await self._client.chat.completions.create(
             model=self.model, messages=messages, max_tokens=self._max_tokens, temperature=self._temperature
         )
-        choice = found.choices[0]
+        choice = completion.choices[0]
         if choice.finish_reason == "length":
             raise ValueError(f"the judge's answer was cut off at max_tokens = {self._max_tokens}; raise it")
         if choice.finish_reason != "stop":
@@ -220,11 +220,11 @@ class Judge(RemoteRewards):
 
     async def _share(self, messages: list[Any]) -> float:
         """Return the share of ``yes`` in the probability of both words as the first token."""
-        found = await self._client.chat.completions.create(
+        completion = await self._client.chat.completions.create(
             model=self.model, messages=messages, max_tokens=1, temperature=self._temperature,
             logprobs=True, top_logprobs=20,
         )  # fmt: skip
-        choice = found.choices[0]  # it is cut off after its first token
+        choice = completion.choices[0]  # it is cut off after its first token
         if choice.finish_reason not in ("stop", "length"):
             raise ValueError(f"the judge gave no score: its answer ended with '{choice.finish_reason}'")
         text = choice.message.content or ""
@@ -262,8 +262,8 @@ class RewardModel(RemoteRewards):
 
     async def _ask(self, item: RewardItem) -> float:
         body = {"model": self.model, "input": filled(self._text, item)}
-        found: Any = await self._client.post("/classify", cast_to=object, body=body)
-        return float(found["data"][0]["probs"][self._label])
+        classified: Any = await self._client.post("/classify", cast_to=object, body=body)
+        return float(classified["data"][0]["probs"][self._label])
 
 
 def past_proxies(base_url: str) -> dict[str, None]:

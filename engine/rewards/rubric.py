@@ -90,23 +90,23 @@ class Rubric(Judge):
         super().__init__(config, prompt, lowest=lowest, highest=highest, **judge)
 
     def check(self, entries: Sequence[dict[str, Any]]) -> list[str | None]:
-        found: list[str | None] = []
+        reasons: list[str | None] = []
         for entry in entries:
             try:
                 criteria_of(entry, self._column)
-                found.append(None)
+                reasons.append(None)
             except ValueError as error:
-                found.append(str(error))
-        return found
+                reasons.append(str(error))
+        return reasons
 
     async def _one(self, item: RewardItem) -> RewardResult:
         try:
             criteria = criteria_of(item.entry, self._column)
         except ValueError as error:
             return RewardResult(None, f"ValueError: {error}")
-        own = {field.name: getattr(item, field.name) for field in fields(RewardItem)}
-        asked = [CriterionItem(**own, criterion=criterion.text) for criterion in criteria]
-        verdicts = await asyncio.gather(*map(super()._one, asked))
+        item_fields = {field.name: getattr(item, field.name) for field in fields(RewardItem)}
+        criterion_items = [CriterionItem(**item_fields, criterion=criterion.text) for criterion in criteria]
+        verdicts = await asyncio.gather(*map(super()._one, criterion_items))
         scores: list[float] = []
         for number, verdict in enumerate(verdicts, start=1):
             if verdict.value is None:
@@ -134,23 +134,23 @@ def criteria_of(entry: Mapping[str, Any], column: str) -> list[Criterion]:
     Raises:
         ValueError: the column is missing, or is no list of criteria with a positive weight among theirs.
     """
-    given = entry.get(column)
-    if isinstance(given, str):
+    cell = entry.get(column)
+    if isinstance(cell, str):
         try:
-            given = json.loads(given)
+            cell = json.loads(cell)
         except ValueError as error:
             raise ValueError(f"the column '{column}' is a text that is no JSON: {error}") from None
-    given = given.tolist() if isinstance(given, np.ndarray) else given
-    if not isinstance(given, list | tuple) or not given:
+    cell = cell.tolist() if isinstance(cell, np.ndarray) else cell
+    if not isinstance(cell, list | tuple) or not cell:
         raise ValueError(f"the column '{column}' has no list of criteria")
-    found = [_criterion(one, number) for number, one in enumerate(given, start=1)]
-    if not any(criterion.weight > 0 for criterion in found):
+    criteria = [_criterion(one, number) for number, one in enumerate(cell, start=1)]
+    if not any(criterion.weight > 0 for criterion in criteria):
         raise ValueError("no criterion has a weight above 0")
-    return found
+    return criteria
 
 
-def _criterion(given: Any, number: int) -> Criterion:
-    table = {"criterion": given} if isinstance(given, str) else given
+def _criterion(entry: Any, number: int) -> Criterion:
+    table = {"criterion": entry} if isinstance(entry, str) else entry
     if not isinstance(table, Mapping):
         raise ValueError(f"criterion {number} is neither a table nor a text")
     if unknown := sorted(map(str, set(table) - {"criterion", "weight", "veto"})):

@@ -22,11 +22,11 @@ def put_spans(tree: TokenTree, spans: Sequence[Sequence[Span]], decode: Callable
         decode: returns the text of token ids, as the verifier read it.
     """
     length = tree.response_length
-    found = tree.token_reward.copy()  # a program may have rewarded turns
+    token_reward = tree.token_reward.copy()  # a program may have rewarded turns
     first = np.cumsum(length) - length
     for leaf, of_leaf in enumerate(spans):
         ids = tree.token_id[tree.response_rows(leaf)]
         for _, end, value in of_leaf:
             at = first[leaf] + token_that_completes(ids, end, decode)
-            found[at] = np.nan_to_num(found[at]) + value
-    tree.set("token_reward", found)
+            token_reward[at] = np.nan_to_num(token_reward[at]) + value
+    tree.set("token_reward", token_reward)

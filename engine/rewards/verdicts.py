@@ -38,9 +38,9 @@ def put_rewards(
         tree.rewards[name] = np.array(named, np.float32)
     for leaf, named_by_agent in tree.meta.get("given_named", {}).items():
         for name, value in named_by_agent.items():
-            known = tree.rewards.setdefault(name, np.full(tree.num_leaves, np.nan, np.float32))
-            if np.isnan(known[leaf]):
-                known[leaf] = value
+            rewards = tree.rewards.setdefault(name, np.full(tree.num_leaves, np.nan, np.float32))
+            if np.isnan(rewards[leaf]):
+                rewards[leaf] = value
     if any(v is not None and v.spans for v in verdicts):
         put_spans(tree, [[] if v is None else v.spans for v in verdicts], decode)
     tree.status[np.isnan(tree.rewards["reward"]) & ~left_out] = LeafStatus.FAILED

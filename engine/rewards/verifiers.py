@@ -61,8 +61,8 @@ def load_verifier(
     if name in BUILT_IN:
         make = BUILT_IN[name]
         _check_options(name, inspect.signature(make).parameters, options)
-        made = make(**options)
-        return Bounded(made, made.check, timeout_s), ""
+        verifier = make(**options)
+        return Bounded(verifier, verifier.check, timeout_s), ""
     if name == "code":
         from .code.verifier import CodeVerifier  # imported here, since it needs a parser of Markdown
 
@@ -71,19 +71,19 @@ def load_verifier(
         return code, f"Code in responses runs in {code.containment}"
     if name in JUDGES:
         _check_options(name, inspect.signature(JUDGES[name]).parameters, options)
-        given = dict(options)
+        filled = dict(options)
         if issubclass(JUDGES[name], Pairwise) and isinstance(compare := options.get("compare"), str):
-            given["compare"] = user_verifier(compare)
-        return JUDGES[name](**given), ""
+            filled["compare"] = user_verifier(compare)
+        return JUDGES[name](**filled), ""
     verify = user_verifier(name)
     _check_options(name, inspect.signature(verify).parameters, options)
     return (partial(verify, **options) if options else verify), ""
 
 
-def _check_options(name: str, known: Any, options: dict[str, Any]) -> None:
-    if any(getattr(p, "kind", None) is inspect.Parameter.VAR_KEYWORD for p in dict(known).values()):
+def _check_options(name: str, accepted: Any, options: dict[str, Any]) -> None:
+    if any(getattr(p, "kind", None) is inspect.Parameter.VAR_KEYWORD for p in dict(accepted).values()):
         return
-    if unknown := sorted(set(options) - set(known)):
+    if unknown := sorted(set(options) - set(accepted)):
         raise ValueError(f"it has no option '{unknown[0]}' (reward.options)")
 
 
@@ -113,10 +113,12 @@ class ExactVerifier:
         reference = reference_text(entry["answer"])
         if text.strip() == reference:
             return 1.0
-        wanted, said = extract_answer(reference) or reference, extract_answer(text)
+        expected, said = extract_answer(reference) or reference, extract_answer(text)
         if said is None:
             return NO_ANSWER
-        return float(said in (wanted, reference) or tidy(said) == tidy(wanted) or _same_number(said, entry["answer"]))
+        return float(
+            said in (expected, reference) or tidy(said) == tidy(expected) or _same_number(said, entry["answer"])
+        )
 
     def check(self, entry: dict[str, Any]) -> None:
         reference_text(entry["answer"])
@@ -136,10 +138,10 @@ class RegexVerifier:
         matches = list(self._pattern.finditer(text))
         if not matches:
             return NO_ANSWER
-        said, wanted = (matches[-1][1 if self._pattern.groups else 0] or "").strip(), reference_text(entry["answer"])
+        said, expected = (matches[-1][1 if self._pattern.groups else 0] or "").strip(), reference_text(entry["answer"])
         if self._ignore_case:
-            said, wanted = said.casefold(), wanted.casefold()
-        return float(said == wanted or _same_number(said, entry["answer"]))
+            said, expected = said.casefold(), expected.casefold()
+        return float(said == expected or _same_number(said, entry["answer"]))
 
     def check(self, entry: dict[str, Any]) -> None:
         reference_text(entry["answer"])

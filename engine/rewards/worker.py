@@ -107,14 +107,14 @@ def _judge_group(
 ) -> list[Verdict]:
     """Return a verdict on each response of a group; if the judge fails, all have its reason."""
     try:
-        found = list(judge(texts, entry))
-        if len(found) != len(texts):
-            raise ValueError(f"the judge returned {len(found)} values for {len(texts)} responses")
+        values = list(judge(texts, entry))
+        if len(values) != len(texts):
+            raise ValueError(f"the judge returned {len(values)} values for {len(texts)} responses")
     except BaseException as error:  # sys.exit too
         return [(None, failure(error, judge), {}, [], None, None)] * len(texts)
     return [
         _judge(lambda *_, value=value: value, text, entry, failure, word)
-        for text, value in zip(texts, found, strict=True)
+        for text, value in zip(texts, values, strict=True)
     ]
 
 
@@ -123,22 +123,22 @@ def _judge(
 ) -> Verdict:
     """Return the verdict on a response."""
     try:
-        found = verify(text, entry)
-        given = dict(found) if isinstance(found, dict) else {"reward": found}
-        unparsed, skipped = (given.pop(name, None) for name in ("unparsed", "skipped"))
+        answer = verify(text, entry)
+        fields = dict(answer) if isinstance(answer, dict) else {"reward": answer}
+        unparsed, skipped = (fields.pop(name, None) for name in ("unparsed", "skipped"))
         for name, why in (("unparsed", unparsed), ("skipped", skipped)):
             if why is not None and not (isinstance(why, str) and word.fullmatch(why)):
                 raise ValueError(f"the verifier's '{name}' must be a word in lower case, but it is {why!r}")
-        spans = [(int(begin), int(end), float(v)) for begin, end, v in given.pop("spans", ())]
+        spans = [(int(begin), int(end), float(v)) for begin, end, v in fields.pop("spans", ())]
         if wrong := [(begin, end) for begin, end, _ in spans if not 0 <= begin < end <= len(text)]:
             raise ValueError(f"the span {wrong[0]} is not within a text of {len(text)} characters")
-        if "reward" not in given:
+        if "reward" not in fields:
             raise ValueError("the verifier's dict has no 'reward'")
-        value = given.pop("reward")
+        value = fields.pop("reward")
         if (value is not None) and skipped is not None:
             raise ValueError(f"the verifier skipped a response ('{skipped}') and gave it a reward of {value!r}")
         value = None if value is None else float(value)
-        named = {str(name): float(v) for name, v in given.items()}
+        named = {str(name): float(v) for name, v in fields.items()}
     except BaseException as error:  # sys.exit too
         return None, failure(error, verify), {}, [], None, None
     for number in (*(() if value is None else (value,)), *named.values(), *(v for _, _, v in spans)):

@@ -125,8 +125,8 @@ def filter_calls(*, alone: bool) -> None:
     flags += [(ANY_BIT, 0, 1, CLONE_NEW), (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
     code += [(EQUAL, 0, len(flags) + 1, numbers["clone"]), (LOAD, 0, 0, 16), *flags]
     for name in OF_ITSELF if alone else ():
-        mine = [(EQUAL, 2, 0, 0), (EQUAL, 1, 0, os.getpid()), (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
-        code += [(EQUAL, 0, len(mine) + 1, numbers[name]), (LOAD, 0, 0, 16), *mine]
+        on_itself = [(EQUAL, 2, 0, 0), (EQUAL, 1, 0, os.getpid()), (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
+        code += [(EQUAL, 0, len(on_itself) + 1, numbers[name]), (LOAD, 0, 0, 16), *on_itself]
     code.append((RETURN, 0, 0, ALLOW))
     instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in code))
     program = struct.pack("HxxxxxxP", len(code), ctypes.addressof(instructions))
@@ -140,23 +140,23 @@ def landlock_version() -> int:
     return max(version, 0)
 
 
-def restrict_files(readable: Sequence[str], own: str) -> None:
-    """Allow the process to read below ``readable``, every access below ``own``, and no other files.
+def restrict_files(readable: Sequence[str], folder: str) -> None:
+    """Allow the process to read below ``readable``, every access below ``folder``, and no other files.
 
     Raises:
         OSError: the kernel has no Landlock.
     """
     version = landlock_version()
-    known = WITH_VERSION[max((v for v in WITH_VERSION if v <= version), default=1)]
-    attributes = struct.pack("QQQ", known, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
+    handled = WITH_VERSION[max((v for v in WITH_VERSION if v <= version), default=1)]
+    attributes = struct.pack("QQQ", handled, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
     rules = check(libc.syscall(LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock")
     for path, access in [
         *((path, READ | READ_DIRECTORY) for path in readable),
         ("/dev/null", READ | WRITE),
-        (own, known),
+        (folder, handled),
     ]:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = struct.pack("Qi", (access if os.path.isdir(path) else access & OF_FILES) & known, fd)
+        rule = struct.pack("Qi", (access if os.path.isdir(path) else access & OF_FILES) & handled, fd)
         check(libc.syscall(LANDLOCK_ADD, rules, 1, rule, 0), "landlock")
         os.close(fd)
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")

@@ -13,11 +13,9 @@ When the socket is closed, for whatever reason, the jail and everything in it en
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import ctypes
 import importlib.util
-import io
 import json
 import os
 import resource
@@ -27,7 +25,7 @@ import socket
 import struct
 import sys
 import time
-import traceback
+from types import ModuleType
 from typing import Any, NoReturn
 
 LENGTH = struct.Struct("!Q")
@@ -47,18 +45,14 @@ PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY = 442, -100, 0x8000, 1 | 2 | 4  # read-only, nosuid, nodev
 
 filters: Any = None
+program: Any = None
 libc: Any = None
 
 
 def main(fd: int) -> None:
-    global filters, libc
+    global filters, program, libc
     sys.set_int_max_str_digits(0)  # of programs too, whose time is limited
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "filters.py")
-    spec = importlib.util.spec_from_file_location("rolltree_filters", path)
-    assert spec is not None
-    assert spec.loader is not None
-    filters = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(filters)
+    filters, program = _module("filters"), _module("program")
     libc = filters.libc
     control = socket.socket(fileno=fd)
     setup = receive(control)
@@ -76,6 +70,17 @@ def main(fd: int) -> None:
         send(control, Run(jail, control, request).answer())
 
 
+def _module(name: str) -> ModuleType:
+    """Return a module beside this file, which runs without packages."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"rolltree_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def receive(control: socket.socket) -> Any:
     """Return the next message.
 
@@ -83,14 +88,14 @@ def receive(control: socket.socket) -> Any:
         EOFError: the socket has been closed.
     """
     content = b""
-    for wanted in (LENGTH.size, None):
-        size = LENGTH.unpack(content)[0] if wanted is None else wanted
+    for fixed_size in (LENGTH.size, None):
+        size = LENGTH.unpack(content)[0] if fixed_size is None else fixed_size
         content = b""
         while len(content) < size:
-            some = control.recv(min(1 << 20, size - len(content)))
-            if not some:
+            chunk = control.recv(min(1 << 20, size - len(content)))
+            if not chunk:
                 raise EOFError
-            content += some
+            content += chunk
     return json.loads(content)
 
 
@@ -166,8 +171,8 @@ class Namespaces:
     def _read_only(self, place: str, flags: int) -> None:
         attributes = struct.pack("QQQQ", ATTR_RDONLY if flags else 1, 0, 0, 0)
         size = ctypes.c_size_t(len(attributes))
-        found = libc.syscall(MOUNT_SETATTR, AT_FDCWD, place.encode(), flags, attributes, size)
-        filters.check(found, f"mount_setattr {place}")
+        result = libc.syscall(MOUNT_SETATTR, AT_FDCWD, place.encode(), flags, attributes, size)
+        filters.check(result, f"mount_setattr {place}")
 
     def enter(self) -> None:
         """Give up all privileges; called in a child before it runs a program."""
@@ -239,10 +244,10 @@ class Filters:
 
 def libraries() -> list[str]:
     """Return the directories that the interpreter reads while it runs: modules and shared libraries."""
-    found = [path for path in sys.path if os.path.isdir(path)]
-    found += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", os.path.join(sys.base_prefix, "lib")]
+    folders = [path for path in sys.path if os.path.isdir(path)]
+    folders += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", os.path.join(sys.base_prefix, "lib")]
     kept: list[str] = []
-    for path in sorted({os.path.normpath(path) for path in found if os.path.isdir(path)}, key=len):
+    for path in sorted({os.path.normpath(path) for path in folders if os.path.isdir(path)}, key=len):
         if not any(path == other or path.startswith(f"{other}/") for other in kept):
             kept.append(path)
     return kept
@@ -259,18 +264,18 @@ class Run:
 
     def answer(self) -> dict[str, Any]:
         begin = time.monotonic()
-        given = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
-        os.write(given, self.request["stdin"].encode("utf-8", "surrogateescape"))
-        os.lseek(given, 0, os.SEEK_SET)
+        stdin = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
+        os.write(stdin, self.request["stdin"].encode("utf-8", "surrogateescape"))
+        os.lseek(stdin, 0, os.SEEK_SET)
         pipes = {name: os.pipe() for name in self.seen}
         child = os.fork()
         if child == 0:
             try:
-                self._become([given, pipes["out"][1], pipes["error"][1]], pipes["mark"][1])
-                _execute(self.request["code"], self.request["then"], self.token)
+                self._become([stdin, pipes["out"][1], pipes["error"][1]], pipes["mark"][1])
+                program.execute(self.request["code"], self.request["then"], MARK_FD, self.token)
             finally:
                 os._exit(70)
-        os.close(given)
+        os.close(stdin)
         for _, write in pipes.values():
             os.close(write)
         ended = self._watch(child, {pipes[name][0]: name for name in pipes}, begin + self.limits["wall_s"])
@@ -368,11 +373,11 @@ class Run:
         """Return the limit that the program has exceeded, if any."""
         if time.monotonic() >= deadline:
             return "timeout"
-        found = self.jail.processes(child)
-        if len(found) > self.limits["processes"]:
+        processes = self.jail.processes(child)
+        if len(processes) > self.limits["processes"]:
             return "processes"
         resident = 0
-        for pid in found:
+        for pid in processes:
             with contextlib.suppress(OSError):
                 fd = os.open(f"{pid}/statm", os.O_RDONLY, dir_fd=self.jail.proc)
                 resident += int(os.read(fd, 200).split()[1]) * resource.getpagesize()
@@ -386,10 +391,10 @@ class Run:
             if not self.jail.alone:
                 with contextlib.suppress(ChildProcessError):
                     # orphans become children of the jail, and count as processes until they are reaped
-                    while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                        if found.si_pid == child:
+                    while (orphan := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                        if orphan.si_pid == child:
                             break
-                        os.waitpid(found.si_pid, 0)
+                        os.waitpid(orphan.si_pid, 0)
             return None
         while not self.jail.alone:
             self.jail.kill_all(child)
@@ -398,68 +403,6 @@ class Run:
             except ChildProcessError:
                 break
         return status
-
-
-def _execute(code: str, then: str, token: bytes) -> None:
-    """Run a program and then ``then``, and report the outcome on `MARK_FD`; does not return."""
-    text: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "closefd": False}
-    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0, "r", **text), os.fdopen(1, "w", **text), os.fdopen(2, "w", **text)
-    sys.argv = ["program"]
-    vars(builtins).update(
-        exit=sys.exit, quit=sys.exit
-    )  # the interpreter gets these from `site`, which is not imported because it reads the user's files
-    if "/dev/stdin" in code:
-        _open_stdin_by_name()
-    scope = {"__name__": "solution" if then else "__main__", "__builtins__": __builtins__}
-    exited, write = os._exit, os.write  # the program may replace these in the module `os`
-    try:
-        try:
-            program = compile(code, "<program>", "exec", dont_inherit=True)
-        except (SyntaxError, ValueError, RecursionError, OverflowError, MemoryError):
-            traceback.print_exc(limit=0)
-            sys.stderr.flush()
-            write(MARK_FD, token + b"syntax")
-            exited(1)
-        exec(program, scope)
-        if then:
-            exec(compile(then, "<test>", "exec", dont_inherit=True), scope)
-        _finish()
-    except SystemExit as error:
-        if error.code is not None and not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)
-        with contextlib.suppress(BaseException):
-            _finish()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        exited(0 if error.code in (None, 0) else 1)
-    except BaseException as error:
-        trace = error.__traceback__
-        traceback.print_exception(type(error), error, trace.tb_next if trace is not None else None)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        exited(1)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    write(MARK_FD, token + b"ok")
-    exited(0)
-
-
-def _finish() -> None:
-    """Do what the interpreter does at a program's end: wait for its threads, then call what `atexit` keeps."""
-    if (threading := sys.modules.get("threading")) is not None:
-        threading._shutdown()
-    if (atexit := sys.modules.get("atexit")) is not None:
-        atexit._run_exitfuncs()
-
-
-def _open_stdin_by_name() -> None:
-    """Let ``open("/dev/stdin")`` read the standard input; the jail has no such file."""
-    real = builtins.open
-
-    def opened(file: Any, *args: Any, **options: Any) -> Any:
-        return real(os.dup(0) if file == "/dev/stdin" else file, *args, **options)
-
-    builtins.open = io.open = opened
 
 
 if __name__ == "__main__":

@@ -119,11 +119,11 @@ class Sandbox:
         request = {"code": code, "then": then, "stdin": stdin, "limits": asdict(limits)}
         try:
             self._send(request)
-            found = self._receive(limits.wall_s + GRACE_S)
+            answer = self._receive(limits.wall_s + GRACE_S)
         except (OSError, ValueError):
             self.close()
             return Execution("died")
-        return Execution(**found)
+        return Execution(**answer)
 
     def close(self) -> None:
         """End the jail and everything it has started; the next `run` starts a new one."""
@@ -174,11 +174,11 @@ class Sandbox:
         if namespaces and "namespaces" in missing:
             raise OSError("ROLLTREE_SANDBOX_WITHOUT takes them away")
         self._root = tempfile.mkdtemp(prefix="rolltree-sandbox-")
-        self._control, theirs = socket.socketpair()
-        with theirs:
+        self._control, jail_end = socket.socketpair()
+        with jail_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", str(JAIL), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-I", "-S", "-B", str(JAIL), str(jail_end.fileno())],
+                pass_fds=[jail_end.fileno()],
                 env={},
                 cwd="/",
                 stdin=subprocess.DEVNULL,
@@ -210,16 +210,16 @@ class Sandbox:
     def _receive(self, seconds: float) -> Any:
         deadline = time.monotonic() + seconds
         content = b""
-        for wanted in (LENGTH.size, None):
-            size = LENGTH.unpack(content)[0] if wanted is None else wanted
+        for fixed_size in (LENGTH.size, None):
+            size = LENGTH.unpack(content)[0] if fixed_size is None else fixed_size
             content = b""
             while len(content) < size:
                 if not select.select([self._control], [], [], max(0.0, deadline - time.monotonic()))[0]:
                     raise TimeoutError("the jail does not answer")
-                some = self._control.recv(min(1 << 20, size - len(content)))
-                if not some:
+                chunk = self._control.recv(min(1 << 20, size - len(content)))
+                if not chunk:
                     raise OSError("the jail has ended")
-                content += some
+                content += chunk
         return json.loads(content)
 
 
@@ -276,11 +276,11 @@ def package_folders(name: str) -> list[str]:
     Raises:
         ValueError: it is not installed, or no folder.
     """
-    found = importlib.util.find_spec(name) if name.isidentifier() else None
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"the option 'packages' names '{name}', which is no installed package")
-    own = Path(next(iter(found.submodule_search_locations))).resolve()
-    return [str(path) for path in (own, own.with_name(f"{own.name}.libs")) if path.is_dir()]
+    folder = Path(next(iter(spec.submodule_search_locations))).resolve()
+    return [str(path) for path in (folder, folder.with_name(f"{folder.name}.libs")) if path.is_dir()]
 
 
 def _map_users(pid: int) -> bool:

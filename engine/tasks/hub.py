@@ -50,13 +50,13 @@ class Address:
 
     @classmethod
     def of(cls, place: Place) -> Address:
-        found = ADDRESS.fullmatch(place.path.removeprefix(HF))
-        if found is None:
+        match = ADDRESS.fullmatch(place.path.removeprefix(HF))
+        if match is None:
             raise UserError(
                 f"'{place.path}' ({place.key}) is no address of data on the hub; give {HF}OWNER/NAME/FILE, or "
                 "OWNER/NAME."
             )
-        repo, revision, inner = found.groups()
+        repo, revision, inner = match.groups()
         return cls(repo, revision and unquote(revision), (inner or "").strip("/"))
 
 
@@ -76,15 +76,15 @@ class SetRows(Rows):
         where: the split, for error messages.
     """
 
-    def __init__(self, found: Any, where: str) -> None:
-        self._found, self._where = found, where
+    def __init__(self, dataset: Any, where: str) -> None:
+        self._dataset, self._where = dataset, where
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._dataset)
 
     def row(self, number: int) -> Row:
         try:
-            row: Row = self._found[number]
+            row: Row = self._dataset[number]
             return row
         except Exception as error:
             raise BadRowError(f"Row {number} of {self._where} cannot be read: {_why(error)}.") from error
@@ -93,7 +93,7 @@ class SetRows(Rows):
         for first in range(0, len(self), READ_AT_ONCE):
             last = min(first + READ_AT_ONCE, len(self))
             try:
-                columns = self._found[first:last]
+                columns = self._dataset[first:last]
             except Exception:  # one of them cannot be read
                 yield from map(self._row_or_error, range(first, last))
                 continue
@@ -107,11 +107,11 @@ class SetRows(Rows):
             return error
 
     def digest(self) -> bytes:
-        found = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=16)
         for row in self.scan():
             said = repr(row) if isinstance(row, BadRowError) else repr(sorted(row.items()))
-            found.update(said.encode("utf-8", "surrogatepass"))
-        return found.digest()
+            digest.update(said.encode("utf-8", "surrogatepass"))
+        return digest.digest()
 
 
 def hub_rows(place: Place) -> HubRows:
@@ -142,8 +142,8 @@ def hub_rows(place: Place) -> HubRows:
             rows = _streamed(datasets, builder, part[1], int(part[2] or 0), int(part[3]))
         if rows is None:
             builder.download_and_prepare()
-            found = builder.as_dataset(split=split)
-            rows = _encoded(found, found.features)
+            dataset = builder.as_dataset(split=split)
+            rows = _encoded(dataset, dataset.features)
     _check_count(len(rows), split, place)
     return HubRows(builder.config.name, split, SetRows(rows, f"'{place.path}' ({split})"))
 
@@ -279,20 +279,20 @@ def _streamed(datasets: Any, builder: Any, split: str, first: int, end: int) -> 
 
 def _check_count(rows: int, split: str, place: Place) -> None:
     part = SLICE.fullmatch(split)
-    wanted = max(1, int(part[3]) - int(part[2] or 0) if part else 1)
-    if rows < wanted:
+    expected = max(1, int(part[3]) - int(part[2] or 0) if part else 1)
+    if rows < expected:
         raise UserError(
-            f"'{split}' of '{place.path}' ({place.split_key}) has {rows} rows, fewer than {wanted}; name a part "
+            f"'{split}' of '{place.path}' ({place.split_key}) has {rows} rows, fewer than {expected}; name a part "
             "that the set has."
         )
 
 
-def _encoded(found: Any, features: Any) -> Any:
+def _encoded(dataset: Any, features: Any) -> Any:
     """Return a dataset whose pictures, sounds and the like are bytes and paths."""
     for column, feature in features.items():
         if (plain := _plain(feature)) is not feature:
-            found = found.cast_column(column, plain)
-    return found
+            dataset = dataset.cast_column(column, plain)
+    return dataset
 
 
 def _plain(feature: Any) -> Any:

@@ -70,8 +70,8 @@ def thumbnail(image: Image) -> bytes:
 
     file = io.BytesIO()
     try:
-        with Pillow.open(io.BytesIO(content_of(image))) as found:
-            small = found.convert("RGB")
+        with Pillow.open(io.BytesIO(content_of(image))) as opened:
+            small = opened.convert("RGB")
         small.thumbnail((THUMBNAIL, THUMBNAIL))
         small.save(file, format="JPEG", quality=90, subsampling=0)
     except (UnidentifiedImageError, OSError, ValueError, Pillow.DecompressionBombError):
@@ -83,7 +83,7 @@ def digest_of(images: Sequence[Image]) -> str:
     """Return a hash of the pictures' encoded content; empty for none."""
     if not images:
         return ""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for image in images:
-        found.update(hashlib.blake2b(content_of(image), digest_size=16).digest())
-    return found.hexdigest()
+        digest.update(hashlib.blake2b(content_of(image), digest_size=16).digest())
+    return digest.hexdigest()

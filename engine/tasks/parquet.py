@@ -50,10 +50,10 @@ class Batches(Rows):
 
     def row(self, number: int) -> Row:
         index = int(np.searchsorted(self._firsts, number, "right")) - 1
-        found = self._rows(self._batch(index).slice(number - int(self._firsts[index]), 1), number)[0]
-        if isinstance(found, BadRowError):
-            raise found
-        return found
+        row = self._rows(self._batch(index).slice(number - int(self._firsts[index]), 1), number)[0]
+        if isinstance(row, BadRowError):
+            raise row
+        return row
 
     def scan(self) -> Iterator[Row | BadRowError]:
         for index in range(len(self._starts) - 1):
@@ -68,8 +68,8 @@ class Batches(Rows):
 
     def _rows(self, batch: pa.RecordBatch, first: int) -> list[Row | BadRowError]:
         try:
-            found: list[Row | BadRowError] = batch.to_pylist()
-            return found
+            rows: list[Row | BadRowError] = batch.to_pylist()
+            return rows
         except Exception as error:  # for a value without a Python type
             if len(batch) == 1:
                 return [BadRowError(f"Row {first} of {self._where} cannot be read: {_why(error)}.")]
@@ -90,9 +90,9 @@ def read_parquet(stored: Stored, file: Path, shown: str, key: str, spool: Spool)
             size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
             together = _rows_of(64 * READ_AT_ONCE, meta.num_rows, size)
             groups = (opened.iter_batches(together, [group]) for group in range(meta.num_row_groups))
-            for found in chain.from_iterable(groups):  # rows of two groups may have two dictionaries
-                table = pa.Table.from_batches([found]).cast(plain).combine_chunks()
-                for batch in table.to_batches(max_chunksize=_rows_of(READ_AT_ONCE, len(found), table.nbytes)):
+            for group_rows in chain.from_iterable(groups):  # rows of two groups may have two dictionaries
+                table = pa.Table.from_batches([group_rows]).cast(plain).combine_chunks()
+                for batch in table.to_batches(max_chunksize=_rows_of(READ_AT_ONCE, len(group_rows), table.nbytes)):
                     spool.write(batch.serialize())
                     starts.append(spool.size - begin)
                     firsts.append(firsts[-1] + len(batch))
@@ -104,9 +104,9 @@ def read_parquet(stored: Stored, file: Path, shown: str, key: str, spool: Spool)
     return Batches(stored, Unpacked(spool, begin), plain, *places, f"'{shown}'")
 
 
-def _rows_of(wanted: int, rows: int, size: int) -> int:
-    """Return how many rows have about ``wanted`` bytes, where ``rows`` have ``size``."""
-    return max(1, min(MOST_ROWS, wanted * rows // max(1, size)))
+def _rows_of(target_bytes: int, rows: int, size: int) -> int:
+    """Return how many rows have about ``target_bytes`` bytes, where ``rows`` have ``size``."""
+    return max(1, min(MOST_ROWS, target_bytes * rows // max(1, size)))
 
 
 def _plain(kind: Any) -> Any:

@@ -86,13 +86,13 @@ class Problems(Sequence[Problem]):
         Args:
             pictures: the files that rows name are part of it.
         """
-        found = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=16)
         for table in self._tables:
-            found.update(f"{table.name}\0{len(table.rows)}\0".encode("utf-8", "surrogatepass") + table.rows.digest())
+            digest.update(f"{table.name}\0{len(table.rows)}\0".encode("utf-8", "surrogatepass") + table.rows.digest())
         for number, table, row in self.rows() if pictures else ():
             with suppress(BadRowError):
-                found.update(digest_of(self.made(number, table, row).images).encode() + b"/")
-        return found.digest()
+                digest.update(digest_of(self.made(number, table, row).images).encode() + b"/")
+        return digest.digest()
 
 
 def spread(count: int) -> list[int]:

@@ -69,12 +69,12 @@ def problem_of(
         UserError: the row lacks a column, its prompt is neither a text nor a conversation, or a picture is none.
     """
     answer = find_answer(row, answer_key)
-    for option, column, found in (
+    for option, column, present in (
         (options[0], prompt_key, prompt_key in row),
         (options[1], answer_key, answer is not None),
         ("data.image_key", image_key, image_key is None or image_key in row),
     ):
-        if not found:
+        if not present:
             columns = ", ".join(sorted(row)) or "none"
             raise UserError(
                 f"Row {number} of {where} has no column '{column}' ({option}); {has} "
@@ -93,10 +93,10 @@ def problem_of(
         raise UserError(f"{of_row} has no text in {named}.")
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise UserError(f"{of_row} holds half a character (a lone surrogate) in column '{prompt_key}'; mend it.")
-    own = row.get("task")
+    named_task = row.get("task")
     return Problem(
         f"{name}/{number}",
-        own if isinstance(own, str) and own else task or name,
+        named_task if isinstance(named_task, str) and named_task else task or name,
         text,
         row | {"answer": answer[1]},
         messages,
@@ -109,8 +109,8 @@ def _suggestion(row: Mapping[str, Any], option: str, prompt_key: str) -> str:
     table, _, key = option.rpartition(".")
     there = []
     for name in USUAL[key]:
-        found = find_answer(row, name)
-        if name != prompt_key and found is not None and found[0].startswith(name):
+        answer = find_answer(row, name)
+        if name != prompt_key and answer is not None and answer[0].startswith(name):
             of_talks = table == "demonstrations" and name == "messages"
             there.append(f'{table}.messages_key = "messages"' if of_talks else f'{option} = "{name}"')
     return f"; set {' or '.join(there)}" if there else ""
@@ -125,14 +125,14 @@ def _spoken(message: Mapping[str, Any]) -> str:
 
 
 def _messages(
-    found: list[Any], column: str, images: list[Image], folder: Path | None
+    conversation: list[Any], column: str, images: list[Image], folder: Path | None
 ) -> tuple[tuple[dict[str, Any], ...], list[Image]]:
     """Return the messages of a conversation, with all that they hold, and its pictures in their order.
 
     A part ``{"type": "image"}`` has a picture under ``image``, or takes the next one of ``images``. If no part is a
     picture, the first message of the user begins with all of them, as in TRL.
     """
-    for m in found:
+    for m in conversation:
         speaks = isinstance(m, dict) and (isinstance(m.get("content"), str | list) or _may_be_silent(m))
         if not speaks or not isinstance(m.get("role"), str):
             raise UserError(
@@ -140,7 +140,7 @@ def _messages(
                 "text or a list of parts."
             )
     left, used, messages = list(images), list[Image](), []
-    for m in found:
+    for m in conversation:
         content = m.get("content") or ""
         if isinstance(content, list):
             content = [_part(part, column, left, used, folder) for part in content]
@@ -155,7 +155,7 @@ def _messages(
         left, used = [], left
     if left:
         raise UserError(f"{column} fewer parts of the type image than the row has pictures; {len(left)} are left over.")
-    if not found or found[-1]["role"] == "assistant":
+    if not conversation or conversation[-1]["role"] == "assistant":
         raise UserError(
             f"{column} a conversation in which it is not the model's turn; end it with a message of another role than "
             "'assistant'."

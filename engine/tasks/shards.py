@@ -48,9 +48,9 @@ def _check_one_part(shards: Sequence[str], folder: str, key: str) -> None:
         if (word := next(filter(PARTS.get, words), None)) is not None:
             first_of.setdefault(PARTS[word], (word, name))
     if len(first_of) > 1:
-        found = sorted(first_of.values(), key=lambda each: each[0] != "train")
-        pattern = f"{folder}/*{found[0][0]}*{form_of(found[0][1])}*"
+        first_files = sorted(first_of.values(), key=lambda each: each[0] != "train")
+        pattern = f"{folder}/*{first_files[0][0]}*{form_of(first_files[0][1])}*"
         raise UserError(
-            f"The folder '{folder}' ({key}) holds several parts of a set ('{found[0][1]}', '{found[1][1]}'); name the "
-            f"files of one with a pattern, such as '{pattern}'."
+            f"The folder '{folder}' ({key}) holds several parts of a set ('{first_files[0][1]}', "
+            f"'{first_files[1][1]}'); name the files of one with a pattern, such as '{pattern}'."
         )

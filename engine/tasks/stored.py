@@ -50,10 +50,10 @@ class Stored(ABC):
 
     def digest(self) -> bytes:
         """Return a hash of all bytes."""
-        found = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=16)
         for block in self.blocks():
-            found.update(block)
-        return found.digest()
+            digest.update(block)
+        return digest.digest()
 
 
 class DataFile(Stored):
@@ -79,9 +79,9 @@ class DataFile(Stored):
 
     def read(self, begin: int, end: int) -> bytes:
         with suppress(OSError), self._file.open("rb", buffering=0) as opened:
-            found = os.pread(opened.fileno(), end - begin, begin)
-            if len(found) == end - begin and _seen(opened.fileno()) == self._seen:
-                return found
+            content = os.pread(opened.fileno(), end - begin, begin)
+            if len(content) == end - begin and _seen(opened.fileno()) == self._seen:
+                return content
         raise RunError(f"{self._what} was changed or removed after its rows were counted; restore it and begin again.")
 
 

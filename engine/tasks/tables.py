@@ -45,9 +45,9 @@ class Table:
         Raises:
             BadRowError: where `problem_of` raises UserError.
         """
-        given = {"folder": self.folder, "task": self.task, "has": self.has} | options
+        table_options = {"folder": self.folder, "task": self.task, "has": self.has} | options
         try:
-            return problem_of(row, self.where, self.name, number, *keys, **given)
+            return problem_of(row, self.where, self.name, number, *keys, **table_options)
         except UserError as error:
             raise BadRowError(str(error)) from error
 
@@ -59,10 +59,10 @@ def read_tables(place: Place) -> list[Table]:
         UserError: the place does not exist, cannot be read, is empty or of another kind.
     """
     if not os.path.exists(place.path) and _is_set(place):
-        found = hub_rows(place)
-        words = [found.subset] * (found.subset != "default") + [found.split]
+        of_hub = hub_rows(place)
+        words = [of_hub.subset] * (of_hub.subset != "default") + [of_hub.split]
         name = Address.of(place).repo.rpartition("/")[2]
-        return [Table(f"'{place.path}' ({', '.join(words)})", f"{name}/{found.split}", name, None, found.rows)]
+        return [Table(f"'{place.path}' ({', '.join(words)})", f"{name}/{of_hub.split}", name, None, of_hub.rows)]
     if place.chosen is not None:
         raise UserError(
             f"{place.chosen} chooses a part of a set on the hub, and '{place.path}' ({place.key}) names files; leave "
@@ -78,15 +78,15 @@ def _files(place: Place) -> dict[str, Path]:
         return hub_files(place)
     if os.path.isdir(path):
         inner = shards_of(list(_below(path, place.key)), path, place.key, _or_on_the_hub(place))
-        found = [os.path.join(path, name) for name in inner]
+        names = [os.path.join(path, name) for name in inner]
     elif os.path.exists(path):
-        found = [path]
+        names = [path]
     elif WILD.search(path):
-        found = [name for name in glob.glob(path, recursive=True) if not os.path.isdir(name)]
+        names = [name for name in glob.glob(path, recursive=True) if not os.path.isdir(name)]
     else:
         hub = "; a set on the hub is called OWNER/NAME" if "/" not in path else ""
         raise UserError(f"There is no prompts file '{path}' ({place.key}); give a {READABLE} file{hub}.")
-    return {name: Path(name) for name in found}
+    return {name: Path(name) for name in names}
 
 
 def _below(folder: str, key: str) -> Iterator[str]:

@@ -80,8 +80,8 @@ def read_json(stored: Stored, shown: str, key: str) -> Texts:
         return read_lines(stored, shown, key)
 
     def row(number: int, raw: bytes) -> Row:
-        found: Row = json.JSONDecoder().raw_decode(raw.decode())[0]
-        return found
+        entry: Row = json.JSONDecoder().raw_decode(raw.decode())[0]
+        return entry
 
     return Texts(stored, _array(stored, f"'{shown}' ({key})"), row)
 
@@ -92,7 +92,7 @@ def read_lines(stored: Stored, shown: str, key: str) -> Texts:
 
     def row(number: int, raw: bytes) -> Row:
         try:
-            found = json.loads(_text(raw.partition(b"\n")[0]))
+            entry = json.loads(_text(raw.partition(b"\n")[0]))
         except (ValueError, RecursionError) as error:
             if number == 0 and stored.size <= SMALL and _is_object(stored.read(0, stored.size)):
                 raise BadRowError(
@@ -104,10 +104,10 @@ def read_lines(stored: Stored, shown: str, key: str) -> Texts:
                 raise BadRowError(f"{where} is not in UTF-8: {error}; save it in UTF-8.") from error
             why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
             raise BadRowError(f"{where} is not JSON: {why.rstrip('.')}.") from error
-        if not isinstance(found, dict):
+        if not isinstance(entry, dict):
             where = f"Line {_line(stored, int(starts[number]))} of '{shown}' ({key})"
             raise BadRowError(f"{where} is not a JSON object; give one object a line.")
-        return found
+        return entry
 
     return Texts(stored, starts, row)
 
@@ -130,7 +130,7 @@ def _line(stored: Stored, begin: int) -> int:
 
 def _lines(stored: Stored) -> Starts:
     """Return where the lines that are not blank begin, and the end of the file."""
-    found, begin = [np.empty(0, np.int64)], 0
+    parts, begin = [np.empty(0, np.int64)], 0
     for piece in stored.pieces():
         view = np.frombuffer(piece, np.uint8)
         ends = np.flatnonzero(view == LINE_FEED)
@@ -139,9 +139,9 @@ def _lines(stored: Stored) -> Starts:
         starts = np.concatenate([[0], ends[:-1] + 1])
         odd = np.flatnonzero(view[starts] != BRACE)  # few
         blank = [i for i in odd.tolist() if not _shown(piece[starts[i] : ends[i]]).strip()]
-        found.append(np.delete(starts, blank) + begin)
+        parts.append(np.delete(starts, blank) + begin)
         begin += len(piece)
-    return np.concatenate([*found, [stored.size]])
+    return np.concatenate([*parts, [stored.size]])
 
 
 def _shown(line: bytes) -> str:
@@ -169,21 +169,21 @@ class _Window:
         Raises:
             UnicodeDecodeError: it is not in UTF-8.
         """
-        found, wanted = [self.text[self.at :]], max(1, len(self.text) - self.at)
-        while wanted > 0 and not self._ended:
+        pieces, missing = [self.text[self.at :]], max(1, len(self.text) - self.at)
+        while missing > 0 and not self._ended:
             block = next(self._blocks, b"")
             self._ended = not block
-            found.append(self._decoder.decode(block, final=self._ended))
-            wanted -= len(found[-1])
-        self.text, self.at = "".join(found), 0
-        return any(found[1:])
+            pieces.append(self._decoder.decode(block, final=self._ended))
+            missing -= len(pieces[-1])
+        self.text, self.at = "".join(pieces), 0
+        return any(pieces[1:])
 
     def peek(self) -> str:
         """Move to the next character that is not blank and return it; empty at the end of the text."""
         while True:
-            found = BLANK.match(self.text, self.at)
-            assert found is not None
-            self.skip(found.end() - self.at)
+            blank = BLANK.match(self.text, self.at)
+            assert blank is not None
+            self.skip(blank.end() - self.at)
             if self.at < len(self.text):
                 return self.text[self.at]
             if not self.grow():
@@ -203,9 +203,9 @@ class _Window:
         """
         while True:
             try:
-                found, end = json.JSONDecoder().raw_decode(self.text, self.at)
+                value, end = json.JSONDecoder().raw_decode(self.text, self.at)
                 self.skip(end - self.at)
-                return found
+                return value
             except json.JSONDecodeError:  # perhaps it is cut off
                 if len(self.text) - self.at > SMALL or not self.grow():
                     raise

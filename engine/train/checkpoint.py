@@ -121,7 +121,7 @@ def save(
         before = latest(directory)
         then = f"'{before}' is intact: free disk space and use --resume" if before else "free disk space and start over"
         raise RunError(f"The checkpoint '{final}' could not be written ({error}); {then}.") from error
-    for _, old in [found for found in _complete(directory)[:-keep] if found[0] != spare]:
+    for _, old in [checkpoint for checkpoint in _complete(directory)[:-keep] if checkpoint[0] != spare]:
         doomed = old.with_name(old.name + ".tmp")  # a partly removed directory must not look complete
         old.rename(doomed)
         shutil.rmtree(doomed)
@@ -177,17 +177,16 @@ def load(path: Path) -> Checkpoint:
         )
     for name in sorted(files.keys() | {STATE} | {str(p.relative_to(path)) for p in path.rglob("*.safetensors")}):
         try:
-            found = _fingerprint(path / name)
+            fingerprint = _fingerprint(path / name)
         except OSError as error:
             raise _corrupt(path, f"'{name}' cannot be read ({error.strerror})") from error
-        if found != files.get(name):
+        if fingerprint != files.get(name):
             raise _corrupt(path, f"'{name}' is not as it was written (its size or SHA-256 differs)")
     document = json.loads((path / STATE).read_text(encoding="utf-8"))
-    learner = path if version == 6 else path / LEARNER
-    tensors = read_tensors(path) if version == 6 else load_file(path / RUN)
+    tensors = load_file(path / RUN)
     generators = {name: tensors.pop(name) for name in list(tensors) if name.startswith("generator.")}
     random_state = generators, document["generators"]
-    return Checkpoint(path, step, learner, tensors, document["state"], random_state, document["config"])
+    return Checkpoint(path, step, path / LEARNER, tensors, document["state"], random_state, document["config"])
 
 
 # -- random number generators ------------------------------------------------------------------------------------------
@@ -240,12 +239,12 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: Group =
             storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True),
             no_dist=group.count == 1,
         )
-    mine: Files = {}
+    rank_files: Files = {}
     for path in directory.glob(f"shard-{group.rank + 1:05d}-*"):
         sync(path)
-        mine[path.name] = _fingerprint(path)
+        rank_files[path.name] = _fingerprint(path)
     sync(directory)
-    return {name: file for files in group.gather(mine) for name, file in files.items()}
+    return {name: file for files in group.gather(rank_files) for name, file in files.items()}
 
 
 def read_tensors(
@@ -284,8 +283,8 @@ def _told_plainly() -> Iterator[None]:
 
 def _complete(directory: Path) -> list[tuple[int, Path]]:
     """Return (step, path) of the complete checkpoints, in ascending order."""
-    found = [(re.fullmatch(r"step_(\d+)", path.name), path) for path in directory.glob("step_*")]
-    return sorted((int(match[1]), path) for match, path in found if match)
+    candidates = [(re.fullmatch(r"step_(\d+)", path.name), path) for path in directory.glob("step_*")]
+    return sorted((int(match[1]), path) for match, path in candidates if match)
 
 
 def _corrupt(path: Path, why: str) -> UserError:

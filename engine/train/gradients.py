@@ -71,9 +71,9 @@ class Gradients:
             if self._ordered:
                 self._reduce_head()
             return
-        own, self._of_head = self._of_head, None
-        if own is not None:
-            self._pair_of_head = own if self._pair_of_head is None else self._pair_of_head.add_(own)
+        head_gradient, self._of_head = self._of_head, None
+        if head_gradient is not None:
+            self._pair_of_head = head_gradient if self._pair_of_head is None else self._pair_of_head.add_(head_gradient)
         self._half = not self._half
         if not self._half:
             self._close_pair()
@@ -101,10 +101,10 @@ class Gradients:
 
     def _reduce_head(self) -> None:
         """Add the gradient of a sharded head, which micro-batches have added up on each rank, to the others'."""
-        own, self._of_head = self._of_head, None
-        if self._head is None or own is None:
+        head_gradient, self._of_head = self._of_head, None
+        if self._head is None or head_gradient is None:
             return
         master = self._masters[self._head]
         assert isinstance(master, DTensor)
-        total = added(own, master)
+        total = added(head_gradient, master)
         master.grad = total if master.grad is None else master.grad.add_(total)

@@ -30,9 +30,9 @@ class Group:
         """Return the ``value`` of every rank, in their order; all ranks must call it. It is pickled."""
         if self.count == 1:
             return [value]
-        found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value)
+        return values
 
     def added(self, sums: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
         """Return the sums of the numbers under each name over all ranks; not every rank needs to have every name.
@@ -42,8 +42,8 @@ class Group:
         if self.count == 1:
             return dict(sums)
         total: dict[str, tuple[float, ...]] = {}
-        for theirs in self.gather(dict(sums)):
-            for name, numbers in theirs.items():
+        for of_rank in self.gather(dict(sums)):
+            for name, numbers in of_rank.items():
                 before = total.get(name, (0.0,) * len(numbers))
                 total[name] = tuple(a + b for a, b in zip(before, numbers, strict=True))
         return total

@@ -80,8 +80,8 @@ class LossTerm(Protocol):
             kept: the leaves of ``tree`` that ``part`` has, in its order.
         """
 
-    def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
-        """Return the divisor of the term's sum over rollouts and ``given`` responses; 0: the term counts none."""
+    def normalizer(self, trees: Sequence[TokenTree], demonstrations: Sequence[TokenTree] = ()) -> float:
+        """Return the divisor of the term's sum over rollouts and ``demonstrations``; 0: the term counts none."""
 
     def on(self, batch: TreeBatch, normalizer: float, on_policy: bool, weight: float) -> Term | LogprobTerm:
         """Return the term of a batch, on its device; if ``on_policy``, its weights sampled it and the ratio is 1."""
@@ -120,11 +120,15 @@ class TokenTerm:
         """Write the weights of the selection to the trees."""
         responses = [Episodes(tree) for tree in trees]
         if hasattr(select, "prepare"):
-            call(f"The selection of the loss term '{self.name}'", select.prepare, [some.tree for some in responses])
-        for tree, some in zip(trees, responses, strict=True):
-            weights = np.asarray(select(some.tree), np.float32)
-            per = "token" if weights.shape == (some.tree.num_tokens,) else "leaf"
-            weights = some.tokens(weights) if per == "token" else some.leaves(weights)
+            call(
+                f"The selection of the loss term '{self.name}'",
+                select.prepare,
+                [episodes.tree for episodes in responses],
+            )
+        for tree, episodes in zip(trees, responses, strict=True):
+            weights = np.asarray(select(episodes.tree), np.float32)
+            per = "token" if weights.shape == (episodes.tree.num_tokens,) else "leaf"
+            weights = episodes.tokens(weights) if per == "token" else episodes.leaves(weights)
             if per == "token":
                 weights = np.where(tree.response_leaves > 0, weights, 0)
             try:
@@ -175,8 +179,8 @@ class TokenTerm:
             column = _weight_column(self.name, self.select).name
             part.set(column, getattr(part, column) * (after / np.maximum(before, 1)))
 
-    def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
-        seen = trees if self.select is None else [*trees, *given]
+    def normalizer(self, trees: Sequence[TokenTree], demonstrations: Sequence[TokenTree] = ()) -> float:
+        seen = trees if self.select is None else [*trees, *demonstrations]
         lengths = [self.lengths(tree) for tree in seen]
         leaves = sum(count(tree, length >= 0) for tree, length in zip(seen, lengths, strict=True))
         aggregation = self.objective.aggregation
@@ -245,8 +249,8 @@ class PairTerm:
                 )
             tree.meta[f"pairs/{self.name}"] = pairs
             if "demonstrations" in tree.meta:  # whose tokens are in no other loss
-                given = (tree.origin == Origin.INJECTED) & (tree.response_leaves > 0)
-                tree.set(_selection_column(self.name, "token").name, given)
+                selected = (tree.origin == Origin.INJECTED) & (tree.response_leaves > 0)
+                tree.set(_selection_column(self.name, "token").name, selected)
 
     whole_batch = True  # its pairs are numbers of leaves
 
@@ -257,22 +261,22 @@ class PairTerm:
     def keep_means(self, tree: TokenTree, part: TokenTree, kept: Array) -> None:
         """Do nothing: a pair has one weight."""
 
-    def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
-        return float(sum(len(tree.meta[f"pairs/{self.name}"]) for tree in [*trees, *given]))
+    def normalizer(self, trees: Sequence[TokenTree], demonstrations: Sequence[TokenTree] = ()) -> float:
+        return float(sum(len(tree.meta[f"pairs/{self.name}"]) for tree in [*trees, *demonstrations]))
 
     def on(self, batch: TreeBatch, normalizer: float, on_policy: bool, weight: float) -> LogprobTerm:
-        found, leaves = [np.zeros((0, 2), np.int64)], 0
+        leaf_pairs, leaves = [np.zeros((0, 2), np.int64)], 0
         if any(len(tree.meta[f"pairs/{self.name}"]) for tree in batch.trees):
             batch.check_whole(self.name)
         for tree in batch.trees:
             pairs = tree.meta[f"pairs/{self.name}"]
             rank = np.empty(tree.num_leaves, np.int64)
             rank[tree.leaf_order] = np.arange(tree.num_leaves)
-            found.append(rank[pairs] + leaves if len(pairs) else found[0])
+            leaf_pairs.append(rank[pairs] + leaves if len(pairs) else leaf_pairs[0])
             leaves += tree.num_leaves
-        chosen, rejected = torch.from_numpy(np.concatenate(found)).to(batch.target.device).unbind(1)
-        given = batch.columns.get(f"select_token/{self.name}")
-        mask = batch.loss_mask if given is None else batch.loss_mask | (given != 0)
+        chosen, rejected = torch.from_numpy(np.concatenate(leaf_pairs)).to(batch.target.device).unbind(1)
+        selected = batch.columns.get(f"select_token/{self.name}")
+        mask = batch.loss_mask if selected is None else batch.loss_mask | (selected != 0)
         loss = partial(
             pair_loss,
             paths=batch.paths(),

@@ -212,9 +212,9 @@ class Trainer:
         loss, grad_norm, finite, *numbers = fetch([pending.loss, norm, pending.finite, *pairs])
         if self.phases is not None:
             self.phases.met()
-        own: dict[str, tuple[float, ...]] = {"": (loss, finite, pending.batches, sum(pending.head_flop))}
-        own |= zip(pending.sums, zip(numbers[::2], numbers[1::2], strict=True), strict=True)
-        sums = self._group.added(own)
+        rank_sums: dict[str, tuple[float, ...]] = {"": (loss, finite, pending.batches, sum(pending.head_flop))}
+        rank_sums |= zip(pending.sums, zip(numbers[::2], numbers[1::2], strict=True), strict=True)
+        sums = self._group.added(rank_sums)
         loss, finite, batches, head_flop = sums.pop("")
         metrics: Metrics = {name: (value, count) for name, (value, count) in sums.items()}
         applied = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -266,12 +266,12 @@ class Trainer:
     @property
     def copied(self) -> set[str]:
         """The names of the parameters whose fp32 weights are copies."""
-        return {name for (name, own), copy in zip(self._named, self._masters, strict=True) if copy is not own}
+        return {name for (name, weight), copy in zip(self._named, self._masters, strict=True) if copy is not weight}
 
     def like(self, name: str) -> Tensor | None:
         """Return a tensor that is sharded as the one that `state_dict` names so; None: it is not sharded."""
         kind, _, parameter = name.partition(".")
-        named = {known: master for (known, _), master in zip(self._named, self._masters, strict=True)}
+        named = {parameter_name: master for (parameter_name, _), master in zip(self._named, self._masters, strict=True)}
         return None if kind == "step" else named.get(parameter)
 
     def load_state_dict(self, tensors: dict[str, Tensor], counters: dict[str, int]) -> None:
@@ -280,12 +280,12 @@ class Trainer:
         Raises:
             UserError: the tensors belong to another model.
         """
-        theirs = {name: tuple(t.shape) for key, t in tensors.items() if (name := key.removeprefix("weight.")) != key}
+        stored = {name: tuple(t.shape) for key, t in tensors.items() if (name := key.removeprefix("weight.")) != key}
         ours = {name: tuple(p.shape) for name, p in self._named}
-        if theirs != ours:
-            name = min(dict(theirs.items() ^ ours.items()))
+        if stored != ours:
+            name = min(dict(stored.items() ^ ours.items()))
             raise UserError(
-                f"The checkpoint is of another model: '{name}' is {theirs.get(name, 'missing')} in it and "
+                f"The checkpoint is of another model: '{name}' is {stored.get(name, 'missing')} in it and "
                 f"{ours.get(name, 'missing')} in the model; set model.path back to the model the run began with."
             )
         with torch.no_grad():
@@ -311,9 +311,9 @@ class Trainer:
         return self.lr_scale * self.config.lr * min(1.0, (self.updates + 1) / warmup if warmup else 1.0)
 
     def _apply(self) -> None:
-        its = self.config
+        config = self.config
         for group in self._optimizer.param_groups:
-            group |= {"lr": self._lr(), "betas": its.betas, "eps": its.eps, "weight_decay": its.weight_decay}
+            group |= {"lr": self._lr(), "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
         self._optimizer.step()
         self.updates += 1
         with torch.no_grad():

@@ -45,7 +45,7 @@ class UserTerm:
 
     Args:
         what: the term's place in the configuration, for messages.
-        own: the instance of the user's class.
+        instance: the one of the user's class.
         tokens: the tokens that it counts, with its selection and its name.
         context: the run's values, for what its methods ask.
 
@@ -54,12 +54,12 @@ class UserTerm:
     """
 
     what: str
-    own: Any
+    instance: Any
     tokens: TokenTerm
     context: Context
 
     def __post_init__(self) -> None:
-        function = getattr(self.own, "loss", None)
+        function = getattr(self.instance, "loss", None)
         if not callable(function):
             raise UserError(f"{self.what} must be a class with a method loss; see docs/extending.md.")
         parameters = inspect.signature(function).parameters.values()
@@ -80,20 +80,20 @@ class UserTerm:
     @property
     def inputs(self) -> tuple[str, ...]:
         """The names in `INPUTS` that the loss reads."""
-        return tuple(name for name in inspect.signature(self.own.loss).parameters if name in INPUTS)
+        return tuple(name for name in inspect.signature(self.instance.loss).parameters if name in INPUTS)
 
     @property
     def extra(self) -> tuple[str, ...]:
-        return tuple(getattr(self.own, "extra", ()))
+        return tuple(getattr(self.instance, "extra", ()))
 
     @property
     def whole_trees(self) -> bool:
-        return bool(getattr(self.own, "whole_trees", False))
+        return bool(getattr(self.instance, "whole_trees", False))
 
     def prepare(self, trees: Sequence[TokenTree]) -> None:
         self.tokens.prepare(trees)
-        if hasattr(self.own, "prepare"):
-            self.context.call(self.what, self.own.prepare, trees, offers=OF_TREES)
+        if hasattr(self.instance, "prepare"):
+            self.context.call(self.what, self.instance.prepare, trees, offers=OF_TREES)
         for name in self.extra:
             try:
                 column = find_column(name)
@@ -113,14 +113,14 @@ class UserTerm:
     def keep_means(self, tree: TokenTree, part: TokenTree, kept: Array) -> None:
         """Do nothing: its trees are whole."""
 
-    def normalizer(self, trees: Sequence[TokenTree], given: Sequence[TokenTree] = ()) -> float:
-        if not hasattr(self.own, "normalizer"):
-            return self.tokens.normalizer(trees, given)
-        seen = trees if self.tokens.select is None else [*trees, *given]
-        found = call(self.what, self.own.normalizer, seen)
-        if not (isinstance(found, int | float) and 0 <= found < float("inf")):
-            raise UserError(f"{self.what}: its normalizer must return a finite number of at least 0, not {found!r}.")
-        return float(found)
+    def normalizer(self, trees: Sequence[TokenTree], demonstrations: Sequence[TokenTree] = ()) -> float:
+        if not hasattr(self.instance, "normalizer"):
+            return self.tokens.normalizer(trees, demonstrations)
+        seen = trees if self.tokens.select is None else [*trees, *demonstrations]
+        number = call(self.what, self.instance.normalizer, seen)
+        if not (isinstance(number, int | float) and 0 <= number < float("inf")):
+            raise UserError(f"{self.what}: its normalizer must return a finite number of at least 0, not {number!r}.")
+        return float(number)
 
     def on(self, batch: TreeBatch, normalizer: float, on_policy: bool, weight: float) -> LogprobTerm:
         if self.whole_trees:
@@ -160,10 +160,10 @@ class UserTerm:
             statistics[name] = torch.where(kept, values, 0)
         if on_policy:
             fields = replace(fields, old_logprob=logprob.detach())
-        given = {"logprob": logprob, "fields": fields, "columns": columns, "paths": fields.paths, **statistics}
-        asks = self.context.values(asked(self.own.loss, STEP))
-        made = call(self.what, self.own.loss, **{name: given[name] for name in self.inputs}, **asks)
-        total, metrics = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+        inputs = {"logprob": logprob, "fields": fields, "columns": columns, "paths": fields.paths, **statistics}
+        asks = self.context.values(asked(self.instance.loss, STEP))
+        answer = call(self.what, self.instance.loss, **{name: inputs[name] for name in self.inputs}, **asks)
+        total, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
         if not isinstance(total, Tensor) or total.shape != ():
             raise UserError(f"{self.what}: its loss must return a tensor of one number, not {_shown(total)}.")
         if not isinstance(metrics, Mapping):
@@ -182,8 +182,8 @@ def _only(fields: PolicyFields, mask: Tensor) -> PolicyFields:
     for name in (*WEIGHTS, *LOGPROBS):
         values = getattr(fields, name)
         if values is not None:
-            known = name in WEIGHTS or not bool(values[mask].isnan().any())
-            kept[name] = torch.where(mask, values, 0) if known else None
+            complete = name in WEIGHTS or not bool(values[mask].isnan().any())
+            kept[name] = torch.where(mask, values, 0) if complete else None
     return replace(fields, **kept)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...methods.advantages import ADVANTAGES
-from ...methods.budgets import CURRICULA
+from ...methods.curricula import CURRICULA
 from ...methods.groups import GROUP_CALLBACKS
 from ...parts.context import asked
 from ...parts.resolve import import_object, options_of

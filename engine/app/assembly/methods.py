@@ -101,7 +101,7 @@ def credit(algorithm: AlgorithmConfig, context: Context) -> CreditFunction:
     key = "algorithm.advantage"
     options = scheduled(context, "advantage", f"{key}_options", algorithm.advantage_options)
     estimator: CreditFunction = resolve(
-        key, algorithm.advantage, options, known=ADVANTAGES, inputs=("trees",), context=context, offers=OF_TREES
+        key, algorithm.advantage, options, parts=ADVANTAGES, inputs=("trees",), context=context, offers=OF_TREES
     )
     return estimator
 
@@ -183,7 +183,7 @@ def of_pairs(config: TrainConfig, key: str, table: TermConfig, context: Context)
     assert table.pairs is not None
     options = scheduled(context, f"{table.name}.pairs", f"{key}.pairs_options", table.pairs_options)
     choose = resolve(
-        f"{key}.pairs", table.pairs, options, known=PAIRINGS, inputs=("tree",), context=context, offers=OF_TREES
+        f"{key}.pairs", table.pairs, options, parts=PAIRINGS, inputs=("tree",), context=context, offers=OF_TREES
     )
     compares = table.loss_options.get("kind", "sigmoid") not in WITHOUT_REFERENCE
     refuse(PARTS, Part(config, key, table.pairs, compares_with_reference=compares))
@@ -195,7 +195,7 @@ def of_user(key: str, table: TermConfig, context: Context) -> UserTerm:
     assert table.loss is not None
     select = _selection(f"{key}.select", table.select, table.select_options, table.name, context)
     options = scheduled(context, table.name, f"{key}.loss_options", table.loss_options)
-    loss = resolve(f"{key}.loss", table.loss, options, known=LOSSES)
+    loss = resolve(f"{key}.loss", table.loss, options, parts=LOSSES)
     return UserTerm(f"{key}.loss = '{table.loss}'", loss, TokenTerm(FIELDS, table.name, select), context)
 
 
@@ -236,7 +236,7 @@ def shapings(tables: Sequence[ShapingConfig], longest: int, context: Context) ->
         if table.name in SHAPINGS and "longest" in options_of(SHAPINGS[table.name], ("tree",)):
             options = {"longest": longest} | options
         shaping = resolve(
-            key, table.name, options, known=SHAPINGS, inputs=("tree",), options_key=f"{key}.options", context=context,
+            key, table.name, options, parts=SHAPINGS, inputs=("tree",), options_key=f"{key}.options", context=context,
             offers=OF_TREES,
         )  # fmt: skip
         shaped.append((f"{key} '{table.name}'", shaping))
@@ -248,6 +248,6 @@ def _selection(key: str, name: str | None, options: dict[str, Any], term: str, c
         return None
     options = scheduled(context, f"{term}.select", f"{key}_options", options)
     select: Selection = resolve(
-        key, name, options, known=SELECTIONS, inputs=("tree",), context=context, offers=OF_TREES
+        key, name, options, parts=SELECTIONS, inputs=("tree",), context=context, offers=OF_TREES
     )
     return select

@@ -387,7 +387,7 @@ def replay_store(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, contex
     if replay is None:
         return None
     options = scheduled(context, "replay", "replay.keep_options", replay.keep_options)
-    keep = resolve("replay.keep", replay.keep, options, known=KEEPS, inputs=("tree",), context=context, offers=OF_TREES)
+    keep = resolve("replay.keep", replay.keep, options, parts=KEEPS, inputs=("tree",), context=context, offers=OF_TREES)
     return ReplayStore(
         replay, config.run_dir / "replay", config.seed, keep, tokenizer, count=config.replayed,
         rescored=config.rescores,

@@ -246,7 +246,7 @@ def group_callback(loop: LoopConfig, context: Context) -> GroupCallback | None:
         return None
     options = scheduled(context, "callback", "loop.callback_options", loop.callback_options)
     callback: GroupCallback = resolve(
-        "loop.callback", loop.callback, options, known=GROUP_CALLBACKS, inputs=("tree",), context=context,
+        "loop.callback", loop.callback, options, parts=GROUP_CALLBACKS, inputs=("tree",), context=context,
         offers=(*OF_TREES, *SAMPLING),
     )  # fmt: skip
     return callback

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ...data.statistics import DIVERGENCE, OF_IDS, STATISTIC, columns_read
 from ...methods.advantages import ADVANTAGES
-from ...methods.budgets import CURRICULA
+from ...methods.curricula import CURRICULA
 from ...methods.losses import LOSSES
 from ...methods.selections import PAIRINGS, SELECTIONS
 from ...methods.shaping import SHAPINGS

@@ -210,6 +210,6 @@ def engine_host(config: TrainConfig) -> Host:
     program = rollout_program(config.rollout)
     if config.reward.hosts:
         questions = Questions()
-        return Host(engine, program.with_verifier(questions), partial(decode, tokenizer), asked=questions)
+        return Host(engine, program.with_verifier(questions), partial(decode, tokenizer), questions=questions)
     verifier = ProgramVerifier(make_rewards(config.reward, config.data.tasks, roles=program.roles), starts=True)
     return Host(engine, program.with_verifier(verifier), partial(decode, tokenizer))

@@ -104,7 +104,9 @@ def _xs(curve: figures.Curve, runs: Sequence[Named], at: Callable[[RunData], dic
     """Return the x values of each run's line; None for points whose value is unknown."""
     key = curve.lines[0][0]
     lines = [(run.run.series(key)[0], at(run.run)) for run in runs]
-    return [[None if (x := known.get(step)) is None else round(x, 3) for step in steps] for steps, known in lines]
+    return [
+        [None if (x := x_of_step.get(step)) is None else round(x, 3) for step in steps] for steps, x_of_step in lines
+    ]
 
 
 def _figure(curve: figures.Curve, runs: Sequence[Named]) -> go.Figure | None:
@@ -166,9 +168,9 @@ def _median(run: RunData, key: str) -> float | None:
 
 def _table(runs: Sequence[Named], rows: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, list[str]]]:
     """Return the rows for which at least one run has a value."""
-    found = [(name, [of(run.run) for run in runs], text) for name, of, text in rows]
+    entries = [(name, [of(run.run) for run in runs], text) for name, of, text in rows]
     return [
-        (n, [ABSENT if v is None else text(v) for v in vs]) for n, vs, text in found if any(v is not None for v in vs)
+        (n, [ABSENT if v is None else text(v) for v in vs]) for n, vs, text in entries if any(v is not None for v in vs)
     ]
 
 

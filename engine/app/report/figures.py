@@ -85,8 +85,8 @@ def headline(run: RunData) -> list[dict[str, str]]:
         gain = 100 * (accuracy[-1] - accuracy[0])
         cards.append(_card("accuracy after", f"{100 * accuracy[-1]:.1f} %", f"{gain:+.1f} points, step {steps[-1]}"))
     if run.rows:
-        last, wanted = int(run.rows[-1]["step"]), run.config.get("trainer", {}).get("steps")
-        cards.append(_card("steps", str(last), f"of {wanted}" if wanted else ""))
+        last, planned = int(run.rows[-1]["step"]), run.config.get("trainer", {}).get("steps")
+        cards.append(_card("steps", str(last), f"of {planned}" if planned else ""))
     if total := run.total("timing_s/step"):
         cards.append(_card("time", duration(total), f"{total / training_steps(run):.2f} s a step"))
     if tokens := logical_tokens(run):

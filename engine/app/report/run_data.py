@@ -28,8 +28,8 @@ class RunData:
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Return the steps at which ``key`` was recorded and finite, and its values there."""
-        found = [(int(r["step"]), r[key]) for r in self.rows if key in r and math.isfinite(r[key])]
-        return [s for s, _ in found], [v for _, v in found]
+        points = [(int(r["step"]), r[key]) for r in self.rows if key in r and math.isfinite(r[key])]
+        return [s for s, _ in points], [v for _, v in points]
 
     def total(self, key: str) -> float:
         return math.fsum(self.series(key)[1])

@@ -108,21 +108,10 @@ def make_app(
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        well, known = service.rollouts.health()
-        return JSONResponse(known, 200 if well else 503)
+        well, details = service.rollouts.health()
+        return JSONResponse(details, 200 if well else 503)
 
-    def card(model: str) -> dict[str, Any]:
-        return {"id": model, "object": "model", "created": 0, "owned_by": "rolltree"}
-
-    @app.get("/v1/models")
-    async def models(http: Request) -> dict[str, Any]:
-        saved = await service.aside(partial(service.saved, key_of(http.headers)))
-        return {"object": "list", "data": [card(model) for model in (name, *saved)]}
-
-    @app.get("/v1/models/{model:path}")  # a name may have slashes, as on the Hub
-    async def model(model: str, http: Request) -> dict[str, Any]:
-        await service.aside(partial(service.check_model, model, key_of(http.headers)))
-        return card(model)
+    _add_models(app, service)
 
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
@@ -145,6 +134,23 @@ def make_app(
         return JSONResponse({"input_tokens": tokens})
 
     return app
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    """Add the endpoints that tell which models there are: the server's, and those that a key has saved."""
+
+    def card(model: str) -> dict[str, Any]:
+        return {"id": model, "object": "model", "created": 0, "owned_by": "rolltree"}
+
+    @app.get("/v1/models")
+    async def models(http: Request) -> dict[str, Any]:
+        saved = await service.aside(partial(service.saved, key_of(http.headers)))
+        return {"object": "list", "data": [card(model) for model in (service.name, *saved)]}
+
+    @app.get("/v1/models/{model:path}")  # a name may have slashes, as on the Hub
+    async def model(model: str, http: Request) -> dict[str, Any]:
+        await service.aside(partial(service.check_model, model, key_of(http.headers)))
+        return card(model)
 
 
 @dataclass(frozen=True)
@@ -266,8 +272,8 @@ class Service:
             try:
                 if task.echo and isinstance(task.form, Form) and task.form.logprobs:
                     for i, prompt in enumerate(task.prompts):
-                        own = partial(self.engine.prompt_logprobs, prompt, task.top, task.adapter)
-                        scored[i] = Scored.of_prompt(prompt, await self.rollouts.call(own))
+                        score_prompt = partial(self.engine.prompt_logprobs, prompt, task.top, task.adapter)
+                        scored[i] = Scored.of_prompt(prompt, await self.rollouts.call(score_prompt))
                 job = await self._submit(task)
             except ValueError as wrong:
                 raise refused(wrong) from wrong
@@ -285,7 +291,7 @@ class Service:
                         raise ClientDisconnect from None
         _check_job(job)
         choices = [rollout.completions() for rollout in job.rollouts]
-        if failing := next((c.error for some in choices for c in some if c.error), None):
+        if failing := next((c.error for of_prompt in choices for c in of_prompt if c.error), None):
             raise _no_answer(task, failing)
         return JSONResponse(self._whole(task, choices, scored), headers=task.headers)
 
@@ -335,14 +341,14 @@ def _check_job(job: Job) -> None:
     """Raise RefusedError if a job has no answers."""
     if job.error is not None:
         raise RefusedError(str(job.error), 500)
-    found = next((rollout.error for rollout in job.rollouts if rollout.error is not None), None)
-    if isinstance(found, TooLargeError):
-        raise ContextLengthError(found.too_long)
-    if found is not None:
-        raise RefusedError(str(found) or type(found).__name__, 500)
+    error = next((rollout.error for rollout in job.rollouts if rollout.error is not None), None)
+    if isinstance(error, TooLargeError):
+        raise ContextLengthError(error.too_long)
+    if error is not None:
+        raise RefusedError(str(error) or type(error).__name__, 500)
 
 
 def _no_answer(task: Task, why: str) -> RefusedError:
     """Return the refusal of a request whose answer has failed."""
-    own = task.params is not None and by_its_constraints(task.params, why)
-    return RefusedError(f"The answer cannot go on: {why}." if own else why, 400 if own else 500)
+    by_constraints = task.params is not None and by_its_constraints(task.params, why)
+    return RefusedError(f"The answer cannot go on: {why}." if by_constraints else why, 400 if by_constraints else 500)

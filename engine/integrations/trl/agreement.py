@@ -44,11 +44,13 @@ def compare(
         "policy": (own_policy, policy, AGREE * magnitude + rounding),
         "KL": (own_kl, kl, AGREE * kl.abs() + rounding + ROUNDING * learned.kl_weight),
     }
-    agree = torch.stack([(ours - theirs).abs() <= tolerance for ours, theirs, tolerance in terms.values()])
+    agree = torch.stack([(ours - trl_value).abs() <= tolerance for ours, trl_value, tolerance in terms.values()])
     if agree.all():
         return
-    found = ", ".join(f"{name} {float(ours):.6g} for {float(theirs):.6g}" for name, (ours, theirs, _) in terms.items())
+    differences = ", ".join(
+        f"{name} {float(ours):.6g} for {float(trl_value):.6g}" for name, (ours, trl_value, _) in terms.items()
+    )
     raise RuntimeError(
-        f"The terms of the loss '{trainer.loss_type}' are not those of TRL ({found}); report this, and pass head=False "
-        "and tree=False."
+        f"The terms of the loss '{trainer.loss_type}' are not those of TRL ({differences}); report this, and pass "
+        "head=False and tree=False."
     )

@@ -24,9 +24,9 @@ TRL = (1, 16)
 def version() -> None:
     """Raise UserError unless TRL has the version whose methods are overridden here."""
     if tuple(int(part) for part in trl.__version__.split(".")[:2]) != TRL:
-        wanted = ".".join(map(str, TRL))
+        supported = ".".join(map(str, TRL))
         raise UserError(
-            f"TRL is of version {trl.__version__}; rolltree supports {wanted}: pip install 'trl=={wanted}.*'."
+            f"TRL is of version {trl.__version__}; rolltree supports {supported}: pip install 'trl=={supported}.*'."
         )
 
 
@@ -61,7 +61,7 @@ def _images(trainer: Any, name: str) -> None:
             f"{name} trains on images, which rolltree computes for GRPOTrainer only; train it without accelerate."
         )
     if kind not in FAMILIES or not FAMILIES[kind].grid:
-        types = ", ".join(sorted(known for known, family in FAMILIES.items() if family.grid))
+        types = ", ".join(sorted(model_type for model_type, family in FAMILIES.items() if family.grid))
         raise UserError(
             f"{name} trains on images with a model of the type {kind}, and rolltree computes those of {types} under "
             "TRL; train it without accelerate."

@@ -98,9 +98,9 @@ def _head_of(model: PreTrainedModel) -> FusedHead:
     names = ("temperature", "cast_lm_head_to_fp32", "outputs")
     for layer in chain(model.forward):
         cells = getattr(layer, "__closure__", None) or ()
-        given = dict(zip(layer.__code__.co_freevars, cells, strict=True)) if cells else {}
-        if set(names) <= given.keys():
-            return FusedHead(*(given[name].cell_contents for name in names))
+        cell_of = dict(zip(layer.__code__.co_freevars, cells, strict=True)) if cells else {}
+        if set(names) <= cell_of.keys():
+            return FusedHead(*(cell_of[name].cell_contents for name in names))
         if package(layer) not in ("accelerate", "torch"):  # mixed precision
             break
     raise UserError(

@@ -104,8 +104,10 @@ class FusedHead:
             assert labels is not None
             hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
         mask = shift_labels != -100
-        known = self._score(model, hidden[mask], shift_labels[mask], None)
-        fields = {name: values.new_zeros(mask.shape).masked_scatter(mask, values) for name, values in known.items()}
+        statistics = self._score(model, hidden[mask], shift_labels[mask], None)
+        fields = {
+            name: values.new_zeros(mask.shape).masked_scatter(mask, values) for name, values in statistics.items()
+        }
         loss = -fields["log_probs"].sum() / (
             mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         )
@@ -121,15 +123,15 @@ class FusedHead:
         term: Term,
     ) -> Learned:
         """Return the loss of the tokens, and log-probs and entropies [M] without gradient."""
-        its = head(model)
+        lm_head = head(model)
         with self._precision(hidden):
             out = linear_terms_loss(
                 hidden.float() if self.fp32 else hidden,
-                its.weight,
+                lm_head.weight,
                 scored.target,
                 [term],
                 row=scored.place,
-                **its.options(self.temperature),
+                **lm_head.options(self.temperature),
             )
         assert out.logprob is not None
         assert out.entropy is not None
@@ -152,26 +154,28 @@ class FusedHead:
         target: Tensor,  # [M]
         place: Tensor | None,  # [M]
     ) -> dict[str, Tensor]:  # each [M]
-        asked = set(self.outputs)
-        want = ["entropy"] if "entropy" in asked else []
-        want += ["sum_p2"] if asked & {"log_sum_sq_probs", "is_top1"} else []
-        its = head(model)
+        outputs = set(self.outputs)
+        want = ["entropy"] if "entropy" in outputs else []
+        want += ["sum_p2"] if outputs & {"log_sum_sq_probs", "is_top1"} else []
+        lm_head = head(model)
         if self.fp32:
             hidden = hidden.float()
         with self._precision(hidden):
-            out = linear_logprob(hidden, its.weight, target, row=place, want=want, **its.options(self.temperature))
+            out = linear_logprob(
+                hidden, lm_head.weight, target, row=place, want=want, **lm_head.options(self.temperature)
+            )
         of_rows = {} if out.entropy is None else {"entropy": out.entropy}
-        if "log_sum_sq_probs" in asked:
+        if "log_sum_sq_probs" in outputs:
             assert out.sum_p2 is not None
             of_rows["log_sum_sq_probs"] = out.sum_p2.detach().log()
-        if "mean_logits" in asked:
+        if "mean_logits" in outputs:
             of_rows["mean_logits"] = self._mean_logits(model, hidden.detach())
-        found = {name: values if place is None else values[place] for name, values in of_rows.items()}
-        if "is_top1" in asked:
+        of_targets = {name: values if place is None else values[place] for name, values in of_rows.items()}
+        if "is_top1" in outputs:
             assert out.sum_p2 is not None
             rows, sum_p2 = (t.detach() if place is None else t.detach()[place] for t in (hidden, out.sum_p2))
-            found["is_top1"] = self._is_top1(model, rows, target, out.logprob.detach().exp(), sum_p2)
-        return {"log_probs": out.logprob, **found}
+            of_targets["is_top1"] = self._is_top1(model, rows, target, out.logprob.detach().exp(), sum_p2)
+        return {"log_probs": out.logprob, **of_targets}
 
     @torch.no_grad()
     def _is_top1(self, model: PreTrainedModel, hidden: Tensor, target: Tensor, p: Tensor, sum_p2: Tensor) -> Tensor:
@@ -182,15 +186,15 @@ class FusedHead:
         """
         top = p > (1 + NEAR) * (sum_p2 - p * p).clamp(min=0).sqrt()
         lost = p < (1 - NEAR) * sum_p2
-        for some in (~(top | lost)).nonzero().flatten().split(ROWS):
-            top[some] = self._logits(model, hidden[some]).argmax(-1) == target[some]
+        for undecided in (~(top | lost)).nonzero().flatten().split(ROWS):
+            top[undecided] = self._logits(model, hidden[undecided]).argmax(-1) == target[undecided]
         return top
 
     @torch.no_grad()
     def _mean_logits(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:  # [R, H] -> [R]
         weight, bias, softcap, lora, scale = head(model)
         if softcap is not None:
-            return torch.cat([self._logits(model, some).mean(-1) for some in hidden.split(ROWS)])
+            return torch.cat([self._logits(model, rows).mean(-1) for rows in hidden.split(ROWS)])
         mean = hidden.float() @ weight.float().mean(0)
         if lora is not None:
             mean = mean + lora.scale * (hidden.float() @ lora.a.float().T) @ lora.b.float().mean(0)

@@ -37,26 +37,26 @@ class GroupTrainer:
         """Return log-probs and entropies [B, C] of the completions, and the experts' load balancing loss []."""
         parts: Parts = self.rolltree
         if not parts.head or parts.stays(self, SCORES) or not parts.prepared(model, self):
-            theirs: Any = super()
-            wanted = batch_size, compute_entropy, compute_aux_loss
-            return theirs._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, *wanted, **images
+            trl_trainer: Any = super()
+            options = batch_size, compute_entropy, compute_aux_loss
+            return trl_trainer._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *options, **images
             )
         if parts.scores is not None:
             return *parts.scores, None
-        found: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
+        results: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
         chunk = batch_size or len(input_ids)
-        own, fields = self.accelerator.unwrap_model(model), pictures.fields_of(images)
+        unwrapped, fields = self.accelerator.unwrap_model(model), pictures.fields_of(images)
         for first in range(0, len(input_ids), chunk):
             ids, mask = (values[first : first + chunk] for values in (input_ids, attention_mask))
             shown = pictures.cut(fields, first, first + len(ids))
-            batch = parts.batch(own, ids, mask, logits_to_keep, shown)
-            given = batch.inputs | ({"output_router_logits": True} if compute_aux_loss else {})
+            batch = parts.batch(unwrapped, ids, mask, logits_to_keep, shown)
+            model_inputs = batch.inputs | ({"output_router_logits": True} if compute_aux_loss else {})
             with self.accelerator.autocast():
-                out = model(**given, scored=batch.scored(batch.valid), fused_lm_head=True)
+                out = model(**model_inputs, scored=batch.scored(batch.valid), fused_lm_head=True)
             entropy = _on(batch.valid, out.entropy) if compute_entropy else None
-            found.append((_on(batch.valid, out.log_probs), entropy, out.aux_loss))
-        logprob, entropies, balance = zip(*found, strict=True)
+            results.append((_on(batch.valid, out.log_probs), entropy, out.aux_loss))
+        logprob, entropies, balance = zip(*results, strict=True)
         return (
             torch.cat(logprob),
             torch.cat(entropies) if compute_entropy else None,
@@ -65,10 +65,10 @@ class GroupTrainer:
 
     def _prepare_inputs(self: Any, generation_batch: Any) -> dict[str, Any]:
         """Return the next micro-batch; those of an update are regrouped by prompt if that does not change its loss."""
-        theirs: Any = super()
+        trl_trainer: Any = super()
         parts: Parts = self.rolltree
         before = self._buffered_inputs
-        inputs: dict[str, Any] = theirs._prepare_inputs(generation_batch)
+        inputs: dict[str, Any] = trl_trainer._prepare_inputs(generation_batch)
         if not parts.tree or parts.stays(self, ORDER) or parts.stays(self, SCORES):
             return inputs
         if self._buffered_inputs is not before:
@@ -82,26 +82,26 @@ class GroupTrainer:
 
     def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute TRL's loss and metrics; the gradient comes from `linear_policy_loss`, which forms the logits once."""
-        theirs: Any = super()
+        trl_trainer: Any = super()
         parts: Parts = self.rolltree
         objective = parts.loss(self) if torch.is_grad_enabled() else None
         if objective is None or not parts.prepared(model, self):
-            return theirs._compute_loss(model, inputs)
+            return trl_trainer._compute_loss(model, inputs)
         mask = inputs["completion_mask"]
         mask = (mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]).bool()
         loss = term(self, objective, inputs, mask)
         if loss is None or not mask.any():
-            return theirs._compute_loss(model, inputs)
+            return trl_trainer._compute_loss(model, inputs)
         ids, attended = (
             torch.cat([inputs[f"prompt_{kind}"], inputs[f"completion_{kind}"]], 1) for kind in ("ids", "mask")
         )
-        own = self.accelerator.unwrap_model(model)
-        batch = parts.batch(own, ids, attended, mask.shape[1], pictures.fields_of(inputs))
+        unwrapped = self.accelerator.unwrap_model(model)
+        batch = parts.batch(unwrapped, ids, attended, mask.shape[1], pictures.fields_of(inputs))
         with self.accelerator.autocast():
             out = model(**batch.inputs, scored=batch.scored(mask)._replace(loss=loss), fused_lm_head=True)
         parts.scores = _on(mask, out.log_probs), _on(mask, out.entropy)
         try:
-            compare(self, theirs._compute_loss, model, inputs, out)
+            compare(self, trl_trainer._compute_loss, model, inputs, out)
         finally:
             parts.scores = None
         return out.loss
@@ -118,15 +118,15 @@ class GroupTrainer:
         if beyond:
             parts.leave(COMPLETIONS, f"a prompt with its completion may exceed the model's {positions} positions")
         if engine is None or params is None or beyond:
-            theirs: Any = super()
+            trl_trainer: Any = super()
             with parts.own_attention() if self.use_transformers_continuous_batching else nullcontext():
-                sampled = theirs._generate_single_turn(prompt_ids, images, multimodal_fields, *more, **others)
+                sampled = trl_trainer._generate_single_turn(prompt_ids, images, multimodal_fields, *more, **others)
             if beyond and engine is not None and engine.with_logprobs and self.tools:  # earlier turns may have theirs
                 return sampled[0], [[math.nan] * len(ids) for ids in sampled[0]]
             return sampled
         fields = dict(multimodal_fields or {})
         if images is not None:
-            fields["num_images"] = [len(some or ()) for some in images]
+            fields["num_images"] = [len(shown or ()) for shown in images]
         completions, logprobs = engine.generate(self, prompt_ids, pictures.fields_of(fields), params)
         if not engine.with_logprobs:  # RLOO takes none
             return completions

@@ -61,10 +61,10 @@ class Parts:
     def prepared(self, model: Any, trainer: Any) -> bool:
         """Return True if `accelerate` prepared ``model``, which may be wrapped; log it if not."""
         inner = base_model(trainer.accelerator.unwrap_model(model, keep_torch_compile=False))
-        known = any(inner is one for one in self.models)
-        if not known:
+        prepared = any(inner is one for one in self.models)
+        if not prepared:
             self.leave(SCORES, "the trainer was given another model after accelerate")
-        return known
+        return prepared
 
     def loss(self, trainer: Any) -> Objective | None:
         """Return the trainer's loss as an objective; None, after a warning, if it stays TRL's code."""
@@ -117,8 +117,11 @@ class Parts:
         if not self.tree:
             for_model = {name: values for name, values in fields.items() if name != "num_images"}
             return padded(input_ids, attention_mask, completion, for_model)
-        given: dict[str, Any] = {}
+        picture_options: dict[str, Any] = {}
         if "pixel_values" in fields:
-            own = base_model(model)
-            given = {"pictures": pictures.pictures_of(own, fields), "placeholder": placeholder(own)}
-        return packed(input_ids, attention_mask, completion, recurrent=self.recurrent, **given)
+            unwrapped = base_model(model)
+            picture_options = {
+                "pictures": pictures.pictures_of(unwrapped, fields),
+                "placeholder": placeholder(unwrapped),
+            }
+        return packed(input_ids, attention_mask, completion, recurrent=self.recurrent, **picture_options)

@@ -29,16 +29,19 @@ def fields_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def cut(fields: Fields, begin: int, end: int) -> dict[str, Any]:
     """Return the fields of the samples ``begin`` to ``end``."""
-    found: dict[str, Any] = {}
+    samples: dict[str, Any] = {}
     if "mm_token_type_ids" in fields:
-        found["mm_token_type_ids"] = fields["mm_token_type_ids"][begin:end]
+        samples["mm_token_type_ids"] = fields["mm_token_type_ids"][begin:end]
     if "pixel_values" in fields:
         first, last = (sum(fields["num_images"][:n]) for n in (begin, end))
         patches = fields["image_grid_thw"].prod(1)
         rows = slice(int(patches[:first].sum()), int(patches[:last].sum()))
-        found |= {"pixel_values": fields["pixel_values"][rows], "image_grid_thw": fields["image_grid_thw"][first:last]}
-        found["num_images"] = fields["num_images"][begin:end]
-    return found
+        samples |= {
+            "pixel_values": fields["pixel_values"][rows],
+            "image_grid_thw": fields["image_grid_thw"][first:last],
+        }
+        samples["num_images"] = fields["num_images"][begin:end]
+    return samples
 
 
 def pictures_of(model: PreTrainedModel, fields: Fields) -> list[list[Picture]]:

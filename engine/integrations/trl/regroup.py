@@ -49,7 +49,8 @@ def _in_order(window: list[MicroBatch]) -> list[MicroBatch]:
     order = torch.sort(first[group], stable=True).indices.split(sizes)
     merged = {name: _together([batch[name] for batch in window]) for name in window[0]}
     return [
-        unsplit_pixel_values_by_grid({name: _chosen(value, some) for name, value in merged.items()}) for some in order
+        unsplit_pixel_values_by_grid({name: _chosen(value, places) for name, value in merged.items()})
+        for places in order
     ]
 
 
@@ -58,11 +59,11 @@ def _prompts(batch: MicroBatch) -> Tensor:  # [B, P] or [B, P + 1]
     ids: Tensor = batch["prompt_ids"]
     if not isinstance(batch.get("pixel_values"), list):
         return ids
-    found = [
+    hashes = [
         int.from_bytes(blake2b(pixels.float().cpu().numpy().tobytes(), digest_size=7).digest())
         for pixels in batch["pixel_values"]
     ]
-    return torch.cat([ids, torch.tensor(found, device=ids.device)[:, None]], 1)
+    return torch.cat([ids, torch.tensor(hashes, device=ids.device)[:, None]], 1)
 
 
 def _together(values: list[Any]) -> Any:
@@ -72,7 +73,7 @@ def _together(values: list[Any]) -> Any:
     return torch.cat(values) if isinstance(first, Tensor) and first.dim() else first
 
 
-def _chosen(value: Any, some: Tensor) -> Any:
+def _chosen(value: Any, places: Tensor) -> Any:
     if isinstance(value, list):
-        return [value[i] for i in some.tolist()]
-    return value[some] if isinstance(value, Tensor) and value.dim() else value
+        return [value[i] for i in places.tolist()]
+    return value[places] if isinstance(value, Tensor) and value.dim() else value

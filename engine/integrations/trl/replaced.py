@@ -42,9 +42,9 @@ def own(trainer: Any, part: Part) -> str | None:
         if name in vars(trainer):
             return f"this {type(trainer).__name__} has a {name} of its own"
         for cls in type(trainer).__mro__:
-            if name not in vars(cls) or (found := homes(vars(cls)[name])) == {"rolltree"}:
+            if name not in vars(cls) or (packages := homes(vars(cls)[name])) == {"rolltree"}:
                 continue
-            if cls not in GROUPS or not found <= {"trl", "torch"}:
+            if cls not in GROUPS or not packages <= {"trl", "torch"}:
                 return f"{cls.__name__} has a {name} of its own"
             break
     return None

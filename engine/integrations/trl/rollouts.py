@@ -42,9 +42,9 @@ class Rollouts:
         shown: list[list[Picture]] = [[]] * len(prompts)
         if "pixel_values" in fields:
             shown, token = pictures_of(model, fields), placeholder(model)
-            prompts = [expand(prompt, some, token) for prompt, some in zip(prompts, shown, strict=True)]
-        members = [list(some) for _, some in groupby(range(len(prompts)), key=lambda i: list(prompts[i]))]
-        same = [(list(prompts[some[0]]), len(some)) for some in members]
+            prompts = [expand(prompt, of_prompt, token) for prompt, of_prompt in zip(prompts, shown, strict=True)]
+        members = [list(places) for _, places in groupby(range(len(prompts)), key=lambda i: list(prompts[i]))]
+        same = [(list(prompts[places[0]]), len(places)) for places in members]
         each = [replace(params, n=n) for _, n in same]
         seeds = torch.randint(2**62, (len(same),)).tolist()
         engine = self._engine_for(model, [(len(p), n) for p, n in same], params.max_new_tokens)
@@ -54,7 +54,7 @@ class Rollouts:
                 [prompt for prompt, _ in same],
                 each,
                 seeds=seeds,
-                pictures=[distinct(shown[some[0]]) for some in members] if any(shown) else None,
+                pictures=[distinct(shown[places[0]]) for places in members] if any(shown) else None,
             )
         engine.sleep()  # frees the KV cache for training
         sequences = [sequence for tree in trees for sequence in tree.flatten()]

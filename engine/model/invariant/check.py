@@ -95,18 +95,18 @@ def check_invariant(model: PreTrainedModel, trees: Sequence[TokenTree]) -> None:
 Values = dict[tuple[int, int], Array]  # log-probs of a response, by tree and leaf
 
 
-def _equal(some: Values, others: Values) -> bool:
-    return all(np.array_equal(values, others[key]) for key, values in some.items())
+def _equal(first: Values, others: Values) -> bool:
+    return all(np.array_equal(values, others[key]) for key, values in first.items())
 
 
 def _values(model: PreTrainedModel, trees: Sequence[TokenTree], batches: Sequence[TreeBatch]) -> Values:
-    found: Values = {}
+    by_leaf: Values = {}
     for batch in batches:
         leaves = batch.to_leaves(unchecked_logprob(model, batch).logprob.cpu())
         for index, which, values in zip(batch.tree_index, batch.leaf_index, leaves, strict=True):
-            for leaf, own in zip(which, values, strict=True):
-                found[index, int(leaf)] = own.numpy()
-    return found
+            for leaf, of_leaf in zip(which, values, strict=True):
+                by_leaf[index, int(leaf)] = of_leaf.numpy()
+    return by_leaf
 
 
 def _first_layer(model: PreTrainedModel, trees: Sequence[TokenTree]) -> str | None:
@@ -120,14 +120,14 @@ def _first_layer(model: PreTrainedModel, trees: Sequence[TokenTree]) -> str | No
     (alone,) = pack([tree.chain(first)], max_tokens=1 << 20, device=model.device)
     with _calls(model) as shared:
         unchecked_logprob(model, among)
-    with _calls(model) as own:
+    with _calls(model) as single_calls:
         unchecked_logprob(model, alone)
-    known = {call.name: call for call in own}
+    by_name = {call.name: call for call in single_calls}
     for call in shared:
-        mine = known.get(call.name)
-        if mine is None or not call.same(mine, "given", among.num_tokens, alone.num_tokens):
+        single_call = by_name.get(call.name)
+        if single_call is None or not call.same(single_call, "inputs", among.num_tokens, alone.num_tokens):
             continue
-        if not call.same(mine, "output", among.num_tokens, alone.num_tokens):
+        if not call.same(single_call, "output", among.num_tokens, alone.num_tokens):
             return call.kind
     return None
 
@@ -137,7 +137,7 @@ class _Call(NamedTuple):
 
     name: str
     kind: str  # its class
-    given: list[Tensor]
+    inputs: list[Tensor]
     output: list[Tensor]
 
     def same(self, alone: _Call, field: str, among_rows: int, alone_rows: int) -> bool:
@@ -152,12 +152,12 @@ class _Call(NamedTuple):
 @contextmanager
 def _calls(model: PreTrainedModel) -> Iterator[list[_Call]]:
     """Collect the calls of all modules of the decoder in the order in which they end."""
-    found: list[_Call] = []
+    calls: list[_Call] = []
 
     def keep(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
+        inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
         out = output if isinstance(output, tuple) else (output,)
-        found.append(_Call(name, type(module).__name__, given, [t for t in out if isinstance(t, Tensor)]))
+        calls.append(_Call(name, type(module).__name__, inputs, [t for t in out if isinstance(t, Tensor)]))
 
     handles = [
         module.register_forward_hook(
@@ -166,7 +166,7 @@ def _calls(model: PreTrainedModel) -> Iterator[list[_Call]]:
         for name, module in decoder_of(model).named_modules()
     ]
     try:
-        yield found
+        yield calls
     finally:
         for handle in handles:
             handle.remove()

@@ -86,8 +86,8 @@ def _addmm(func: Any, bias: Tensor, left: Tensor, right: Tensor, **options: Any)
 
 def _grouped_mm(func: Any, rows: Tensor, weights: Tensor, *, offs: Tensor | None = None, **options: Any) -> Tensor:
     """Multiply runs of rows with a weight each, [S, K] and [E, K, N], as experts do."""
-    given = any(value is not None for value in options.values())
-    if not _fits(weights) or offs is None or given or weights.dim() != 3 or rows.dim() != 2:
+    has_options = any(value is not None for value in options.values())
+    if not _fits(weights) or offs is None or has_options or weights.dim() != 3 or rows.dim() != 2:
         return func(rows, weights, offs=offs, **options)
     ends = offs.tolist()
     parts = [

@@ -83,8 +83,8 @@ def is_invariant(model: Any) -> bool:
 def unfit(model: Any) -> str | None:
     """Return the part of a model that is known not to be batch-invariant, as the rest of a sentence; None if all are,
     or it is not known."""
-    own = head(model)
-    device = own.weight.device
+    lm_head = head(model)
+    device = lm_head.weight.device
     backend = {"cpu": "cpu", "cuda": "invariant"}.get(device.type)
     if backend is None:
         return f"it is for CPUs and GPUs, not for {device.type} devices; set model.device, or leave the key out"
@@ -96,13 +96,13 @@ def unfit(model: Any) -> str | None:
             f"the scan of {', '.join(names)} (tree_recurrence) sums in chunks that begin where a part of a tree does; "
             "leave the key out, or use another model"
         )
-    if own.lora is not None:
+    if lm_head.lora is not None:
         return "products of an adapter on the head depend on the number of rows; leave lm_head out of its targets"
     if backend == "invariant":
-        if own.bias is None and own.softcap is None and own.scale == 1:
+        if lm_head.bias is None and lm_head.softcap is None and lm_head.scale == 1:
             return None
         return "sampling on a GPU applies its head's bias, soft cap or scale by itself; set model.device to 'cpu'"
-    if not has_equal_bits(own.weight):
+    if not has_equal_bits(lm_head.weight):
         return "the order of sums of the head's product in torch's library is not known on this processor"
     return None
 

@@ -24,9 +24,9 @@ def laid_end_to_end(module: nn.Module, mask: Tensor | None, batch: int) -> tuple
         )
     if mask.end_to_end is not None:
         return mask.end_to_end
-    made = mask.make(skip=False)
-    assert made is not None
-    seen = made.expand(batch, -1, -1, -1)[:, 0]  # [B, S, S]: row, key
+    whole_mask = mask.make(skip=False)
+    assert whole_mask is not None
+    seen = whole_mask.expand(batch, -1, -1, -1)[:, 0]  # [B, S, S]: row, key
     at = torch.arange(seen.shape[1], device=seen.device)
     ends = torch.maximum((seen * (at + 1)[:, None]).amax(1), at + 1)  # [B, S]; padding sees itself
     path = (at <= at[:, None]) & (at[:, None] < ends[:, None])

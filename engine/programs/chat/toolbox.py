@@ -39,18 +39,18 @@ def calculator(call: str, context: Any = None) -> str:
 
 
 def _value(node: ast.AST) -> int | float:
-    found: Any
+    value: Any
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        found = node.value
+        value = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        found = OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+        value = OPERATORS[type(node.op)](_value(node.left), _value(node.right))
     elif isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
-        found = OPERATORS[type(node.op)](_value(node.operand))
+        value = OPERATORS[type(node.op)](_value(node.operand))
     else:
         raise ValueError("only numbers, + - * / // % and parentheses")
-    if isinstance(found, int) and abs(found) >= 10**MOST_DIGITS:
+    if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
         raise ValueError("the number is too large")
-    return int(found) if isinstance(found, float) and found.is_integer() and abs(found) < 2**53 else found
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
 class PythonTool:

@@ -42,8 +42,8 @@ class ToolBox:
             call = next(calls)
             function = call["function"]
             content = await self._call(function["name"], function["arguments"])
-            known = {"tool_call_id": call.get("id", call_id(place)), "name": function["name"]}
-            answers.append({"role": "tool", **known, "content": content})
+            fields = {"tool_call_id": call.get("id", call_id(place)), "name": function["name"]}
+            answers.append({"role": "tool", **fields, "content": content})
         return Observation(answers, done=not answers)
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:

@@ -137,8 +137,8 @@ def pytest_text(test: PytestText) -> str:
 
 def result_of(stdout: str, mark: str) -> tuple[bool, Any]:
     """Return whether a call has returned, and its result."""
-    _, found, text = stdout.rpartition(mark)
-    if not found:
+    _, separator, text = stdout.rpartition(mark)
+    if not separator:
         return False, None
     try:
         return True, json.loads(text)
@@ -146,21 +146,21 @@ def result_of(stdout: str, mark: str) -> tuple[bool, Any]:
         return False, None
 
 
-def same_value(found: Any, wanted: Any, tolerance: float) -> bool:
+def same_value(returned: Any, expected: Any, tolerance: float) -> bool:
     """Return whether a function returned what was wanted.
 
     Tuples are lists, keys of dicts are texts, and a list of one is its item, as the sets' own harnesses have it.
     """
-    wanted = json.loads(json.dumps(wanted))
-    return _equal(found, wanted, tolerance) or (
-        isinstance(wanted, list) and len(wanted) == 1 and _equal(found, wanted[0], tolerance)
+    expected = json.loads(json.dumps(expected))
+    return _equal(returned, expected, tolerance) or (
+        isinstance(expected, list) and len(expected) == 1 and _equal(returned, expected[0], tolerance)
     )
 
 
-def same_output(found: str, wanted: str, tolerance: float) -> bool:
+def same_output(printed: str, expected: str, tolerance: float) -> bool:
     """Return whether two outputs have the same lines, but for blanks at their ends and empty last lines; with a
     tolerance, decimals need not be written alike."""
-    lines, others = _lines(found), _lines(wanted)
+    lines, others = _lines(printed), _lines(expected)
     if lines == others or not tolerance:
         return lines == others
     if len(lines) != len(others):
@@ -171,30 +171,34 @@ def same_output(found: str, wanted: str, tolerance: float) -> bool:
     )
 
 
-def _equal(found: Any, wanted: Any, tolerance: float) -> bool:
-    if isinstance(found, bool) or isinstance(wanted, bool):
-        return found is wanted
-    if isinstance(found, int | float) and isinstance(wanted, int | float):
+def _equal(returned: Any, expected: Any, tolerance: float) -> bool:
+    if isinstance(returned, bool) or isinstance(expected, bool):
+        return returned is expected
+    if isinstance(returned, int | float) and isinstance(expected, int | float):
         try:
-            near = isinstance(wanted, float) and abs(found - wanted) <= tolerance * max(1.0, abs(wanted))
+            near = isinstance(expected, float) and abs(returned - expected) <= tolerance * max(1.0, abs(expected))
         except OverflowError:  # an integer that no float holds
             near = False
-        return found == wanted or near
-    if isinstance(found, list) and isinstance(wanted, list):
-        return len(found) == len(wanted) and all(_equal(a, b, tolerance) for a, b in zip(found, wanted, strict=True))
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(_equal(found[key], wanted[key], tolerance) for key in wanted)
-    return type(found) is type(wanted) and bool(found == wanted)
+        return returned == expected or near
+    if isinstance(returned, list) and isinstance(expected, list):
+        return len(returned) == len(expected) and all(
+            _equal(a, b, tolerance) for a, b in zip(returned, expected, strict=True)
+        )
+    if isinstance(returned, dict) and isinstance(expected, dict):
+        return returned.keys() == expected.keys() and all(
+            _equal(returned[key], expected[key], tolerance) for key in expected
+        )
+    return type(returned) is type(expected) and bool(returned == expected)
 
 
-def _same_word(found: str, wanted: str, tolerance: float) -> bool:
-    if found == wanted:
+def _same_word(word: str, expected: str, tolerance: float) -> bool:
+    if word == expected:
         return True
-    if "." not in wanted and "e" not in wanted.lower():
+    if "." not in expected and "e" not in expected.lower():
         return False  # whole numbers are compared exactly
-    if not _DECIMAL.fullmatch(found) or not _DECIMAL.fullmatch(wanted):
+    if not _DECIMAL.fullmatch(word) or not _DECIMAL.fullmatch(expected):
         return False
-    return abs(float(found) - float(wanted)) <= tolerance * max(1.0, abs(float(wanted)))
+    return abs(float(word) - float(expected)) <= tolerance * max(1.0, abs(float(expected)))
 
 
 def _lines(text: str) -> list[str]:

@@ -119,10 +119,10 @@ class CodeVerifier:
             case PytestText():
                 run = self._sandbox.run(code, then=pytest_text(test), limits=limits)
                 return run.status, run.status == "ok"
-            case StdinTest(given, wanted):
-                run = self._sandbox.run(code, stdin=given, limits=limits)
+            case StdinTest(stdin, expected):
+                run = self._sandbox.run(code, stdin=stdin, limits=limits)
                 ended = run.status in ("ok", "exited")
-                return run.status, ended and same_output(run.stdout, wanted, self._tolerance)
+                return run.status, ended and same_output(run.stdout, expected, self._tolerance)
             case CallTest():
                 mark = secrets.token_hex(16)
                 run = self._sandbox.run(with_prelude(code), then=call_text(test, mark), limits=limits)
@@ -157,8 +157,8 @@ def _program(text: str, levels: int, without: set[str]) -> str | None:
     for read, strict in ((text, True), (text, False), (in_lines, True)):
         blocks = list(_closed_blocks(read, _markdown(strict)))
         for names in (PYTHON, NO_NAME):
-            if found := [content for name, content in blocks if names.fullmatch(name)]:
-                return found[-1]
+            if programs := [content for name, content in blocks if names.fullmatch(name)]:
+                return programs[-1]
         for name, content in reversed(blocks):
             if not levels or not MARKDOWN.fullmatch(name) or content in without:
                 continue

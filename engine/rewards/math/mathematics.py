@@ -77,19 +77,19 @@ def read_reference(text: str) -> Reference:
     if _DOTS.search(said):
         return Reference(Answer(said, words=plain_words(said)), None, [], frozenset())
     try:
-        found = read(said, reference=True)
+        answer = read(said, reference=True)
     except AmbiguousError:
-        found = Answer(said, words=plain_words(said))
-    if found is None:
+        answer = Answer(said, words=plain_words(said))
+    if answer is None:
         raise ValueError(f"the reference answer {_shown(text)} has no content")
-    if found.words is not None:
-        return Reference(found, None, [], frozenset())
-    parsed = _values(found.formula)
+    if answer.words is not None:
+        return Reference(answer, None, [], frozenset())
+    parsed = _values(answer.formula)
     if not parsed and re.search("[\u3040-\ud7a3]", said):
         return Reference(Answer(said, words=plain_words(said)), None, [], frozenset())  # a sentence with formulas
     if not parsed:
         raise ValueError(f"math-verify cannot read the reference answer {_shown(text)}")
-    return Reference(found, None, parsed, _bases(found.formula))
+    return Reference(answer, None, parsed, _bases(answer.formula))
 
 
 def _shown(text: str) -> str:
@@ -122,8 +122,8 @@ def parse(formula: str) -> list[Any]:
     formula = both_signs(formula)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = math_verify.parse(f"\\boxed{{{formula}}}", _extraction(), "no_fallback", parsing_timeout=None)
-    return [_plain(value) for value in found if not isinstance(value, str)]
+        values = math_verify.parse(f"\\boxed{{{formula}}}", _extraction(), "no_fallback", parsing_timeout=None)
+    return [_plain(value) for value in values if not isinstance(value, str)]
 
 
 def _plain(value: Any) -> Any:
@@ -141,16 +141,16 @@ def _values(formula: str) -> list[Any]:
         AmbiguousError: the two sides are different numbers.
     """
     *exact, rounded = re.split(r"\s*\\(?:approx|simeq)(?![a-zA-Z])\s*", formula)
-    found = parse(rounded) if rounded else []
+    all_values = parse(rounded) if rounded else []
     for side in exact:
         if re.fullmatch(r"(?:[a-zA-Z]\w*)?", side):
             continue
         values = parse(side)
-        for one, other in product(values, found):
+        for one, other in product(values, all_values):
             if abs(_complex(one) - _complex(other)) > 0.05 * abs(_complex(one)):
                 raise AmbiguousError
-        found = values + found
-    return found
+        all_values = values + all_values
+    return all_values
 
 
 def _complex(value: Any) -> complex:
@@ -184,8 +184,8 @@ def judge(text: str, reference: Reference) -> float | None:
     if _too_long(line, reference):
         return None
     try:
-        found = read(line) if reference.choice is None else None
-        if found is not None and (found.words is not None or not re.search(r"\d|\\", found.formula)):
+        answer = read(line) if reference.choice is None else None
+        if answer is not None and (answer.words is not None or not re.search(r"\d|\\", answer.formula)):
             return None
         verdict = _compare(line, reference)
     except AmbiguousError:
@@ -226,45 +226,45 @@ def _compare(candidate: str, reference: Reference) -> bool | None:
 
 def _too_long(answer: str, reference: Reference) -> bool:
     """Return True if reading an answer would take long, as the work grows with the square of its length."""
-    known = 2 * len(reference.answer.text)
-    if len(answer) > max(MOST_DIGITS, known):
+    reference_length = 2 * len(reference.answer.text)
+    if len(answer) > max(MOST_DIGITS, reference_length):
         return True
-    return len(answer) > LONGEST and len(re.sub(r"\d+", "", answer)) > max(LONGEST, known)
+    return len(answer) > LONGEST and len(re.sub(r"\d+", "", answer)) > max(LONGEST, reference_length)
 
 
 def _compare_values(candidate: str, reference: Reference) -> bool | None:
     from sympy import Expr
 
-    found, gold = read(candidate), reference.answer
-    if found is None or found.words is not None:
+    answer, gold = read(candidate), reference.answer
+    if answer is None or answer.words is not None:
         return None
-    if _contradict(found, gold):
+    if _contradict(answer, gold):
         return False
     scales: list[int | Fraction] = [1]
-    if found.percent != gold.percent:
+    if answer.percent != gold.percent:
         scales.append(100 if gold.percent else Fraction(1, 100))  # 12 and 0.12 are both 12 %
-    if found.number is not None and gold.number is not None:
-        return any(found.number * scale == gold.number for scale in scales)
-    bases = _bases(found.formula)
+    if answer.number is not None and gold.number is not None:
+        return any(answer.number * scale == gold.number for scale in scales)
+    bases = _bases(answer.formula)
     if bases and reference.bases and bases != reference.bases:
         return False
-    if not (parsed := _values(found.formula)):
+    if not (parsed := _values(answer.formula)):
         return None
     if len(scales) == 2:
         parsed = [*parsed, *(value * scales[1] for value in parsed if isinstance(value, Expr))]
-    return any(_equal(one, other) for one, other in product(reference.parsed, parsed)) or _with_unit(found, reference)
+    return any(_equal(one, other) for one, other in product(reference.parsed, parsed)) or _with_unit(answer, reference)
 
 
-def _contradict(found: Answer, gold: Answer) -> bool:
+def _contradict(answer: Answer, gold: Answer) -> bool:
     """Return True if the words around two values show that they are values of different things."""
-    if gold.units and found.units and not gold.units & found.units:
+    if gold.units and answer.units and not gold.units & answer.units:
         return True
-    return bool(gold.telling and found.telling and gold.telling != found.telling)
+    return bool(gold.telling and answer.telling and gold.telling != answer.telling)
 
 
-def _with_unit(found: Answer, reference: Reference) -> bool:
+def _with_unit(answer: Answer, reference: Reference) -> bool:
     """Return True if a number with a unit of one letter (``5 m``) equals the reference's number."""
-    match = re.fullmatch(r"(.*[\d})])\s*([mslghLNJWVAKC])(?:\s*/\s*[msh])?(?:\^\{?\d\}?)?", found.formula)
+    match = re.fullmatch(r"(.*[\d})])\s*([mslghLNJWVAKC])(?:\s*/\s*[msh])?(?:\^\{?\d\}?)?", answer.formula)
     if match is None or any(getattr(value, "free_symbols", None) for value in reference.parsed):
         return False
     if reference.answer.units and UNIT_OF.get(match[2]) not in reference.answer.units:
@@ -325,8 +325,8 @@ def _same_number(gold: Any, said: Any) -> bool:
         if one.is_Rational and other.is_Rational:
             return bool(one == other)
     try:
-        wanted, given = gold.evalf(40), said.evalf(40)  # with exponents of any size
-        size, apart = abs(wanted), abs(wanted - given)
+        gold_number, said_number = gold.evalf(40), said.evalf(40)  # with exponents of any size
+        size, apart = abs(gold_number), abs(gold_number - said_number)
         if exact:
             return bool(apart <= size * Float("1e-35"))
         if size < 1e-3:
@@ -349,13 +349,13 @@ def _same_region(gold: Any, said: Any) -> bool:
     """Return True if two values, at least one of them inequalities in one variable, describe the same real numbers."""
     from sympy import Set
 
-    wanted, given = _region(gold), _region(said)
-    if wanted is None and given is None:
+    gold_region, said_region = _region(gold), _region(said)
+    if gold_region is None and said_region is None:
         return False
-    if wanted is not None and given is not None:
-        return bool(wanted == given) and gold.free_symbols == said.free_symbols
-    other = said if given is None else gold
-    return isinstance(other, Set) and bool((given if wanted is None else wanted) == other)
+    if gold_region is not None and said_region is not None:
+        return bool(gold_region == said_region) and gold.free_symbols == said.free_symbols
+    other = said if said_region is None else gold
+    return isinstance(other, Set) and bool((said_region if gold_region is None else gold_region) == other)
 
 
 def _region(value: Any) -> Any:

@@ -57,8 +57,8 @@ def _value(words: list[str]) -> Fraction | None:
         whole = _whole(before[: cut - 1]) if cut else 0
         count = 1 if before[cut:] == ["a"] or words == ["half"] else _whole(before[cut:])
         return None if whole is None or count is None else whole + Fraction(count, PARTS[part])
-    found = _whole(words)
-    return None if found is None else Fraction(found)
+    integer = _whole(words)
+    return None if integer is None else Fraction(integer)
 
 
 def _whole(words: list[str]) -> int | None:

@@ -120,7 +120,7 @@ def split(text: str) -> tuple[list[str], list[str], bool]:
     """Return the formulas of a text, its words, and True if a word precedes the first formula."""
     runs, words, leading = [""], list[str](), False
     for match in _TOKEN.finditer(text):
-        found = match[0]
+        token = match[0]
         word = match["text"] if match["text"] is not None else match["word"]
         if word is not None and match["text"] is not None:
             inside = word.strip()
@@ -135,10 +135,10 @@ def split(text: str) -> tuple[list[str], list[str], bool]:
                 runs[-1] += f"\\{inside} "
                 continue
         elif word is not None and not _is_word(word, text, match.start(), match.end()):
-            runs[-1] += f" {word} " if word.casefold() in CONNECTORS else found
+            runs[-1] += f" {word} " if word.casefold() in CONNECTORS else token
             continue
         if word is None:
-            runs[-1] += found
+            runs[-1] += token
             continue
         leading = leading or not any(map(_has_value, runs))
         words += re.findall(r"[^\W\d_]+", word)
@@ -219,9 +219,9 @@ def read(text: str, *, reference: bool = False) -> Answer | None:
     if len(set(inner)) == 1 and not re.search(r"\d", outside) and re.search(r"[^\W\d_]{2,}", outside):
         if HEDGES.search(outside):
             raise AmbiguousError
-        found = read(inner[0], reference=reference)
-        if found is not None and not (reference and re.search(r"^\W*[^\W\d_]{2,}", text)):
-            return found
+        inner_answer = read(inner[0], reference=reference)
+        if inner_answer is not None and not (reference and re.search(r"^\W*[^\W\d_]{2,}", text)):
+            return inner_answer
     text = re.sub(r"(?<!\\)\$|\\[()]", "", text) if inner else text
     written = latex(text)
     runs, words, leading = split(written)

@@ -24,7 +24,7 @@ from rolltree.engine.loop.callback import Callback, CallbackRule
 from rolltree.engine.loop.describe import describe, describe_verdicts
 from rolltree.engine.loop.evaluation import Evaluation
 from rolltree.engine.loop.judging import Judging
-from rolltree.engine.methods.budgets import CURRICULA
+from rolltree.engine.methods.curricula import CURRICULA
 from rolltree.engine.methods.groups import GROUP_CALLBACKS, KEEPS, Accept
 from rolltree.engine.prompts.curriculum import Curriculum
 from rolltree.engine.prompts.group import Group, Responses, State

@@ -26,9 +26,9 @@ def show(monkeypatch: pytest.MonkeyPatch, findings: list[Finding]) -> tuple[int,
 def test_this_machine_is_examined_in_full() -> None:
     findings = {f.name: f for f in doctor.examine()}
     assert findings["python"].level == "ok"
-    assert findings["torch"].found.startswith("2.")
-    assert "cores" in findings["cpu"].found
-    assert "system calls" in findings["code"].found
+    assert findings["torch"].state.startswith("2.")
+    assert "cores" in findings["cpu"].state
+    assert "system calls" in findings["code"].state
     assert {
         "_host (KV tree)",
         "_cpu (CPU kernels)",
@@ -86,7 +86,7 @@ def test_versions_outside_the_range_are_named(
     monkeypatch.setattr(doctor, "_version", lambda package: installed)
     finding = doctor.required_package("torch", (2, 11), (2, 14))
     assert finding.level == level
-    assert said in finding.found
+    assert said in finding.state
     assert finding.remedy == ("" if level == "ok" else "pip install 'torch>=2.11,<2.14'")
 
 
@@ -106,7 +106,7 @@ def test_optional_packages_outside_their_range_are_named(
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
     finding = doctor.optional_package("vllm", "rollouts", "pip install 'rolltree[vllm]'")
     assert finding.level == level
-    assert finding.found.startswith(said)
+    assert finding.state.startswith(said)
     assert finding.remedy == ("" if level == "ok" else "pip install 'rolltree[vllm]'")
 
 
@@ -115,11 +115,11 @@ def test_what_is_forced_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLTREE_WITHOUT", "_cpu,_cuda")
     monkeypatch.setenv("ROLLTREE_AMX", "on")
     findings = {f.name: f for f in doctor.forced_paths()}
-    assert findings["ROLLTREE_CPU_LEVEL"].found == "default (ROLLTREE_CPU_LEVEL is set)"
-    assert findings["ROLLTREE_WITHOUT"].found == "_cpu, _cuda (ROLLTREE_WITHOUT is set)"
-    assert findings["ROLLTREE_GPU_CAPABILITY"].found == "as the GPU has it"
+    assert findings["ROLLTREE_CPU_LEVEL"].state == "default (ROLLTREE_CPU_LEVEL is set)"
+    assert findings["ROLLTREE_WITHOUT"].state == "_cpu, _cuda (ROLLTREE_WITHOUT is set)"
+    assert findings["ROLLTREE_GPU_CAPABILITY"].state == "as the GPU has it"
     assert (findings["ROLLTREE_AMX"].level, findings["ROLLTREE_AMX"].remedy) == ("bad", "unset ROLLTREE_AMX")
-    assert "'on'; it must be off or emulate" in findings["ROLLTREE_AMX"].found
+    assert "'on'; it must be off or emulate" in findings["ROLLTREE_AMX"].state
 
 
 def test_python_out_of_range() -> None:
@@ -143,11 +143,11 @@ def test_compiled_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (tmp_path / name).touch()
     host, cpu, cuda = doctor.compiled_parts(tmp_path)
     assert {host.level, cpu.level, cuda.level} == {"ok"}
-    assert cpu.found == "_cpu_avx2.so, _cpu_default.so"
+    assert cpu.state == "_cpu_avx2.so, _cpu_default.so"
     (tmp_path / "kernels/_cpu_default.so").unlink()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     _, cpu, _ = doctor.compiled_parts(tmp_path)
-    assert (cpu.level, cpu.found) == ("slow", "_cpu_avx2.so: for another machine")
+    assert (cpu.level, cpu.state) == ("slow", "_cpu_avx2.so: for another machine")
     assert cpu.remedy
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     host, cpu, cuda = doctor.compiled_parts(tmp_path / "empty")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -27,6 +29,15 @@ def batch(*, proximal: bool, behaviour: bool = True, mask: bool = True) -> TreeB
         tree.set("proximal_logprob", np.arange(5) / -8)
     (made,) = pack([tree], max_tokens=10)
     return made
+
+
+def test_the_example_of_the_docstring_is_the_batch_of_its_tree() -> None:
+    (packed,) = pack([TokenTree.from_sequences([5, 6], [[7, 8], [7, 9, 4]])], max_tokens=10)
+    lines = re.findall(r"^ {8}(\w+) +(\d[\d ]*)$", TreeBatch.__doc__ or "", re.MULTILINE)
+    assert len(lines) == 7
+    assert {name: getattr(packed, name).tolist() for name, _ in lines} == {
+        name: [int(number) for number in numbers.split()] for name, numbers in lines
+    }
 
 
 def test_a_name_means_the_column_of_that_name() -> None:

@@ -66,7 +66,7 @@ class Stage(InThreads):
         return self.hosts[index]
 
     def object(self, index: int) -> Made:
-        made: Made = self.hosts[index]._calls._made.result(20)  # type: ignore[attr-defined]
+        made: Made = self.hosts[index]._calls._object.result(20)  # type: ignore[attr-defined]
         return made
 
     def drain(self) -> None:

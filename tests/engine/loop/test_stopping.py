@@ -40,9 +40,9 @@ def test_a_first_signal_asks_and_is_told(number: int) -> None:
     notes: list[str] = []
     stopping = Stopping(notes.append)
     with stopping.on_signals():
-        assert not stopping.asked
+        assert not stopping.requested
         send(number)
-        assert stopping.asked
+        assert stopping.requested
     assert len(notes) == 1
     assert notes[0].startswith(signal.Signals(number).name)
     assert _counted == []
@@ -67,7 +67,7 @@ def test_under_nohup_a_hangup_is_still_ignored() -> None:
     stopping = Stopping(lambda _: None)
     with stopping.on_signals():
         send(signal.SIGHUP)
-        assert not stopping.asked
+        assert not stopping.requested
         send(signal.SIGTERM)
-        assert stopping.asked
+        assert stopping.requested
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -129,7 +129,7 @@ def test_a_function_of_a_file(tmp_path):
         "def none(trees):\n    return []\n"
     )
     tree = tree_of(FLAT, REWARDS)
-    find = lambda name: resolve("algorithm.advantage", f"{file}:{name}", known=ADVANTAGES, inputs=("trees",))  # noqa: E731
+    find = lambda name: resolve("algorithm.advantage", f"{file}:{name}", parts=ADVANTAGES, inputs=("trees",))  # noqa: E731
     give_credit(find("double"), "double", [tree])
     np.testing.assert_array_equal(tree.advantage, 2 * np.array(REWARDS, np.float32))
     for name, said in [("wrong", "needs 4 values"), ("nan", "4 of 4 are not"), ("none", "0 arrays for 1 trees")]:

@@ -14,7 +14,8 @@ import pytest
 from rolltree.engine import UserError, load_config
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
-from rolltree.engine.methods.curricula import Candidate, Store, Ucb
+from rolltree.engine.methods.candidates import Candidate, Store
+from rolltree.engine.methods.curricula import Ucb
 from rolltree.engine.prompts.curriculum import Curriculum
 
 from ...support.real_step import Steps, take_steps
@@ -226,7 +227,7 @@ def test_an_own_class_orders_gates_sizes_and_sees_dropped_groups(toml: Path, tmp
     flags = given(toml, f"{toml.parent}/mine.py:Least", "{skip = 'rows/2'}")
     steps = take_steps(toml, tmp_path, *flags, "--loop.callback=dynamic_sampling", "--trainer.prompts_per_step=2",
                        "--trainer.steps=2")  # fmt: skip
-    seen = steps.orchestrator.source.curriculum._own.seen
+    seen = steps.orchestrator.source.curriculum._part.seen
     assert {why for _, _, why, *_ in seen} == {None, "equal_rewards"}
     first = 2 + int(steps.rows[0]["group/dropped_equal_rewards"])
     assert len(seen) == first + 2 + steps.rows[1]["group/dropped_equal_rewards"]

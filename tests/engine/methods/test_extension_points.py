@@ -109,7 +109,7 @@ def test_a_loss_of_the_users_in_two_updates_of_a_step(toml, tmp_path, max_tokens
 
     check_gradient(steps, loss_of, 1)
     assert {"mine/loss", "mine/mine"} <= steps.rows[0].keys()
-    (own,) = [t.own for t, _ in steps.orchestrator.learner.terms if t.name == "mine"]
+    (own,) = [t.instance for t, _ in steps.orchestrator.learner.terms if t.name == "mine"]
     assert own.steps == 1
 
 

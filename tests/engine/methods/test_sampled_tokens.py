@@ -278,7 +278,7 @@ def test_a_source_sees_trained_and_dropped_groups_with_their_credit(toml, tmp_pa
         toml, tmp_path, reward(toml, "by_prompt"), "--data.tasks=[]", f"--data.source={toml.parent}/mine.py:Sums",
         "--loop.callback=dynamic_sampling", "--trainer.steps=2", "--data.template={prompt}",
     )  # fmt: skip
-    seen = steps.orchestrator.source._stream._own.seen
+    seen = steps.orchestrator.source._stream._source.seen
     assert [len([g for g in groups if g[1] is None]) for groups in seen] == [6, 6]
     dropped = [g for groups in seen for g in groups if g[1] is not None]
     assert {why for _, why, *_ in dropped} == {"equal_rewards"}

@@ -135,7 +135,7 @@ def test_a_run_of_own_parts(toml: Path, tmp_path: Path) -> None:
         mean = sum(row["reward"] for row in group) / 6
         assert [row["advantage"] for row in group] == pytest.approx([row["reward"] - mean for row in group], abs=1e-6)
     assert [row["actor/lr"] for row in rows(whole)] == pytest.approx([1e-3 * cosine(k, {}, end=4) for k in (1, 2)])
-    assert whole.source._stream._own.seen == 12
+    assert whole.source._stream._source.seen == 12
 
 
 @pytest.mark.check

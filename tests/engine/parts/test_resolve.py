@@ -25,7 +25,7 @@ KNOWN = {"scale": scale, "made": Made}
 
 
 def find(name, **options):
-    return resolve("part.name", name, options, known=KNOWN, inputs=("values",))
+    return resolve("part.name", name, options, parts=KNOWN, inputs=("values",))
 
 
 def test_a_function_gets_its_options_and_a_class_is_made_with_them():

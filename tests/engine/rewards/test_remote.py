@@ -416,7 +416,7 @@ def test_options_of_the_policys_scores_are_checked(options: dict[str, str]) -> N
 
 def test_the_programs_rewards_are_taken_and_the_rest_is_skipped() -> None:
     with make_rewards(RewardConfig(verifier="program")) as rewards:
-        found = rewards.score([RewardItem("a", {}, given=0.5), RewardItem("b", {})])
+        found = rewards.score([RewardItem("a", {}, given_reward=0.5), RewardItem("b", {})])
     assert found == [RewardResult(0.5, None), RewardResult(None, None, skipped="no_reward")]
 
 

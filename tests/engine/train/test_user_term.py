@@ -176,7 +176,7 @@ def test_fields_are_zero_where_no_token_counts_and_unknown_log_probs_are_none():
         mine.prepare([tree])
         (batch,) = pack([tree], max_tokens=100)
         mine.on(batch, mine.normalizer([tree]), True, 1.0).loss(torch.linspace(-2, -1, batch.target.numel()))
-        found.append(mine.own.fields)
+        found.append(mine.instance.fields)
     mask, raw, (fields, every) = batch.loss_mask, batch.fields(FIELDS), found
     assert (raw.weight[~mask] != 0).any()  # a masked token has a weight, so that the zeros below say something
     for values in (fields.weight, fields.adv_pos, fields.adv_neg):
