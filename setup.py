@@ -149,7 +149,7 @@ class NativeParts(build_ext):
             where = temp / level
             where.mkdir(exist_ok=True)
             self.compile_and_link(
-                sorted(ROOT.glob("csrc/cpu/*.cpp")), flags, libs, target.with_name(f"_cpu_{level}.so"), where, own
+                sorted(ROOT.glob("csrc/cpu/**/*.cpp")), flags, libs, target.with_name(f"_cpu_{level}.so"), where, own
             )
 
     def build_cuda(self, target: Path, temp: Path) -> None:

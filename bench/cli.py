@@ -69,8 +69,8 @@ FIRST = (
 
 
 OWN = {
-    "job": ".runs.job",
-    "curves": ".runs.curves",
+    "job": ".jobs.job",
+    "curves": ".jobs.curves",
     "plot": ".plot",
     "simulate": ".runs.simulate",
     "tinker": ".runs.tinker_service",

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .runs.job import Point
+from .jobs.job import Point
 from .schema import RECORDS, Row, rows_at
 
 if TYPE_CHECKING:

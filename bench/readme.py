@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .runs import curves_table
-from .runs.job import Point, name_of
+from .jobs import curves_table
+from .jobs.job import Point, name_of
 from .schema import REPOSITORY, Row, read
 from .table import UNITS
 

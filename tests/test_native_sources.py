@@ -17,7 +17,7 @@ import pytest
 from torch.utils.cpp_extension import include_paths
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted(f for f in ROOT.glob("csrc/c*/*") if f.suffix in (".cu", ".cuh", ".cpp", ".h"))
+SOURCES = sorted(f for f in ROOT.glob("csrc/c*/**/*") if f.suffix in (".cu", ".cuh", ".cpp", ".h"))
 HEADERS = {
     "torch/csrc/inductor/aoti_torch/c/shim.h",
     "torch/csrc/stable/accelerator.h",
@@ -79,7 +79,7 @@ def test_names() -> None:
 @pytest.mark.aot
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for the narrowest vectors of x86")
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
-@pytest.mark.parametrize("source", sorted(ROOT.glob("csrc/cpu/*.cpp")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("source", sorted(ROOT.glob("csrc/cpu/**/*.cpp")), ids=lambda file: file.stem)
 def test_no_vector_is_compared_one_number_at_a_time(source: Path) -> None:
     """GCC splits the arithmetic of vectors wider than the machine's, but not what compares and selects: it says so."""
     flags = ["-std=c++20", "-march=x86-64-v2", "-Wvector-operation-performance", *(f"-I{p}" for p in include_paths())]

@@ -17,10 +17,10 @@
 #include <tuple>
 #include <vector>
 
-#include "few_rows.h"
+#include "products/few_rows.h"
 #include "layer_rows.h"
-#include "low_rank.h"
-#include "tree_decode.h"
+#include "products/low_rank.h"
+#include "attention/tree_decode.h"
 
 namespace rolltree {
 namespace {

@@ -11,9 +11,9 @@ from .branch import Request
 from .completions import Completion
 from .engine import RolloutEngine
 from .failing import TooLongError
+from .native.cache.kv_cache import KvExhaustedError
 from .native.drafts import DraftConfig
 from .native.engine import EngineConfig, NativeEngine
-from .native.kv_cache import KvExhaustedError
 from .sampling_params import SamplingParams
 
 __all__ = [

@@ -125,10 +125,11 @@ class Decoder:
 
     Every layer writes the rows' keys and values to its pages, attends over them, and adds the attention and its gated
     unit to the rows; the last norm follows the last layer. Norms are :func:`add_rms_norm_`'s, rotating and storing
-    :func:`rotate_and_store_`'s, attention is `rolltree.kernels.tree_decode_attention`. On a CPU csrc/cpu/few_rows.cpp
-    makes the products in bfloat16, and in float32 those of up to 384 rows (64 on Intel's processors with AVX-512, and
-    without AVX2); with it a row's result does not depend on the other rows. In bfloat16 sums are fp32, and every
-    operation rounds its result as PyTorch's does. (Touvron et al. 2023, https://arxiv.org/abs/2302.13971)
+    :func:`rotate_and_store_`'s, attention is `rolltree.kernels.tree_decode_attention`. On a CPU
+    csrc/cpu/products/few_rows.cpp makes the products in bfloat16, and in float32 those of up to 384 rows (64 on Intel's
+    processors with AVX-512, and without AVX2); with it a row's result does not depend on the other rows. In bfloat16
+    sums are fp32, and every operation rounds its result as PyTorch's does.
+    (Touvron et al. 2023, https://arxiv.org/abs/2302.13971)
 
     Args:
         embedding: [V, H] float32 or bfloat16 (float64 runs on the reference).
@@ -138,7 +139,7 @@ class Decoder:
         eps: of all norms.
         scale: factor of attention scores.
         windows: of each layer, as in `tree_decode_attention`.
-        library: let a library multiply more rows of float32 than csrc/cpu/few_rows.cpp is fastest for.
+        library: let a library multiply more rows of float32 than csrc/cpu/products/few_rows.cpp is fastest for.
 
     Raises:
         ValueError, TypeError: a shape, dtype, device or number that does not fit, or a tensor that is not contiguous.

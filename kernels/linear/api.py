@@ -25,10 +25,10 @@ def linear(
 ) -> Tensor:  # [..., N]
     """Compute ``x weight^T + bias``, each row with the same bits whatever the number of rows.
 
-    On a CPU csrc/cpu/few_rows.cpp multiplies up to `few_rows` rows. More rows are the library's where its product of
-    this width and depth was found to have the same bits (`library_agrees`), and its own elsewhere. On a GPU one kernel
-    of Triton multiplies any number of rows (`triton.tile_of`). Gradients are products of the library, whose bits may
-    depend on the number of rows.
+    On a CPU csrc/cpu/products/few_rows.cpp multiplies up to `few_rows` rows. More rows are the library's where its
+    product of this width and depth was found to have the same bits (`library_agrees`), and its own elsewhere. On a
+    GPU one kernel of Triton multiplies any number of rows (`triton.tile_of`). Gradients are products of the library,
+    whose bits may depend on the number of rows.
 
     Args:
         x: [..., K] float32 or bfloat16; copied where it is not contiguous.
@@ -85,7 +85,7 @@ PRODUCTS: dict[str, Product] = {"cpu": _on_a_cpu, "triton": dispatch.imported(__
 
 def library_agrees(width: int, depth: int, dtype: torch.dtype, biased: bool) -> bool:
     """Return whether torch's products of more than `few_rows` rows with a weight ``[width, depth]`` have the bits of
-    csrc/cpu/few_rows.cpp, as two products of random numbers have shown; their first use costs these."""
+    csrc/cpu/products/few_rows.cpp, as two products of random numbers have shown; their first use costs these."""
     return _agrees(width, depth, dtype, biased, torch.get_num_threads())
 
 

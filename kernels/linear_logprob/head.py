@@ -117,7 +117,7 @@ VOCABULARY_AT_ONCE = 1024
 """Columns of a product of logits on a CPU: MKL is 5 to 18 % faster in parts of 512 to 2048, with the same bits."""
 
 LEAST_COLUMNS = 48
-"""Columns from which MKL's products have the sums of csrc/cpu/few_rows.cpp, for more rows than `few_rows`."""
+"""Columns from which MKL's products have the sums of csrc/cpu/products/few_rows.cpp, for more rows than `few_rows`."""
 
 WIDENED_AT_ONCE = 4096
 """Rows of a weight that are widened at a time for a product."""
@@ -125,12 +125,12 @@ WIDENED_AT_ONCE = 4096
 
 @functools.cache
 def few_rows() -> int:
-    """Return the most rows for which csrc/cpu/few_rows.h makes the products on this CPU; 0 if it is not built."""
+    """Return the most rows for which csrc/cpu/products/few_rows.h makes products on this CPU; 0 if it is not built."""
     return int(torch.ops.rolltree_cpu.few_rows()) if load_library("cpu") else 0
 
 
 def own_product(hidden: Tensor, weight: Tensor, out: Tensor) -> bool:
-    """Return whether csrc/cpu/few_rows.h makes the product."""
+    """Return whether csrc/cpu/products/few_rows.h makes the product."""
     return (
         weight.is_contiguous()
         and out.stride(1) == 1
@@ -161,7 +161,7 @@ def softcapped(logits: Tensor, softcap: float) -> Tensor:  # [N, V] fp32
 
 def has_equal_bits(weight: Tensor) -> bool:
     """Return whether a row's logits on a CPU have the same bits whatever the number of rows: those of ``weight [V, H]``
-    in bf16, and in fp32 where the order of a library's sums is known (csrc/cpu/library_order.cpp)."""
+    in bf16, and in fp32 where the order of a library's sums is known (csrc/cpu/products/library_order.cpp)."""
     if weight.device.type != "cpu" or not load_library("cpu"):
         return False
     if weight.dtype == torch.bfloat16:
@@ -176,7 +176,7 @@ def _rows(t: Tensor) -> Tensor:  # [N, K]
 
 
 def has_bf16_gemm(weight: Tensor) -> bool:
-    """Return whether csrc/cpu/few_rows.cpp makes the logits of a bf16 ``weight``."""
+    """Return whether csrc/cpu/products/few_rows.cpp makes the logits of a bf16 ``weight``."""
     return weight.device.type == "cpu" and load_library("cpu")
 
 

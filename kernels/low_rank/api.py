@@ -15,7 +15,7 @@ from .runs import Runs
 
 
 def _cpu(out: Tensor, x: Tensor, adapters: Adapters, runs: Runs) -> None:
-    """Like `reference.add_low_rank` in csrc/cpu/low_rank.cpp."""
+    """Like `reference.add_low_rank` in csrc/cpu/products/low_rank.cpp."""
     if x.dtype == torch.float16:
         return reference.add_low_rank(out, x, adapters, runs)
     torch.ops.rolltree_cpu.add_low_rank(out, x, adapters.matrices, adapters.scales, runs.numbers)

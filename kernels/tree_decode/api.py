@@ -20,7 +20,7 @@ _compiled = dispatch.compiled_op("cpu", "tree_decode")
 
 
 def _cpu(q: Tensor, k_pages: Tensor, v_pages: Tensor, nodes: Nodes, work: Work, *scoring: Any) -> tuple[Tensor, Tensor]:
-    """Like `reference.tree_decode` in csrc/cpu/tree_decode.cpp, which walks the nodes without items."""
+    """Like `reference.tree_decode` in csrc/cpu/attention/tree_decode.cpp, which walks the nodes without items."""
     result: tuple[Tensor, Tensor] = _compiled(q, k_pages, v_pages, nodes, *scoring)
     return result
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from rolltree.bench.cli import main
-from rolltree.bench.runs import curves, curves_table
-from rolltree.bench.runs.job import Point
+from rolltree.bench.jobs import curves, curves_table
+from rolltree.bench.jobs.job import Point
 from rolltree.bench.schema import read
 from rolltree.engine.errors import RunError
 from rolltree.engine.learn.learner import Learner

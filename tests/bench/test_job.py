@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from rolltree.bench.cli import main
+from rolltree.bench.jobs import job, job_runs
+from rolltree.bench.jobs.job_runs import Recorder, weights_of
 from rolltree.bench.runner import UnsupportedError
-from rolltree.bench.runs import job, job_runs
-from rolltree.bench.runs.job_runs import Recorder, weights_of
 from rolltree.bench.schema import Row, rows_at
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.assembly.sampling import prepare_model

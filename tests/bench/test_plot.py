@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip insta
 
 from rolltree.bench import plot, readme
 from rolltree.bench.cli import main
-from rolltree.bench.runs.job import Point, case_of, name_of
+from rolltree.bench.jobs.job import Point, case_of, name_of
 from rolltree.bench.schema import Row, append, append_line
 from rolltree.engine.settings import DataConfig, ModelConfig, RewardConfig, TrainConfig
 

@@ -104,7 +104,7 @@ def one_more(sums: np.ndarray, x: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 
 def in_order(hidden: torch.Tensor, weight: torch.Tensor) -> np.ndarray:
-    """Return the sums of csrc/cpu/few_rows.cpp, or of few_rows_tiles.cpp where there are tiles, product by product."""
+    """Return the sums of csrc/cpu/products/few_rows.cpp, or of few_rows_tiles.cpp where there are tiles, one by one."""
     x, w = (np.pad(t.float().numpy(), ((0, 0), (0, -t.shape[1] % 32))) for t in (hidden, weight))
     K, zeros = hidden.shape[1] + hidden.shape[1] % 2, np.zeros((len(x), len(w)), np.float32)
     total = zeros

@@ -31,7 +31,7 @@ READERS = {
     "bench/schema.py": {"platform.machine", "cpuinfo"},  # the name of the machine, which results have
     "bench/timing.py": {"get_device_properties"},  # how much memory empties the cache between timings
     "csrc/cpu/vectors.h": {"__AVX"},  # what the compiler was told
-    "csrc/cpu/few_rows_dots.cpp": {"__AVX"},  # the same; whether it is called is decided in machine.h
+    "csrc/cpu/products/few_rows_dots.cpp": {"__AVX"},  # the same; whether it is called is decided in machine.h
 }
 """Files that ask the machine what it is, and what they may ask; None: everything."""
 QUESTIONS = re.compile(

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..branch import Branch
-from .kv_cache import KvCache
+from .cache.kv_cache import KvCache
+from .cache.states import StateStep
 from .pictures import Shown
 from .rows import Fill, RowTable
-from .states import StateStep
 
 Array = npt.NDArray[Any]
 

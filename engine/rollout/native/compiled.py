@@ -25,8 +25,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import UserError
 from .assembly import Step
+from .cache.kv_cache import KvCache
 from .draws import DeviceSamples, Draws, draw
-from .kv_cache import KvCache
 from .step_buffer import StepVector, count_partials
 
 Array = npt.NDArray[Any]

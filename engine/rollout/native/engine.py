@@ -26,12 +26,12 @@ from ..failing import TooLongError
 from ..packed import Changes
 from ..sampling_params import INT32, check_integer
 from .adapters import RowAdapters
+from .cache.kv_cache import KvCache
+from .cache.states import StateCache
 from .drafts import DraftConfig, Drafts
-from .kv_cache import KvCache
 from .loop import NativeLoop
 from .runner import Runner
 from .score import prompt_logprobs, score
-from .states import StateCache
 from .stops import Stops
 
 Array = npt.NDArray[Any]

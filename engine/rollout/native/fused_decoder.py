@@ -30,7 +30,7 @@ from rolltree.kernels.tree_decode import tree_decode_attention
 
 from ...model.invariant.install import is_invariant
 from .adapters import RowAdapters, Tables
-from .kv_cache import KvCache
+from .cache.kv_cache import KvCache
 from .step_buffer import StepVector
 
 FAMILIES = ("llama.modeling_llama.Llama", "qwen2.modeling_qwen2.Qwen2", "qwen3.modeling_qwen3.Qwen3")

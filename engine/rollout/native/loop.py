@@ -20,8 +20,8 @@ from ..failing import NOT_FINITE
 from ..records import child_seed, join, unsampled
 from ..steering import Steering
 from .assembly import Step
+from .cache.kv_cache import KvCache
 from .drafts import Drafts, on_path, up_to_end
-from .kv_cache import KvCache
 from .rows import RowTable, Samples
 from .runner import Runner
 from .scheduler import Scheduler, TooLargeError

@@ -23,14 +23,14 @@ from ...model.routes import Record
 from ..failing import NOTHING_LEFT
 from .adapters import RowAdapters
 from .assembly import Step
+from .cache.kv_cache import KvCache
+from .cache.states import StateStep
 from .compiled import CompiledLayers, DecodeGraphs
 from .constraints import Constraints
 from .draws import DeviceSamples, Draws, device_samples, draw
 from .fused_decoder import FusedDecoder
-from .kv_cache import KvCache
 from .pictures import Shown, Towers
 from .rows import RowTable, Sampled
-from .states import StateStep
 from .step_buffer import StepVector
 
 Array = npt.NDArray[Any]

@@ -24,11 +24,11 @@ import numpy.typing as npt
 from ..branch import Branch, Request
 from ..failing import TooLongError
 from .assembly import Assembly, Step
+from .cache.kv_cache import KvCache, KvExhaustedError
+from .cache.states import StateCache
 from .drafts import Drafts, cut
-from .kv_cache import KvCache, KvExhaustedError
 from .pictures import whole_part
 from .rows import Fill, RowTable
-from .states import StateCache
 from .stops import Stops
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from rolltree.kernels.tree_decode.plan import host_columns, lay_out
 
 from ...model.both_ways import Block
 from .assembly import Step
+from .cache.kv_cache import KvCache
 from .draws import DTYPES, Draws
-from .kv_cache import KvCache
 
 Array = npt.NDArray[Any]
 

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rolltree.engine.app.cli import main
-from rolltree.engine.rollout.native.states import StateCache
+from rolltree.engine.rollout.native.cache.states import StateCache
 
 from ...support.recurrent_models import make
 from ...support.tiny import write_job

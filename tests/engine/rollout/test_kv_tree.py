@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltree.engine.rollout.native._host import KvExhaustedError, KvTree
-from rolltree.engine.rollout.native.kv_cache import KvCache
+from rolltree.engine.rollout.native.cache.kv_cache import KvCache
 
 NAMES = ["insert", "insert", "grow", "grow", "grow", "truncate", "fork", "rewind", "refill", "release", "make_room"]
 NAMES += ["keep", "let_go"]

@@ -17,7 +17,7 @@ from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.programs import RolloutProgram, TreePO
 from rolltree.engine.rollout import DraftConfig, EngineConfig, NativeEngine, Request, SamplingParams
-from rolltree.engine.rollout.native.states import StateCache, StateStep
+from rolltree.engine.rollout.native.cache.states import StateCache, StateStep
 
 from ...support.fresh import copied, once_a_test
 from ...support.recurrent_models import FAMILIES, VOCAB, flat, make

@@ -515,7 +515,7 @@ def test_segments_end_at_texts_and_the_response_goes_on() -> None:
 def test_debug_mode_compares_every_layer_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     native = NativeEngine(model("gemma2"), config=EngineConfig(page_size=4, kv_tokens=128, debug=True))
     native.generate(PROMPTS, PARAMS, TREEPO)
-    from rolltree.engine.rollout.native import kv_cache
+    from rolltree.engine.rollout.native.cache import kv_cache
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)

@@ -15,7 +15,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "few_rows_in_lanes.h"
-#include "machine.h"
+#include "../machine.h"
 
 namespace rolltree {
 namespace {

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from rolltree.kernels.tree_recurrence import RecurrencePlan, Segments
 
-from ...batches.recurrence import Recurrence
-from .rows import Fill, RowTable
+from ....batches.recurrence import Recurrence
+from ..rows import Fill, RowTable
 
 if TYPE_CHECKING:
-    from ._host import KvTree
+    from .._host import KvTree
 
 Array = npt.NDArray[Any]
 Key = tuple[int, int]  # serial of a KV node, position

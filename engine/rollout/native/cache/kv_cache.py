@@ -15,17 +15,17 @@ from rolltree.kernels import use_backend
 from rolltree.kernels.machine import has
 from rolltree.kernels.tree_decode import DecodePlan, tree_decode_attention
 
-from ...batches.kv_store import AttentionRule
-from ...errors import UserError
-from ...model.both_ways import Block, attend_both_ways
+from ....batches.kv_store import AttentionRule
+from ....errors import UserError
+from ....model.both_ways import Block, attend_both_ways
+from ..routes import RouteCache
 from .host_keys import HostKeys
-from .routes import RouteCache
 from .states import StateCache
 
 try:
     if not has("_host"):
         raise ImportError("ROLLTREE_WITHOUT names _host")
-    from ._host import KvExhaustedError, KvTree
+    from .._host import KvExhaustedError, KvTree
 
     BUILT = True
 except ImportError:  # installed without a compiler: only rollouts do not work

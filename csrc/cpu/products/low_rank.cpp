@@ -13,7 +13,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "attention_tiles.h"
+#include "../attention/attention_tiles.h"
 #include "few_rows.h"
 
 namespace rolltree {

@@ -10,8 +10,8 @@
 #include <mutex>
 #include <optional>
 
-#include "machine.h"
-#include "vectors.h"
+#include "../machine.h"
+#include "../vectors.h"
 
 namespace rolltree {
 namespace {

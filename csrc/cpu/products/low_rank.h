@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "numbers.h"
+#include "../numbers.h"
 
 namespace rolltree {
 

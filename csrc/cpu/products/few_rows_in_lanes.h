@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "attention_tiles.h"
+#include "../attention/attention_tiles.h"
 #include "few_rows.h"
 
 namespace rolltree {

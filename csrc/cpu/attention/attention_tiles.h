@@ -26,7 +26,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "vectors.h"
+#include "../vectors.h"
 
 namespace rolltree {
 

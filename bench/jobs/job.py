@@ -174,7 +174,7 @@ def _process(config: Any, provider: str, directory: Path, limit: float) -> tuple
     from .job_runs import CONFIG, REFUSAL
 
     (directory / CONFIG).write_text(config.model_dump_json(), encoding="utf-8")
-    command = [sys.executable, "-m", "rolltree.bench.runs.job_runs", provider, str(directory)]
+    command = [sys.executable, "-m", "rolltree.bench.jobs.job_runs", provider, str(directory)]
     log = directory / "log.txt"
     with log.open("w") as said:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
@@ -227,7 +227,7 @@ def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
     from rolltree.engine.prompts.prompts import held_out
     from rolltree.engine.rollout.local import LocalSampler
 
-    from .long_tail import Quiet
+    from ..runs.long_tail import Quiet
 
     native = config.model_copy(update={"rollout": config.rollout.model_copy(update={"backend": "native"})})
     model, tokenizer = prepare_model(native)

@@ -5,8 +5,8 @@
 #include <memory>
 #include <span>
 
-#include "numbers.h"
-#include "vectors.h"
+#include "../numbers.h"
+#include "../vectors.h"
 
 namespace rolltree {
 

@@ -348,7 +348,7 @@ PROVIDERS: dict[str, Callable[[TrainConfig, Recorder], None]] = {
 
 
 def main() -> None:
-    """Run ``python -m rolltree.bench.runs.job_runs PROVIDER DIRECTORY``; the directory has the configuration."""
+    """Run ``python -m rolltree.bench.jobs.job_runs PROVIDER DIRECTORY``; the directory has the configuration."""
     provider, directory = sys.argv[1], Path(sys.argv[2])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     config = TrainConfig.model_validate_json((directory / CONFIG).read_text(encoding="utf-8"))

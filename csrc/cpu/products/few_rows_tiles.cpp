@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "few_rows_in_lanes.h"
-#include "machine.h"
+#include "../machine.h"
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && (__GNUC__ >= 11 || defined(__clang__))
 #define ROLLTREE_AMX 1

@@ -1,0 +1,1 @@
+"""Benchmarks of whole jobs: several trainers on one job, and curves of recipes."""
