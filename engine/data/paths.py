@@ -40,8 +40,8 @@ def last_marked(tree: TokenTree, marked: Array) -> Array:  # [P] bool -> [L] int
     first = np.cumsum(length) - length
     place = np.where(marked, np.arange(len(marked)) - np.repeat(first, length) + 1, 0)
     last = np.zeros(tree.num_leaves, np.int64)
-    some = length > 0
-    last[some] = np.maximum.reduceat(place, first[some]) if some.any() else 0
+    sampled = length > 0
+    last[sampled] = np.maximum.reduceat(place, first[sampled]) if sampled.any() else 0
     return last
 
 

@@ -135,13 +135,7 @@ class Learner(Learned):
         return kept
 
     def _one_update(
-        self,
-        members: list[TokenTree],
-        demonstrations: list[TokenTree],
-        step: int,
-        sums: Sums,
-        *,
-        again: bool,
+        self, members: list[TokenTree], demonstrations: list[TokenTree], step: int, sums: Sums, *, again: bool
     ) -> bool:
         """Make one update of a share of the batch; ``again``: an earlier pass has counted what the share leaves out."""
         with self.watch.part("pack"):
