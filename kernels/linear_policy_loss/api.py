@@ -2,23 +2,23 @@
 
 `linear_terms_loss` is the same for the sum of several terms over the same rows, in the matrix products of one. The plan
 decides between two ways. Where the gradients can be made in the forward, one op does everything (`op`, `fused`).
-Otherwise `_by_autograd` computes all log-probs first, then the losses, and leaves the gradients to autograd.
+Otherwise `by_autograd` computes all log-probs first, then the losses, and leaves the gradients to autograd.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks import Arguments
-from ..linear_logprob import STATISTICS, HeadLora, linear_statistics
+from ..linear_logprob import STATISTICS, HeadLora
 from ..linear_logprob.api import check_accumulator, prepare
 from ..policy_loss import Objective, PolicyFields, PolicyLossOutput
-from ..policy_loss.api import Metrics, check, finish, policy_loss_op
+from ..policy_loss.api import check
+from .autograd import CallHead, CallRows, by_autograd
 from .op import AccumulatedLoss, HeadPass, linear_terms_loss_op
 from .plan import ONE_PASS, HeadPlan, plan_everything, plan_terms_loss
 from .terms import (
@@ -29,10 +29,7 @@ from .terms import (
     common_normalizer,
     finish_terms,
     half_normalizer,
-    named,
     own_normalizers,
-    statistics_of,
-    statistics_read,
 )
 
 
@@ -148,11 +145,11 @@ def linear_terms_loss(
     if row is not None:
         call.index("row", row, len(hidden), remedy="it names rows of hidden")
     terms = _checked(call, terms, target, temperature)
-    head = _Head(weight, bias, lora, softcap, tp_group, weight_grad)
+    head = CallHead(weight, bias, lora, softcap, tp_group, weight_grad)
     _check_head(call, head, temperature.dtype, in_forward)
-    rows = _Rows(hidden, temperature, target, row, None, len(target))
+    rows = CallRows(hidden, temperature, target, row, None, len(target))
     if tp_group is not None or (plan is None and torch.compiler.is_compiling() and not _reads_no_data(row, terms)):
-        return _by_autograd(rows, head, terms)
+        return by_autograd(rows, head, terms)
     need = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, *head.tensors)]
     if plan is None:
         plan = _plan(hidden, weight, row, terms, gradient=any(need), frozen=not any(need[1:]))
@@ -163,51 +160,10 @@ def linear_terms_loss(
     of_policy = [t for t in terms if isinstance(t, Term)]
     if plan.schedule in ONE_PASS and any(need) and len(of_policy) == len(terms):
         return _in_one_pass(rows, head, of_policy, plan, need, in_forward)
-    return _by_autograd(rows.planned(plan)._replace(row=plan.row_of_target()), head, terms)
+    return by_autograd(rows.planned(plan)._replace(row=plan.row_of_target()), head, terms)
 
 
-class _Head(NamedTuple):
-    """The head of a call, and what becomes of its gradient."""
-
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
-    lora: HeadLora | None
-    softcap: float | None
-    tp_group: Any
-    weight_grad: Tensor | None  # [V, H]
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Weight, bias, and a and b of the adapter."""
-        return self.weight, self.bias, *((None, None) if self.lora is None else self.lora[:2])
-
-
-class _Rows(NamedTuple):
-    """Rows of hidden states with their targets: the caller's, or those of a plan."""
-
-    hidden: Tensor  # [R, H]
-    temperature: Tensor  # [R]
-    target: Tensor  # [P] int
-    row: Tensor | None  # [P] int, row of each target; None: one a row, in order
-    place: Tensor | None  # [P] int64, place of each target among the caller's; None: the same order
-    M: int  # targets of the caller
-
-    def planned(self, plan: HeadPlan) -> _Rows:
-        """Return the rows and targets of a plan, made from the caller's; ``plan.start`` stands for ``row``."""
-        hidden, temperature = self.hidden, self.temperature
-        if plan.row is not None:
-            hidden, temperature = hidden.index_select(0, plan.row), temperature[plan.row]
-        target = self.target.long().contiguous() if plan.place is None else self.target.long()[plan.place]
-        return _Rows(hidden, temperature, target, None, plan.place, plan.size[1])
-
-    def by_caller(self, values: Tensor, absent: float) -> Tensor:
-        """Return values of the targets ``[P, ...]`` in the caller's order ``[M, ...]``; ``absent`` for the others."""
-        if self.place is None:
-            return values
-        return values.new_full((self.M, *values.shape[1:]), absent).index_copy(0, self.place, values)
-
-
-def _check_head(call: Arguments, head: _Head, accumulator: torch.dtype, in_forward: bool) -> None:
+def _check_head(call: Arguments, head: CallHead, accumulator: torch.dtype, in_forward: bool) -> None:
     check_accumulator("linear_policy_loss", head.weight, head.weight_grad, accumulator)
     if in_forward:
         call.require(head.weight_grad is not None, "in_forward adds to weight_grad in the forward; give weight_grad")
@@ -263,19 +219,12 @@ def _plan(
     if torch.compiler.is_compiling() or (gradient and hidden.is_cuda and _reads_no_data(row, terms)):
         return plan_everything(N, V, H, hidden.device, frozen)
     return plan_terms_loss(
-        terms,
-        num_rows=N,
-        vocabulary=V,
-        hidden_size=H,
-        device=hidden.device,
-        row=row,
-        frozen=frozen,
-        gradient=gradient,
+        terms, num_rows=N, vocabulary=V, hidden_size=H, device=hidden.device, row=row, frozen=frozen, gradient=gradient
     )
 
 
 def _in_one_pass(
-    rows: _Rows, head: _Head, terms: Sequence[Term], plan: HeadPlan, need: Sequence[bool], in_forward: bool
+    rows: CallRows, head: CallHead, terms: Sequence[Term], plan: HeadPlan, need: Sequence[bool], in_forward: bool
 ) -> TermsLossOutput:
     """Compute the terms and their gradients in one pass of the head over the rows of ``plan``."""
     rows = rows.planned(plan)
@@ -305,50 +254,3 @@ def _in_one_pass(
         total, totals, sums, scores, *_ = compute(*head_pass.encoded())
     logprob, entropy = (rows.by_caller(values, torch.nan) for values in scores)
     return finish_terms(total, totals, sums, n, terms)._replace(logprob=logprob, entropy=entropy)
-
-
-def _by_autograd(rows: _Rows, head: _Head, terms: Sequence[AnyTerm]) -> TermsLossOutput:
-    """Compute the terms from one `linear_statistics`, and leave the gradients to autograd.
-
-    For losses of preference pairs, objectives of the whole batch and a vocabulary split over ranks, where every
-    log-prob is needed before any derivative is known. The backward forms the logits again for the rows that have a
-    gradient (`linear_logprob` does not with a frozen head).
-    """
-    names, ids = statistics_read(terms)
-    if ids is not None and rows.place is not None:
-        ids = ids[rows.place]
-    of_targets = linear_statistics(
-        rows.hidden, head.weight, rows.target, row=rows.row, want=("entropy", *names), extra_ids=ids, bias=head.bias,
-        temperature=rows.temperature, softcap=head.softcap, lora=head.lora, weight_grad=head.weight_grad,
-        tp_group=head.tp_group,
-    )  # fmt: skip
-    scores = [rows.by_caller(of_targets[name].detach(), torch.nan) for name in ("logprob", "entropy")]
-    statistics = {name: rows.by_caller(values, 0) for name, values in of_targets.items()}
-    scored = None
-    if rows.place is not None:
-        scored = torch.zeros(rows.M, dtype=torch.bool, device=rows.place.device).index_fill_(0, rows.place, True)
-    logprob, entropy = statistics["logprob"], statistics["entropy"]
-    loss: Tensor | None = None
-    metrics: Metrics = {}
-    losses = {}
-    for t, of_term in statistics_of(terms, statistics):
-        if isinstance(t, Term):
-            # detached unless needed: even a gradient of zeros by the entropy would be computed
-            term_entropy = entropy if t.objective.needs_entropy else entropy.detach()
-            mask = scored if t.fields.mask is None or scored is None else scored & t.fields.mask
-            fields = t.fields if mask is None else replace(t.fields, mask=mask)
-            total, _, _, sums = policy_loss_op(logprob, term_entropy, *fields.tensors(), t.objective.encoded)
-            value = finish(total, sums, t.normalizer, t.fields, t.objective, has_entropy=True)
-        else:
-            value = t.loss(logprob, **of_term)
-            if not isinstance(value, PolicyLossOutput) or value.loss.shape != ():
-                raise TypeError(
-                    f"linear_policy_loss: the loss of term '{t.name}' must return a PolicyLossOutput whose loss is a "
-                    f"single number, got a {type(value).__name__}."
-                )
-        losses[t.name] = value.loss.detach()
-        metrics |= named(value.metrics, t.name)
-        weighted = value.loss if t.weight == 1 else value.loss * t.weight
-        loss = weighted if loss is None else loss + weighted
-    assert loss is not None
-    return TermsLossOutput(loss, metrics, losses, *scores)

@@ -202,13 +202,8 @@ class Scheduler:
             pages: those that the step's running rows take.
             idle: no branch runs, so the oldest one may take all pages.
         """
-        filling = Filling(
-            self.cache,
-            self.rows,
-            pages=pages,
-            max_tokens=self.max_prefill_tokens,
-            whole_pictures=self.whole_pictures,
-        )
+        most = self.max_prefill_tokens
+        filling = Filling(self.cache, self.rows, pages=pages, max_tokens=most, whole_pictures=self.whole_pictures)
         for branch in list(self.waiting):
             if not filling.add(branch, alone=idle and not filling.fills):
                 break
