@@ -27,20 +27,6 @@ ALLOWED = {
     ("engine/programs/tools.py", "_asked"): IN_CHECKPOINTS,
 }
 """The names that stay, by file, with the reason."""
-EXCLUDED = (
-    "kernels/",
-    "engine/agents/",
-    "engine/app/assembly/",
-    "engine/app/config.py",
-    "engine/app/dry_run",
-    "engine/app/report/trees.py",
-    "engine/prompts/archive.py",
-    "engine/rewards/code/tests.py",
-    "engine/rollout/",
-    "engine/settings/",
-    "engine/tinker/",
-)
-"""The beginnings of paths that are not read."""
 
 
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -55,13 +41,12 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield from ((inner.lineno, inner.name) for inner in node.body if isinstance(inner, ast.FunctionDef))
 
 
-def vague(root: Path, excluded: tuple[str, ...] = EXCLUDED) -> list[tuple[str, int, str]]:
+def vague(root: Path) -> list[tuple[str, int, str]]:
     """Return file, line and name of each vague name in the product below ``root``."""
     paths = {str(path.relative_to(root)): path for package in PACKAGES for path in (root / package).rglob("*.py")}
     return sorted(
         (file, line, name)
         for file, path in paths.items()
-        if not file.startswith(excluded)
         for line, name in names(ast.parse(path.read_text(encoding="utf-8")))
         if name.strip("_") in VAGUE
     )

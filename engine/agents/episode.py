@@ -106,7 +106,7 @@ class Episode:
         self.aborted = 0
         self.seconds = 0.0
         self.place = job.near
-        self._numbers = self._made = self._sampled = 0
+        self._numbers = self._calls_begun = self._sampled = 0
         self._out_of_budget = self._cut = False
         self._refusal: str | None = None
         self._answers: dict[bytes, tuple[Turn, Any]] = {}
@@ -148,20 +148,20 @@ class Episode:
                     f"{self.program.at_once} calls of this episode wait for answers (at_once); ask again in a second.",
                     429, "rate_limit_exceeded", retry_after="1",
                 )  # fmt: skip
-            if self.program.calls is not None and self._made >= self.program.calls:
+            if self.program.calls is not None and self._calls_begun >= self.program.calls:
                 self._out_of_budget = True
                 raise RefusedError(
                     f"This episode has made its {self.program.calls} calls (calls); it is to end.",
                     429, "insufficient_quota", x_should_retry="false",
                 )  # fmt: skip
             number, self._numbers = self._numbers, self._numbers + 1
-            self._made += 1
+            self._calls_begun += 1
             return number
 
     def unmade(self, raw: bytes) -> None:
         """Take back a call that got no answer; if its client asks again, it means no earlier answer to ``raw``."""
         with self.lock:
-            self._made -= 1
+            self._calls_begun -= 1
             self._answers.pop(_digest(raw), None)
 
     def begin(

@@ -116,7 +116,7 @@ def list_blocks_kernel(
     tl.store(partial_counts + block, partial_count)
 
 
-_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_visible_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """subtree_end -> its version and the results made from it: all layers of a model ask for the same ones."""
 
 
@@ -127,10 +127,10 @@ def once(subtree_end: Tensor, position: Tensor | None, window: int | None, what:
     """
     if subtree_end.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
         return make()
-    version, by_kind = _made.get(subtree_end, (-1, {}))
+    version, by_kind = _visible_of.get(subtree_end, (-1, {}))
     if version != subtree_end._version:
         version, by_kind = subtree_end._version, {}
-        _made[subtree_end] = version, by_kind
+        _visible_of[subtree_end] = version, by_kind
     windowed = None if position is None or window is None else (id(position), position._version, window)
     if (what, windowed) not in by_kind:
         by_kind[what, windowed] = make(), position  # an id lives with its tensor

@@ -119,13 +119,13 @@ def columns_of(plan: Sequence[Array], groups: Iterable[int], by_path: bool = Fal
     return {"partial_begin": begin, **{f"items{group}": items_of(plan, before, group).ravel() for group in groups}}
 
 
-_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_schedules: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """row_begin of a plan -> query heads a key head, `by_path` -> its schedule: all layers of a step ask for the same."""
 
 
 def make_schedule(nodes: Nodes, group: int, by_path: bool = False) -> Work:
     """Return the work of nodes on a device, for ``group`` query heads a key head; waits for the device once a plan."""
-    by_shape = _made.setdefault(nodes.row_begin, {})
+    by_shape = _schedules.setdefault(nodes.row_begin, {})
     if (group, by_path) not in by_shape:
         columns = columns_of([x.cpu().numpy() for x in nodes], [group], by_path)
         device = nodes.row_begin.device

@@ -289,10 +289,10 @@ def test_schedules_made_beforehand_and_with_room_change_nothing() -> None:
         assert places[name].start * 4 % 128 == 0
     padded = DecodePlan.of_columns({n: vector[p] for n, p in places.items()}, exact.schedule.partials + 50)
     for plan in (exact, padded):
-        schedules._made.clear()
+        schedules._schedules.clear()
         got = run("triton", q, k, v, plan)
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
-        assert len(schedules._made) == 0
+        assert len(schedules._schedules) == 0
     bare = DecodePlan.from_host(arrays, torch.device("cpu"))
     assert bare.schedule is None
 

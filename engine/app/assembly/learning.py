@@ -231,8 +231,8 @@ def _reference(config: TrainConfig, reference: ReferenceConfig, model: PreTraine
 
 def _weights(config: TrainConfig, path: str, model: PreTrainedModel, spread: Spread) -> dict[str, Tensor]:
     other = load_model(path, dtype=model.dtype)
-    ours, theirs = ({name: p.shape for name, p in each.named_parameters()} for each in (model, other))
-    refuse(MODELS, Model(config, key="roles.reference.path", path=path, same_shapes=ours == theirs))
+    shapes, other_shapes = ({name: p.shape for name, p in each.named_parameters()} for each in (model, other))
+    refuse(MODELS, Model(config, key="roles.reference.path", path=path, same_shapes=shapes == other_shapes))
     spread(other)
     return Role.snapshot(other)
 

@@ -146,6 +146,6 @@ def check_same_tokens(config: TrainConfig, name: str, tokenizer: PreTrainedToken
         UserError: its tokenizer has other tokens.
     """
     path = of_policy(config, name).model.path
-    theirs = load_tokenizer(path)
-    same = theirs.get_vocab() == tokenizer.get_vocab() and theirs.eos_token_id == tokenizer.eos_token_id
+    other = load_tokenizer(path)
+    same = other.get_vocab() == tokenizer.get_vocab() and other.eos_token_id == tokenizer.eos_token_id
     refuse(MODELS, Model(config, key=f"models.{name}.path", path=path, same_tokens=same))

@@ -75,7 +75,7 @@ class FusedDecoder:
     def __init__(self, decoder: Any, cache: KvCache, adapters: RowAdapters) -> None:
         self._decoder, self._cache, self._adapters = decoder, cache, adapters
         self._invariant = is_invariant(decoder)
-        self._found: Snapshot | None = None
+        self._snapshot: Snapshot | None = None
         self._whole: tuple[Snapshot, Any, Decoder] | None = None
         """The snapshot and the pages from which the decoder as one call was built, and the decoder."""
         self._adapted: tuple[Snapshot, Tables, DecoderAdapters] | None = None
@@ -84,11 +84,11 @@ class FusedDecoder:
 
     def run(self, vector: StepVector) -> Tensor | None:  # [N, H]
         """Return the last hidden states of a step; None if the decoder has to run unfused."""
-        if self._found is None or not self._found.holds():
-            self._found = _snapshot(self._decoder)
-        if not self._found.supported or torch.is_autocast_enabled("cpu"):
+        if self._snapshot is None or not self._snapshot.holds():
+            self._snapshot = _snapshot(self._decoder)
+        if not self._snapshot.supported or torch.is_autocast_enabled("cpu"):
             return None
-        if self._invariant and self._found.layers is None:
+        if self._invariant and self._snapshot.layers is None:
             return None  # modules are computed as in training
         decoder, input_ids, positions = self._decoder, vector.view("input_ids"), vector.view("query_position")
         cos, sin, turns = self._turns(input_ids, positions, vector.positions)
@@ -99,9 +99,11 @@ class FusedDecoder:
                 attention = layer.self_attn
                 keys = cos.new_empty((0, attention.config.num_key_value_heads, attention.head_dim))
                 self._cache.make_pages(attention.layer_idx, keys, attention.num_key_value_groups)
-        if self._found.layers is not None:
-            adapted = None if vector.runs is None else Adapted(self._of_rows(self._found), vector.runs)
-            return self._as_one(self._found).run(input_ids, cos, sin, vector.view("slots"), vector.plan, turns, adapted)
+        if self._snapshot.layers is not None:
+            adapted = None if vector.runs is None else Adapted(self._of_rows(self._snapshot), vector.runs)
+            return self._as_one(self._snapshot).run(
+                input_ids, cos, sin, vector.view("slots"), vector.plan, turns, adapted
+            )
         vector.begin(self._cache)
         if turns is not None:
             cos, sin = cos.index_select(0, turns), sin.index_select(0, turns)

@@ -26,28 +26,28 @@ class Stops:
         self._tokenizer = tokenizer
         self.eos = end_token_ids(tokenizer, model.generation_config, model.config.get_text_config())
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
-        self._known: dict[tuple[frozenset[int], frozenset[int]], int] = {}
+        self._number_of: dict[tuple[frozenset[int], frozenset[int]], int] = {}
         self._tables = np.zeros((16, self._vocabulary), np.int8)
 
     def table(self, request: Request, rows: RowTable) -> int:
         """Return the number of the request's table of tokens. Tables that no row of ``rows`` uses are recycled."""
         ends = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else self.eos)
         key = frozenset(ends), frozenset(request.program.segment_stop_token_ids)
-        if key not in self._known:
+        if key not in self._number_of:
             row = np.zeros((1, self._vocabulary), np.int8)
             row[0, self._inside(key[0])] = END_RESPONSE
             row[0, self._inside(key[1])] = END_SEGMENT  # takes precedence: a program may continue after end-of-sequence
-            self._known[key] = self._free_table(rows)
-            self._tables[self._known[key]] = row
-        return self._known[key]
+            self._number_of[key] = self._free_table(rows)
+            self._tables[self._number_of[key]] = row
+        return self._number_of[key]
 
     def _free_table(self, rows: RowTable) -> int:
-        if len(self._known) == len(self._tables):
+        if len(self._number_of) == len(self._tables):
             used = {int(rows.stop_table[slot]) for slot, branch in enumerate(rows.branch) if branch is not None}
-            self._known = {key: number for key, number in self._known.items() if number in used}
-        if len(self._known) == len(self._tables):
+            self._number_of = {key: number for key, number in self._number_of.items() if number in used}
+        if len(self._number_of) == len(self._tables):
             self._tables = np.concatenate([self._tables, np.zeros_like(self._tables)])
-        return min(set(range(len(self._tables))) - set(self._known.values()))
+        return min(set(range(len(self._tables))) - set(self._number_of.values()))
 
     def tokens(self, tables: Array, token: Array) -> Array:  # [E] int64, [E] int64 -> [E] int8
         """Return `GO_ON`, `END_SEGMENT` or `END_RESPONSE` for each token by its row's table."""
