@@ -5,11 +5,14 @@ Imports nothing of rolltree, like `verifiers.py`.
 
 from __future__ import annotations
 
+import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 BUDGET = 0.8
@@ -18,6 +21,11 @@ OWN = 0.1
 """Share of that time for which it must have had a processor; else the machine is slow, and not the response."""
 AGAIN_S = 0.05
 """Seconds after which the time limit interrupts again, where a library has caught its first exception."""
+MEMORY = 1 << 30
+"""Bytes that reading a response may take beyond what the process has; a long list is made by one call, which no time
+limit interrupts."""
+ALONE = __name__.startswith("rolltree_rewards.") and sys.platform == "linux"
+"""This is a process of verifiers, whose memory can be limited without harm to others."""
 
 
 class TooSlowError(BaseException):
@@ -48,10 +56,26 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@contextmanager
+def memory_limit() -> Iterator[None]:
+    """Let allocations within the block fail that take more than `MEMORY` bytes together, in a verifier's process."""
+    if not ALONE:
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = [mapped + MEMORY, *(limit for limit in before if limit != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 def of_response(read: Callable[[], Any], seconds: float) -> tuple[Any, str | None]:
     """Return what ``read`` returns and None, or None and the word for the reason why a response could not be read."""
     try:
-        with time_limit(seconds):
+        with time_limit(seconds), memory_limit():
             return read(), None
     except TooSlowError:
         return None, "too_slow"

@@ -26,7 +26,7 @@ from rolltree.kernels import (
 )
 from rolltree.kernels.linear_logprob import api as logprob_api
 from rolltree.kernels.linear_logprob import op as logprob_op
-from rolltree.kernels.linear_policy_loss import api, fused, op, plan
+from rolltree.kernels.linear_policy_loss import api, autograd, fused, op, plan
 from rolltree.kernels.linear_policy_loss.terms import AnyTerm
 from rolltree.kernels.policy_loss import api as policy_loss_api
 
@@ -108,7 +108,7 @@ def host_waits(names: str, patch: pytest.MonkeyPatch) -> list[str]:
         patch.setattr(module, name, call)
 
     body(api, "linear_terms_loss_op", op._setup_context, op._autograd_backward)
-    body(api, "policy_loss_op", policy_loss_api._setup_context, policy_loss_api._autograd_backward)
+    body(autograd, "policy_loss_op", policy_loss_api._setup_context, policy_loss_api._autograd_backward)
     body(logprob_api, "linear_logprob_op", logprob_op._setup_context, logprob_op._autograd_backward)
     patch.setattr(logprob_op, "linear_logprob_backward_op", logprob_op.linear_logprob_backward_op._init_fn)
     patch.setattr(checks, "WITHOUT_VALUES", ())  # here they stand for a GPU's

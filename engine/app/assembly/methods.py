@@ -88,7 +88,7 @@ class Methods:
     @property
     def functions(self) -> dict[str, Any]:
         """The functions and objects of the user's or of rolltree, by their keys."""
-        of_terms = {f"{TERMS}{term.name}": getattr(term, "own", None) for term, _ in self.terms}
+        of_terms = {f"{TERMS}{term.name}": getattr(term, "instance", None) for term, _ in self.terms}
         return {"algorithm.advantage": self.credit, **dict(self.shapings), **of_terms}
 
 

@@ -269,7 +269,7 @@ def _words(process: psutil.Process) -> list[str]:
 
 def test_further_policies_play_no_role_of_an_agent(tmp_path: Path, capsys: Any) -> None:
     toml, flags = write(tmp_path)
-    toml.write_text(toml.read_text().replace("call_tokens = 12", 'call_tokens = 12\nroles = ["planner"]'))
+    beside(toml, toml.stem, rollout={"program_options": {"agent": "agent.py:solve", "roles": ["planner"]}})
     toml.write_text(toml.read_text() + f'\n[models.planner]\npath = "{tmp_path / "model"}"\n')
     assert main(["train", str(toml), *flags]) == 2
     assert "`models.planner` plays a role of a program" in capsys.readouterr().err

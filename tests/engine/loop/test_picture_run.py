@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.models.smolvlm.processing_smolvlm import _prompt_single_image
 
-from rolltree.engine import TokenTree
-from rolltree.engine.app.assembly.preflight import check_pictures
+from rolltree.engine import TokenTree, load_config
+from rolltree.engine.app.assembly.preflight import check_shown
 from rolltree.engine.app.cli import main
 from rolltree.engine.app.report.trees import build_tree
 from rolltree.engine.data.media import FIRST_ID, PromptMedia
@@ -37,6 +37,7 @@ from rolltree.engine.tasks import problem_of, read_problems
 
 from ...support.picture_models import IMAGE, make_models
 from ...support.picture_run import SHOWN, encoded, metrics, write_run
+from ...support.tiny import write_job
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +234,7 @@ def test_all_forms_of_a_picture_give_the_same_prompt(tokenizer: Any, tmp_path: P
 
 
 def test_vllm_takes_pictures_of_qwen_alone(tokenizer: Any, tmp_path: Path) -> None:
+    toml = write_job(tmp_path)
     content = encoded(np.random.default_rng(1))
     shown, plain = (
         prompts_of([{"prompt": "w7"} | more], tokenizer, tmp_path, image_key=key)
@@ -241,11 +243,12 @@ def test_vllm_takes_pictures_of_qwen_alone(tokenizer: Any, tmp_path: Path) -> No
     for name in ("qwen3_vl", "gemma3"):
         model, _ = make_models(name)
         for prompts, backend in ((shown, "native"), (plain, "vllm"), (shown, "vllm")):
+            config = load_config(toml, [f"--rollout.backend={backend}"])
             if (name, prompts, backend) == ("gemma3", shown, "vllm"):
                 with pytest.raises(UserError, match="of Qwen's models only, not of Gemma3ForConditionalGeneration"):
-                    check_pictures(prompts, model, backend)
+                    check_shown(prompts, model, config)
             else:
-                check_pictures(prompts, model, backend)
+                check_shown(prompts, model, config)
 
 
 def test_pictures_of_equal_text_are_different_problems(home: Path, tokenizer: Any) -> None:

@@ -105,7 +105,7 @@ def test_the_error_has_the_lengths() -> None:
             continue
         with pytest.raises(TooLongError) as wrong:
             engine.submit([[5] * prompt], params)
-        assert (wrong.value.prompt, wrong.value.asked, wrong.value.limit) == (prompt, most, limit)
+        assert (wrong.value.prompt, wrong.value.max_tokens, wrong.value.limit) == (prompt, most, limit)
 
 
 def test_a_response_that_outgrows_the_cache_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,3 +286,16 @@ def test_one_response_fails_no_verifier_and_an_entry_does() -> None:
     assert bounded("loop", {"answer": 4}) == {"reward": 0.0, "unparsed": "too_slow"}
     with pytest.raises(ZeroDivisionError):
         bounded("4", {"answer": 0})
+
+
+def test_a_response_takes_no_memory_without_bounds() -> None:
+    """A list of 8 GB is made by one call, which no time limit interrupts."""
+    entry = {
+        "answer": "x**2 + C",
+        "metadata": {"source_dataset": "simple_integration", "variable": "x", "integrand": "2*x"},
+    }
+    texts = ["<answer>[[]] * 10 ** 9</answer>", "<answer>x**2 + C</answer>"]
+    with RewardPool(RewardConfig(verifier="task", workers=1), [TaskConfig(name="simple_integration")]) as pool:
+        bomb, right = pool.score([RewardItem(text, {**entry, "task_index": 0}) for text in texts])
+    assert bomb.value == 0.0
+    assert right.value == 1.0
