@@ -124,7 +124,7 @@ def test_every_product_is_added_by_one_instruction(level: str, tmp_path: Path) -
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     tuned = "--param=avoid-fma-max-bits=512"
     flags = ["-O3", "-std=c++20", "-ffp-contract=fast", f"-march={level}", tuned, *includes, "-S", "-o", str(out)]
-    subprocess.run([machine.compiler(), *flags, str(CSRC / "few_rows.cpp")], check=True)
+    subprocess.run([machine.compiler(), *flags, str(CSRC / "products" / "few_rows.cpp")], check=True)
     code = out.read_text()
     assert code.count("vfmadd") > 500
     assert "mulps" not in code
