@@ -142,7 +142,7 @@ from rolltree.engine.app.server import make_app
 from rolltree.engine.tinker.serving import training_of
 engine = NativeEngine(model, tokenizer)
 app = make_app(engine, "m", training=training_of(engine, "m", "model", Path("states")))
-assert "/api/v1/forward_backward" in {route.path for route in app.routes}
+assert "/api/v1/forward_backward" in app.openapi()["paths"]
 """,
     ("pictures",): """
 import io
