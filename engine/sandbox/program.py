@@ -1,4 +1,4 @@
-"""What a contained child does: it runs one untrusted program and reports the outcome.
+"""The work of a contained child: it runs one untrusted program and reports the outcome.
 
 Only `jail.py` loads this file, by its path.
 """

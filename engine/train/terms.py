@@ -293,14 +293,17 @@ class PairTerm:
 def needed(trees: Sequence[TokenTree], terms: Sequence[LossTerm]) -> list[TokenTree]:
     """Return what the gradients of ``terms`` need of ``trees``, which are prepared and have credit.
 
-    Responses that no term reads, and the ends of responses behind the last token that one reads, are left out. Loss
-    and gradient stay the same: the normalisers are those of the whole trees, and so are means over a response.
+    Responses that no term reads are left out, and of a single term the ends of responses after the last token that it
+    reads. Loss and gradient stay the same: the normalisers are those of the whole trees, and so are means over a
+    response.
     """
     if not terms or any(term.whole_batch for term in terms):
         return list(trees)
     parts = []
     for tree in trees:
         extent = np.max([term.extent(tree) for term in terms], axis=0)
+        if len(terms) > 1:  # terms without a selection share one column of weights, which holds one term's means
+            extent = np.where(extent > 0, tree.response_length, 0)
         part = cut(tree, extent)
         if part is not None:
             parts.append(part)

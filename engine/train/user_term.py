@@ -105,7 +105,7 @@ class UserTerm:
                 if name not in tree.columns:
                     tree.set(name, column.fill)
 
-    whole_batch = True  # nobody knows what a user's loss reads
+    whole_batch = True  # a user's loss may read all of it
 
     def extent(self, tree: TokenTree) -> Array:  # [L]
         return np.where(self.tokens.lengths(tree) > 0, tree.response_length, 0)

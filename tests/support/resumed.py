@@ -21,7 +21,7 @@ from rolltree.engine.train import checkpoint
 from .real_step import share_rewards
 
 CLOCK = ("timing_s/", "perf/", "utilization/")
-"""How the names of metrics begin that depend on the clock."""
+"""Beginnings of the names of metrics that depend on the clock."""
 FIXED = ("--evaluation.problems=0", "--evaluation.every=0", "--checkpoint.every=1", "--trainer.self_check=false")
 
 

@@ -1,4 +1,4 @@
-"""What does not go together: one table, a row for each two things, and the stage of a run at which it is decided.
+"""The table of things that do not go together: a row for each two, and the stage of a run at which it is decided.
 
 `TrainConfig` refuses by the rows of keys when it is read. `rolltree train`, with ``--dry-run`` too, refuses by the
 others when the parts are made or the models are loaded that they are about. docs/configuration.md shows the table.

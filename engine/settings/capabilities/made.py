@@ -14,7 +14,7 @@ OF_ROLES = {"ref_logprob": "reference", "teacher_logprob": "teacher", "value": "
 
 @dataclass(frozen=True)
 class Part:
-    """What a part says of itself once it is made; each kind of part has some of these."""
+    """The facts of a part once it is made; each kind of part has some of these."""
 
     run: RunKeys
     key: str
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Model:
-    """What loaded models, tokenizers and data say of themselves."""
+    """The facts of loaded models, tokenizers and data."""
 
     run: RunKeys
     positions: int | None = None

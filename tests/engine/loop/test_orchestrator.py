@@ -339,7 +339,7 @@ def test_more_steps_after_the_end(home, tmp_path):
 
 @pytest.mark.check
 def test_rows_after_the_checkpoint_are_set_aside(home, tmp_path):
-    """What came after the checkpoint is set aside, not thrown away."""
+    """The rows after the checkpoint are set aside, not thrown away."""
     config = configure(home, tmp_path)
     orchestrate(config).run()
     log = config.run_dir / "metrics.jsonl"

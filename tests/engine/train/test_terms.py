@@ -241,3 +241,18 @@ def test_a_loss_that_reads_the_batch_keeps_it(objective):
     assert needed([tree], [TokenTerm(objective)]) == [tree]
     assert needed([tree], [PairTerm(PAIRINGS["best_and_worst"])]) == [tree]
     assert needed([tree], [TokenTerm(Objective())])[0].num_leaves == 1
+
+
+def test_two_terms_that_share_their_weights_keep_responses_whole():
+    tree = group()
+    tree.set("path_advantage", [1, 1, 0, 0, 0, 0, 0, 0.5, 0, 0, 0, 0, -1])
+    tree.set("behaviour_logprob", np.full(tree.num_tokens, -2.0))
+    terms = [TokenTerm(Objective(aggregation="seq_mean_token_mean"), name) for name in ("actor", "other")]
+    whole = run(terms, [tree])
+    parts = needed([tree], terms)
+    assert parts[0].num_leaves == 3
+    ours, _ = make_models("qwen3")
+    for batch in pack(parts, max_tokens=1000):
+        backward(ours, batch, [term.on(batch, term.normalizer([tree]), True, 1.0) for term in terms])
+    for a, b in zip(gradients(ours), whole[2], strict=True):
+        close(a, b, 2e-5)
