@@ -40,7 +40,7 @@ class Terminal(RichConsole):
 
 def _count(value: float) -> str:
     """Shorten a count: 21437 -> 21.4k."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.1f}{unit}"
     return f"{value:.0f}"
@@ -59,6 +59,7 @@ PARTS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("response_length/mean", lambda v: f"len {v:.0f}"),
     ("perf/throughput", lambda v: f"{_count(v)} tok/s"),
     ("tree/token_ratio", lambda v: f"ratio {v:.1f}x"),
+    ("perf/flop", lambda v: f"{_count(v)}FLOP"),
     ("timing_s/step", lambda v: f"{v:.1f} s"),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,48 @@ import torch
 from transformers import PreTrainedModel
 
 from ..data.tree import TokenTree
+from .batch import TreeBatch
 from .rows import distinct_rows
 
 EXPERTS = ("num_experts", "num_local_experts", "moe_num_experts")
 ACTIVE = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 """Names in configurations of the number of experts, and of those that compute a token."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a decoder and its head compute in one forward pass."""
+
+    rows: float = 0.0
+    pairs: float = 0.0  # of a row and a row that it sees, itself included
+    heads: float = 0.0  # rows whose logits are computed
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.rows + other.rows, self.pairs + other.pairs, self.heads + other.heads)
+
+    @staticmethod
+    def of(batches: Iterable[TreeBatch]) -> Work:
+        """The forward pass of ``batches``, with the rows that only fill padded ones."""
+        return sum((_work(batch) for batch in batches), Work())
+
+    @staticmethod
+    def again(batches: Iterable[TreeBatch]) -> Work:
+        """The pieces of ``batches`` that are computed a second time, for the rows that see them (`pieces.py`)."""
+        return sum((_piece_work(batch) for batch in batches), Work())
+
+
+def _work(batch: TreeBatch) -> Work:
+    rows = batch.num_tokens if batch.padded is None else batch.padded[0] * batch.padded[1]
+    return Work(rows, float(batch.position_ids.sum()) + batch.num_tokens, len(batch.head_row))
+
+
+def _piece_work(batch: TreeBatch) -> Work:
+    total = Work()
+    for piece in batch.pieces:
+        if piece.last > piece.end:
+            depth = batch.position_ids[piece.begin : piece.end]
+            total += Work(len(depth), float(depth.sum()) + len(depth))
+    return total
 
 
 @dataclass(frozen=True)
@@ -48,17 +86,21 @@ class CostModel:
             scored=2 * config.hidden_size * config.vocab_size,
         )
 
+    def forward(self, work: Work) -> float:
+        """FLOP of one forward pass."""
+        return self.token * work.rows + self.attention * work.pairs + self.scored * work.heads
+
     def shared(self, tree: TokenTree) -> float:
         """FLOP of the tree: every distinct prefix once."""
         rows = distinct_rows(tree)
         scored = np.unique(rows.of_token[tree.loss_mask & (tree.response_leaves > 0)]).size
-        return self.token * rows.num_rows + self.attention * rows.visible + self.scored * scored
+        return self.forward(Work(rows.num_rows, rows.visible, scored))
 
     def flat(self, tree: TokenTree) -> float:
         """FLOP of the flat batch: every leaf's path on its own."""
         length = tree.path_length.astype(np.float64)
         visible = float((length * (length + 1) / 2).sum())
-        return self.token * tree.logical_tokens + self.attention * visible + self.scored * tree.loss_tokens
+        return self.forward(Work(tree.logical_tokens, visible, tree.loss_tokens))
 
 
 def _attends(layer: Any) -> bool:

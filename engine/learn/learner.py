@@ -10,15 +10,14 @@ import numpy as np
 import torch
 
 from ..batches.batch import TreeBatch
-from ..data.columns import Array
 from ..data.episodes import Episodes
-from ..data.segment import Origin
 from ..data.tree import TokenTree
 from ..errors import UserError
-from ..methods.credit import COLUMN, give_credit
+from ..methods.credit import give_credit
 from ..methods.schedules import at_step
-from ..methods.shaping import shape_rewards
+from ..methods.shaping import shape_rewards, weigh_credit
 from ..model.roles import Role
+from ..model.routes import unknown_routes
 from ..record.metrics import Stopwatch, Sums
 from ..rollout import SamplingParams
 from ..rollout.sampler import WeightSource
@@ -28,7 +27,7 @@ from ..train.trainer import Metrics, Weighted
 from .learned import Learned
 from .learning import Ahead, LearningParts
 from .micro_batches import MicroBatches
-from .utilization import Mfu
+from .utilization import Compute
 
 Score = Callable[[Sequence[TokenTree], float], object]
 """Scores trees into their columns, at a temperature."""
@@ -52,7 +51,7 @@ class Learner(Learned):
         self.terms = list(parts.terms)
         self.scales = {"temperature_scale": parts.temperature_scale, "length_scale": parts.length_scale}
         self.policies: dict[str, Learner] = {}  # no other one learns with this one
-        self.mfu = Mfu.of(parts.model, self.group.count)
+        self.compute = Compute.of(parts.model, self.group.count)
         self.batches = MicroBatches(parts, note)
         self._alone = [role for role in self.roles if role.fixed] if parts.score_early else []
 
@@ -89,7 +88,7 @@ class Learner(Learned):
             kept = _counted(kept, sums)
             if parts.replay_routes:
                 for tree in kept:
-                    sums.add_values("training/unknown_routes", _unknown_routes(tree))
+                    sums.add_values("training/unknown_routes", unknown_routes(tree))
         self._let_score(parts.given_roles, demonstrations, self.temperature(step))
         with self.watch.part("pack"):
             for term, _ in self.terms:
@@ -126,7 +125,7 @@ class Learner(Learned):
                 give_credit(parts.credit, parts.credit_name, [episodes.tree for episodes in responses])
             for tree, episodes in zip(kept, responses, strict=True):
                 episodes.write_back()
-                _weigh_credit(tree, tree.meta.get("replay_weight", 1.0))
+                weigh_credit(tree, tree.meta.get("replay_weight", 1.0))
             for tree, part, drop in zip(trees, judged, failed, strict=True):
                 if part is not None and part is not tree:
                     tree.advantage[~drop] = part.advantage
@@ -180,7 +179,7 @@ class Learner(Learned):
                     torch.cuda.empty_cache()
                     sums.count("actor/out_of_memory")
                     batches = self.batches.packed(live, all_terms)
-        self.mfu.add(live, metrics["perf/head_tflop"][0])
+        self.compute.train(self.model, self.batches.work, self.batches.again, 1e12 * metrics["perf/head_tflop"][0])
         for name, (total, count) in metrics.items():
             sums.add(name, total, count)
         if self.critic is not None:
@@ -207,6 +206,7 @@ class Learner(Learned):
     def _teach_critic(self, batches: Sequence[TreeBatch], trees: Sequence[TokenTree], sums: Sums) -> None:
         assert self.critic is not None
         with self.watch.part("update_critic"):
+            self.compute.train(self.critic.model, self.batches.work, self.batches.again, 0.0)
             loss_tokens = sum(tree.loss_tokens for tree in trees)
             for name, (total, count) in self.critic.learn(batches, loss_tokens).items():
                 sums.add(name, total, count)
@@ -267,6 +267,7 @@ class Learner(Learned):
             with self.watch.part("old_log_prob"):
                 batches = self.batches.to_score(trees)
                 self.critic.score(trees, batches)
+                self.compute.score(self.critic.model, replace(self.batches.work, heads=0))
                 self._exchange(trees, batches, "value")
 
     @property
@@ -295,7 +296,8 @@ class Learner(Learned):
             flat = self.batches.shares_nothing(trees)
             batches = self.batches.to_score(trees, in_pieces=self.batches.in_pieces and not flat, flat=flat)
             for role in roles:
-                role.score(trees, batches, temperature=temperature)
+                for model in role.score(trees, batches, temperature=temperature):
+                    self.compute.score(model, self.batches.work)
                 for column in role.columns:
                     self._exchange(trees, batches, column)
 
@@ -316,8 +318,8 @@ class Learner(Learned):
         return self.phases.read()
 
     def utilization(self, times: dict[str, float]) -> dict[str, float]:
-        """Return `Mfu.read` of the step's account."""
-        return self.mfu.read(times)
+        """Return `Compute.read` of the step's account."""
+        return self.compute.read(times)
 
     @property
     def device(self) -> torch.device:
@@ -336,19 +338,6 @@ def _counted(trees: Sequence[TokenTree], sums: Sums) -> list[TokenTree]:
     left = [tree for tree in trained if tree is not None]
     sums.count("filter/untrained_tokens", _sampled(trees) - _sampled(left))
     return left
-
-
-def _unknown_routes(tree: TokenTree) -> Array:  # [n] bool
-    """Tell of each sampled token in the loss if the experts that computed its predictor are unknown."""
-    before = tree.parent_row[tree.loss_mask & (tree.origin == Origin.SAMPLED)]
-    return (tree.routes[before] < 0).any((1, 2)) if "routes" in tree.columns else np.ones(len(before), bool)
-
-
-def _weigh_credit(tree: TokenTree, weight: float) -> None:
-    """Multiply a replayed group's credit by its weight."""
-    for name in COLUMN.values():
-        if weight != 1 and name in tree.columns:
-            tree.set(name, weight * tree.columns[name])
 
 
 def _sampled(trees: Sequence[TokenTree]) -> int:

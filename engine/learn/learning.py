@@ -102,7 +102,7 @@ class Learning(Protocol):
         ...
 
     def utilization(self, times: dict[str, float]) -> dict[str, float]:
-        """Return metrics of the devices' utilisation by the updates since the last call, given the step's account."""
+        """Return metrics of what was computed since the last call, given the step's account; see `Compute.read`."""
         ...
 
 

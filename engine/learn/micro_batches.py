@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..batches.batch import TreeBatch
-from ..batches.cost import CostModel
+from ..batches.cost import CostModel, Work
 from ..batches.distribute import deal, distribute
 from ..batches.equal_prefixes import share_equal_prefixes
 from ..batches.pack import pack
@@ -30,6 +30,8 @@ class MicroBatches:
     Attributes:
         max_tokens: packed tokens of one micro-batch of an update; halved by each one that runs out of memory.
         flat: the model computes trees wrongly, so that updates share no prefixes; None before that is tested.
+        work, again: of the forward pass of the batches that were packed last, those of all ranks, and of the pieces
+            of them that are computed a second time.
     """
 
     def __init__(self, parts: LearningParts, note: Callable[[str], object]) -> None:
@@ -37,6 +39,7 @@ class MicroBatches:
         self.cost = CostModel.of(parts.model)
         self.max_tokens = parts.max_tokens
         self.flat: bool | None = None
+        self.work, self.again = Work(), Work()
 
     def shared(self, trees: list[TokenTree], terms: Sequence[LossTerm]) -> list[TokenTree]:
         """Merge equal prefixes of different leaves, unless an objective is defined on nodes or updates are flat."""
@@ -54,6 +57,7 @@ class MicroBatches:
         options: dict[str, Any] = {"max_tokens": self.max_tokens, "flat": flat, "unshare": unshare, **self._replay}
         if self.group.count == 1:
             packed = pack(trees, in_pieces=self.in_pieces, **options)
+            self.work, self.again = Work.of(packed), Work.again(packed)
             return [replace(batch, of=len(packed)) for batch in packed]
         if is_invariant(self.model):
             shares = deal(trees, self.group.count, **options)
@@ -68,6 +72,7 @@ class MicroBatches:
                 f"{self.group.count} a tree over trainer.max_tokens = {self.max_tokens} is divided; raise "
                 "trainer.max_tokens, or set trainer.ranks to 1."
             )
+        self.work, self.again = Work.of(batch for batches in shares for batch in batches), Work()
         return [replace(batch, of=len(real)) for batch in shares[self.group.rank]]
 
     def halve(self, trees: Sequence[TokenTree]) -> bool:
@@ -87,8 +92,12 @@ class MicroBatches:
         """Pack the trees that this rank scores."""
         options: dict[str, Any] = {"max_tokens": self.parts.max_tokens, "flat": flat, **self._replay}
         if self.group.count == 1:
-            return pack(trees, in_pieces=in_pieces, **options)
-        return distribute(trees, self.group.count, self.cost, **options)[self.group.rank]
+            packed = pack(trees, in_pieces=in_pieces, **options)
+            self.work, self.again = Work.of(packed), Work()
+            return packed
+        shares = distribute(trees, self.group.count, self.cost, **options)
+        self.work, self.again = Work.of(batch for batches in shares for batch in batches), Work()
+        return shares[self.group.rank]
 
     @property
     def in_pieces(self) -> bool:

@@ -95,8 +95,8 @@ class Policies:
 
     def utilization(self, times: dict[str, float]) -> dict[str, float]:
         by_policy = [learner.utilization(times) for learner in self._all]
-        together = sum(of_policy.get("perf/mfu/actor", 0.0) for of_policy in by_policy)
-        return by_policy[0] | ({"perf/mfu/actor": together} if "perf/mfu/actor" in by_policy[0] else {})
+        summed = {name for name in by_policy[0] if name != "perf/peak_tflop_s"}
+        return by_policy[0] | {name: sum(one.get(name, 0.0) for one in by_policy) for name in summed}
 
     def save(self, directory: Path) -> Saved:
         """Write the first policy's state to ``directory`` and that of each other one to the folder of its name."""

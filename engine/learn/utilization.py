@@ -1,19 +1,18 @@
-"""Utilisation of a GPU: the updates' share of its peak (MFU), and counters of its driver (NVML)."""
+"""What an update computes: its FLOP, their share of a GPU's peak (MFU), and counters of the GPU's driver (NVML)."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ..batches.cost import CostModel
-from ..batches.rows import distinct_rows
-from ..data.tree import TokenTree
+from ..batches.cost import CostModel, Work
 from ..train.phases import HEAD, MODEL, OPTIMIZER
 
 PEAK_TFLOP_S = {
@@ -45,51 +44,77 @@ def peak_tflop_s(name: str, dtype: torch.dtype) -> float | None:
     return next((peak for begin, peak in PEAK_TFLOP_S.items() if name.startswith(begin)), None)
 
 
-class Mfu:
-    """Share of the device's peak that the policy's updates reached (model FLOP utilisation; Chowdhery et al. 2022).
+class Compute:
+    """FLOP of updates and of what roles score, and the share of the devices' peak that the updates reached (model FLOP
+    utilisation; Chowdhery et al. 2022).
 
-    Counts the decoder on each unique token and the planned products with the head: 2 FLOP for each weight and token in
-    the forward pass, as many for the gradient of the input, and as many for the gradient of trained weights.
+    Counts the decoder on the rows and pairs that were computed, and the planned products with the head: 2 FLOP for each
+    weight and row in the forward pass, as many for the gradient of the input, and as many for the gradient of trained
+    weights; attention takes twice its forward pass for the backward one. A second forward pass, of checkpointed layers
+    or of pieces (`pieces.py`), counts as FLOP and not as utilisation. Products that a kernel repeats in its backward
+    pass are not counted.
 
     Args:
-        peak: TFLOP/s of the devices together; None if it is not known, then nothing is recorded.
+        peak: TFLOP/s of the devices together; None if it is not known, then no utilisation is recorded.
     """
 
-    def __init__(self, model: PreTrainedModel, peak: float | None) -> None:
+    def __init__(self, peak: float | None) -> None:
         self.peak = peak
-        if peak is None:
-            return
-        self._cost = CostModel.of(model)
-        weights = [p for p in model.get_decoder().parameters() if p.dim() >= 2]
-        learning = sum(p.numel() for p in weights if p.requires_grad) / sum(p.numel() for p in weights)
-        self._passes = 2 + learning
-        self._flop = 0.0
+        self._costs: dict[int, CostModel] = {}  # by the model's identity; the models live as long as the learner
+        self._trained = self._scored = self._useful = 0.0
 
     @staticmethod
-    def of(model: PreTrainedModel, devices: int = 1) -> Mfu:
+    def of(model: PreTrainedModel, devices: int = 1) -> Compute:
         """Return the meter for ``devices`` devices like that of ``model``, which update it together."""
         on_gpu = model.device.type == "cuda"
         peak = peak_tflop_s(torch.cuda.get_device_name(model.device), model.dtype) if on_gpu else None
-        return Mfu(model, None if peak is None else devices * peak)
+        return Compute(None if peak is None else devices * peak)
 
-    def add(self, trees: Sequence[TokenTree], head_tflop: float) -> None:
-        """Count an update on ``trees`` with ``head_tflop`` TFLOP in the head."""
-        if self.peak is None:
-            return
-        rows = [distinct_rows(tree) for tree in trees]
-        computed, visible = sum(of_tree.num_rows for of_tree in rows), sum(of_tree.visible for of_tree in rows)
-        forward = self._cost.token * computed + self._cost.attention * visible
-        self._flop += self._passes * forward + 1e12 * head_tflop
+    def train(self, model: PreTrainedModel, work: Work, again: Work, head_flop: float) -> float:
+        """Count an update of ``model`` and return its FLOP.
+
+        Args:
+            work: of its forward pass.
+            again: pieces that were computed a second time.
+            head_flop: FLOP of the head's products, forward and backward; those of ``work`` are not counted.
+        """
+        cost, weights = self._cost(model), [p for p in model.get_decoder().parameters() if p.dim() >= 2]
+        learning = sum(p.numel() for p in weights if p.requires_grad) / sum(p.numel() for p in weights)
+        useful = (2 + learning) * cost.token * work.rows + 3 * cost.attention * work.pairs + head_flop
+        repeated = cost.forward(replace(again, heads=0))
+        if model.is_gradient_checkpointing:
+            repeated += cost.forward(replace(work, heads=0)) - _last_products(model) * work.rows
+        self._useful += useful
+        self._trained += useful + repeated
+        return useful + repeated
+
+    def score(self, model: PreTrainedModel, work: Work) -> None:
+        """Count a forward pass of ``model`` for a column of scores."""
+        self._scored += self._cost(model).forward(work)
 
     def read(self, times: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of the updates since the last call, given the step's account."""
+        """Return the metrics since the last call, given the step's account."""
+        out = {"perf/flop_trained": self._trained, "perf/flop_scored": self._scored}
+        useful = self._useful
+        self._trained = self._scored = self._useful = 0.0
         if self.peak is None:
-            return {}
-        flop, self._flop = self._flop, 0.0
+            return out
         seconds = sum(times[f"timing_s/{part}"] for part in (MODEL, HEAD, OPTIMIZER))
-        if not flop or not seconds:
-            return {}
-        return {"perf/mfu/actor": flop / (1e12 * self.peak * seconds), "perf/peak_tflop_s": self.peak}
+        if not useful or not seconds:
+            return out
+        return out | {"perf/mfu/actor": useful / (1e12 * self.peak * seconds), "perf/peak_tflop_s": self.peak}
+
+    def _cost(self, model: PreTrainedModel) -> CostModel:
+        if id(model) not in self._costs:
+            self._costs[id(model)] = CostModel.of(model)
+        return self._costs[id(model)]
+
+
+def _last_products(model: PreTrainedModel) -> float:
+    """Return the FLOP of a row in the products that end the layers: torch's checkpoint repeats a layer only up to the
+    last tensor that its gradient needs."""
+    named = model.get_decoder().named_parameters()
+    return 2.0 * sum(p.numel() for name, p in named if name.endswith("mlp.down_proj.weight"))
 
 
 class GpuMonitor:

@@ -27,6 +27,7 @@ class Evaluation:
     Args:
         params: sampling parameters of the answers.
         every: steps between two evaluations; 0 evaluates only before and after the run.
+        targets: accuracies at which the run records what it has spent.
         rightness: returns for a problem's entry the part of the reward that tells whether an answer is right; None: the
             reward does.
 
@@ -43,8 +44,9 @@ class Evaluation:
         tokenizer: PreTrainedTokenizerBase,
         console: Progress,
         rightness: Callable[[Mapping[str, Any]], str | None] = lambda entry: None,
+        targets: Sequence[float] = (),
     ) -> None:
-        self.problems, self.params, self.every = problems, params, every
+        self.problems, self.params, self.every, self.targets = problems, params, every, targets
         self.sampler, self.tokenizer, self.console = sampler, tokenizer, console
         self.rightness = rightness
         self.first: float | None = None

@@ -32,6 +32,7 @@ from ..record.failures import Failures
 from ..record.metrics import Idle, MetricsLog, Stopwatch, Sums
 from ..record.progress import Progress
 from ..record.rollout_files import write_step
+from ..record.spent import FlopAccount, of_targets
 from ..record.trace import Trace
 from ..record.trackers import Tracked, Trackers
 from ..rewards import Rewards
@@ -156,7 +157,7 @@ class Orchestrator:
         self.log = MetricsLog(options.directory / "metrics.jsonl")
         self.trace = Trace(options.directory / "trace.json")
         self.watch = Stopwatch(told=partial(self.trace.add, "learner"))
-        self.idle = Idle(options.max_batch_rows)
+        self.idle, self.flop = Idle(options.max_batch_rows), FlopAccount()
         self.failures = {
             "rollout": Failures.of_rollouts(options.max_bad_steps),
             "reward": Failures.of_rewards(options.max_failed_steps),
@@ -240,7 +241,7 @@ class Orchestrator:
         (self.options.directory / "config.toml").write_text(self.options.toml, encoding="utf-8")
         self.watch.restart()
         self.controller.publication.check(self.learner.weights(), 0)
-        row = self._evaluate() | self.watch.read()
+        row = self._evaluate() | self.watch.read() | self.flop.read(self.sampler.tally, {}, {})
         self.checkpoints.save(0, row)  # from now on the run can be resumed
         self.log.append(0, row)
         self.trackers.log(0, row)
@@ -341,9 +342,13 @@ class Orchestrator:
         times = self.watch.read(self.learner.spans())
         metrics["perf/throughput"] = sum(t.logical_tokens for t in trees) / times["timing_s/step"]
         metrics["perf/unique_tokens_per_s"] = sum(t.num_tokens for t in trees) / times["timing_s/step"]
-        metrics |= self.idle.read(times, self.sampler.tally) | self.learner.utilization(times)
-        metrics |= self.monitor.read()
-        return metrics | times
+        tally, computed = self.sampler.tally, self.learner.utilization(times)
+        metrics |= self.idle.read(times, tally) | computed | self.flop.read(tally, computed, self._row)
+        metrics |= self.monitor.read() | times
+        if "eval/accuracy" in metrics and self.evaluation.targets:
+            rows, ended = [*self.log.rows(), {"step": step, **metrics}], step == self.options.steps
+            metrics |= of_targets(self.evaluation.targets, rows, self.console.note, ended=ended)
+        return metrics
 
     def _end_step(self, step: int) -> None:
         """Save a checkpoint if it is time, then write and show the metrics."""

@@ -21,6 +21,7 @@ from ..data.tree import TokenTree
 from ..errors import UserError
 from ..parts.calling import call
 from ..parts.shares import length_in, share_in
+from .credit import COLUMN
 from .roles import learnability, step_verdicts
 
 Shaping = Callable[[TokenTree], Array]
@@ -335,3 +336,10 @@ SHAPINGS: dict[str, Callable[..., Any]] = {
     "self_certainty": self_certainty,
     "exploration": Exploration,
 }
+
+
+def weigh_credit(tree: TokenTree, weight: float) -> None:
+    """Multiply the credit of a tree, such as a replayed group's, by ``weight``."""
+    for name in COLUMN.values():
+        if weight != 1 and name in tree.columns:
+            tree.set(name, weight * tree.columns[name])

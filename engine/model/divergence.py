@@ -34,7 +34,9 @@ class Divergence(Role):
         super().__init__(DIVERGENCE, model, replays_routes=True)
         self._reference = reference
 
-    def score(self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], *, temperature: float) -> None:
+    def score(
+        self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], *, temperature: float
+    ) -> list[PreTrainedModel]:
         other, device, was_training = self._reference.model, self.model.device, self.model.training
         self.model.eval()
         with torch.no_grad():
@@ -49,6 +51,7 @@ class Divergence(Role):
                     kl = divergence(policy_hidden.to(device), policy_head, other_hidden, head(other), temperatures)
                     write_column(trees, waiting, self.column, kl)
         self.model.train(was_training)
+        return [self.model, other]
 
 
 def _kept(model: PreTrainedModel) -> Head:

@@ -82,7 +82,9 @@ class Role:
         named = {name: p for name, p in named_shards(model).items() if p.requires_grad or not has_lora(model)}
         return {name: local(p.detach()).to(device, copy=True) for name, p in named.items()}
 
-    def score(self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], *, temperature: float) -> None:
+    def score(
+        self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], *, temperature: float
+    ) -> list[PreTrainedModel]:
         """Write the log-prob of every response token of ``batches`` into the role's column.
 
         Each row of a batch, a distinct prefix, is scored once, even if several responses sampled it independently.
@@ -91,6 +93,9 @@ class Role:
         Args:
             trees: from which ``batches`` were packed.
             temperature: divides the logits of tokens that do not have one of their own.
+
+        Returns:
+            The models that have computed the batches; none if the scores were there.
         """
         device = self.model.device
         was_training = self.model.training
@@ -102,6 +107,7 @@ class Role:
                 logprob = batch_logprob(self.model, batch, temperature=temperatures).logprob
                 write_column(trees, batch, self.column, logprob)
         self.model.train(was_training)
+        return [self.model]
 
     def follow(self, policy: PreTrainedModel) -> None:
         """Update the role's weights after an update of ``policy``, as ``reset_every`` and ``ema`` say."""
@@ -126,14 +132,16 @@ class Role:
 class SampledRole(Role):
     """The policy before an update, where the log-probs that the sampler recorded have the bits of its own."""
 
-    def score(self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], *, temperature: float) -> None:
+    def score(
+        self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], *, temperature: float
+    ) -> list[PreTrainedModel]:
         """Copy the sampler's log-probs of trees that have one for every token in the loss; score all if one lacks
         some, such as a demonstration or an answer drawn greedily."""
         if not all(_sampled(tree) for tree in trees):
-            super().score(trees, batches, temperature=temperature)
-            return
+            return super().score(trees, batches, temperature=temperature)
         for tree in trees:
             tree.set(self.column, tree.behaviour_logprob.copy())
+        return []
 
 
 def _sampled(tree: TokenTree) -> bool:

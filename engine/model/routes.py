@@ -21,11 +21,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..data.columns import Array
+from ..data.segment import Origin
+from ..data.tree import TokenTree
 from ..errors import UserError
 
 ROUTERS = frozenset(
@@ -302,3 +306,9 @@ class _Choosing(TorchFunctionMode):
         self.used = True
         chosen = self._routes.choose(self._place, router_choice)
         return out if chosen is None else torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+
+def unknown_routes(tree: TokenTree) -> Array:  # [n] bool
+    """Tell of each sampled token in the loss if the experts that computed its predictor are unknown."""
+    before = tree.parent_row[tree.loss_mask & (tree.origin == Origin.SAMPLED)]
+    return (tree.routes[before] < 0).any((1, 2)) if "routes" in tree.columns else np.ones(len(before), bool)

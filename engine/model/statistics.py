@@ -49,7 +49,9 @@ class PolicyStatistics(Role):
     def columns(self) -> tuple[str, ...]:
         return (*self._statistics, *self._of_ids)
 
-    def score(self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], *, temperature: float) -> None:
+    def score(
+        self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], *, temperature: float
+    ) -> list[PreTrainedModel]:
         device, was_training = self.model.device, self.model.training
         want = [name for name in self._statistics.values() if name != "logprob"]
         want += ["extra_logprob"] if self._of_ids else []
@@ -70,6 +72,7 @@ class PolicyStatistics(Role):
                 for k, column in enumerate(self._of_ids):
                     write_column(trees, batch, column, statistics["extra_logprob"][:, k])
         self.model.train(was_training)
+        return [self.model]
 
     def prepare(self, trees: Sequence[TokenTree]) -> None:
         """Set the columns of ids, -1 on trees that the parts leave alone."""

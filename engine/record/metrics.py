@@ -221,6 +221,11 @@ class MetricsLog:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line)
 
+    def rows(self) -> list[dict[str, float]]:
+        """Return the rows, without values that are not finite."""
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        return [{name: v for name, v in json.loads(line).items() if v is not None} for line in lines]
+
     def rewind(self, step: int, aside: Path) -> set[int]:
         """Drop the rows after ``step``; if there are any, first copy the whole file to ``aside``.
 

@@ -128,6 +128,7 @@ class Request:
         self.program = program
         self.adapter = 0  # number of the adapter in the engine; 0 is the model without one
         self.owner = 0  # see `Job.owner`
+        self.held_out = False  # answers a held-out problem; counted apart
         self.forks = 0  # branches that the program asks for at the prompt
         self.tree: TokenTree | None = None
         self.error: Exception | None = None

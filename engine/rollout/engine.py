@@ -64,6 +64,7 @@ class RolloutEngine(ABC):
         seeds: Sequence[int] | None = None,
         contexts: Sequence[Any] | None = None,
         pictures: Sequence[Sequence[Picture]] | None = None,
+        held_out: bool = False,
     ) -> list[TokenTree]:
         """Sample the responses to a batch of prompts.
 
@@ -76,6 +77,7 @@ class RolloutEngine(ABC):
                 tokens and its parameters, not on the batch.
             contexts: one for each prompt, passed to its program: for example the answer to verify with.
             pictures: those of each prompt, whose token ids hold the ids of their rows (`media.expand`).
+            held_out: the prompts are held-out problems, whose FLOP are counted apart (`stats`).
 
         Returns:
             One tree for each prompt, in the order of ``prompts``, its leaves in depth-first order.
@@ -89,7 +91,10 @@ class RolloutEngine(ABC):
             raise RuntimeError("The engine is paused or asleep; call resume() or wake() before generate.")
         if not self.loop.busy:
             self.reset_stats()
-        requests = self.submit(prompts, params, program, seeds=seeds, contexts=contexts, pictures=pictures)
+        with self._lock:
+            requests = self.submit(prompts, params, program, seeds=seeds, contexts=contexts, pictures=pictures)
+            for request in requests:
+                request.held_out = held_out
         try:
             with self._computing():
                 while not all(request.done for request in requests):
@@ -328,8 +333,7 @@ class RolloutEngine(ABC):
 
     def reset_stats(self) -> None:
         """Set the counters of `stats` to 0."""
-        self.loop.counts.clear()
-        self._counters = Counters()
+        self._counters = Counters(self.loop.counts.copy())
 
     # -- properties of a backend ------------------------------------------------------------------------------------
 

@@ -37,6 +37,8 @@ class Sampled(NamedTuple):
 class FurtherPolicies(Protocol):
     """The further policies of a run, which sample the branches of their roles; see `Others`."""
 
+    flop: Counter[str]
+
     def plays(self, branch: Branch) -> bool:
         """Return whether another policy plays the role of ``branch``."""
         ...

@@ -18,7 +18,7 @@ from ..programs import RolloutProgram, make_program
 from .branch import Request
 from .digest import Held
 from .engine import RolloutEngine
-from .sampler import TALLIED, Flight, Job, Kept, LostError, WeightSource
+from .sampler import FLOP, TALLIED, Flight, Job, Kept, LostError, WeightSource
 from .sampling_params import SamplingParams
 from .saving import request_state, restore_request
 
@@ -58,7 +58,7 @@ class LocalSampler:
             pictures=[job.pictures for job in jobs],
         )
         for job, request in zip(jobs, requests, strict=True):
-            request.owner = job.owner
+            request.owner, request.held_out = job.owner, held_out
             if job.kept is not None:
                 self.engine.abort([request])
                 restore_request(request, dict(job.kept))
@@ -68,14 +68,13 @@ class LocalSampler:
         return flights
 
     def step(self, seconds: float) -> list[Flight]:
-        counts = self.engine.loop.counts
-        before, begin = {name: counts[name] for name in (*TALLIED, "failed_steps")}, time.perf_counter()
-        ended = self.engine.step()
+        begin, failed = time.perf_counter(), self.engine.loop.counts["failed_steps"]
+        with self._tallied(TALLIED):
+            ended = self.engine.step()
         self.failed = None
-        if counts["failed_steps"] > before["failed_steps"]:
+        if self.engine.loop.counts["failed_steps"] > failed:
             self.failed = next((request.error for request in ended if request.error), RuntimeError("unknown"))
         self.tally["us"] += round(1e6 * (time.perf_counter() - begin))
-        self.tally.update({name: counts[name] - before[name] for name in TALLIED})
         self._land()
         if not self.engine.loop.busy:
             for flight in self._flights:
@@ -124,16 +123,28 @@ class LocalSampler:
 
     def generate(self, jobs: Sequence[Job]) -> list[TokenTree]:
         try:
-            return self.engine.generate(
-                [job.prompt for job in jobs],
-                [job.params for job in jobs],
-                self._held_out,
-                seeds=[job.seed for job in jobs],
-                contexts=[job.context for job in jobs],
-                pictures=[job.pictures for job in jobs],
-            )
+            with self._tallied(FLOP):
+                return self.engine.generate(
+                    [job.prompt for job in jobs],
+                    [job.params for job in jobs],
+                    self._held_out,
+                    seeds=[job.seed for job in jobs],
+                    contexts=[job.context for job in jobs],
+                    pictures=[job.pictures for job in jobs],
+                    held_out=True,
+                )
         finally:
             self._land()
+
+    @contextmanager
+    def _tallied(self, names: Sequence[str]) -> Iterator[None]:
+        """Add what the engine counts in a with-block to `tally`."""
+        counts = self.engine.loop.counts
+        before = {name: counts[name] for name in names}
+        try:
+            yield
+        finally:
+            self.tally.update({name: counts[name] - before[name] for name in names})
 
     @property
     def _held_out(self) -> str | RolloutProgram:
@@ -142,12 +153,14 @@ class LocalSampler:
     def score(
         self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]
     ) -> list[list[Array]]:
-        return self.engine.score(prompts, continuations)
+        with self._tallied(FLOP):
+            return self.engine.score(prompts, continuations)
 
     def probe(self, prompts: Sequence[Sequence[int]], *, n: int, tokens: int, seed: int) -> list[TokenTree]:
         params = SamplingParams(n=n, max_new_tokens=tokens, ignore_eos=True, seed=seed)
         try:
-            return self.engine.generate(prompts, params)
+            with self._tallied(FLOP):
+                return self.engine.generate(prompts, params)
         finally:
             self._land()
 

@@ -6,6 +6,7 @@ branch waits, the other engine samples the next segment, and `Steering` appends 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from .branch import Branch, Request
 from .engine import RolloutEngine
 from .growing import Sampled
 from .records import child_seed, join
+from .sampler import FLOP
 
 SEGMENTS = 1 << 32
 """Indices of seeds from here on are those of other policies' segments; no branch has as many children."""
@@ -55,6 +57,8 @@ class Others:
     def __init__(self, players: Mapping[str, Player]) -> None:
         self._player = {role: player for player in players.values() for role in player.roles}
         self._waiting: dict[Branch, tuple[Player, Request]] = {}
+        self.flop: Counter[str] = Counter()
+        """FLOP of the further policies' engines that were not added to the counts of the first one's (`Counters`)."""
 
     def plays(self, branch: Branch) -> bool:
         """Return whether another policy plays the role of ``branch``."""
@@ -77,6 +81,7 @@ class Others:
         params = replace(request.params, n=n, max_new_tokens=end - length, temperature=branch.temperature)
         seed = int(child_seed(branch.seed, SEGMENTS + length))
         (submitted,) = player.engine.submit([path.tolist()], params, OneSegment(request.program), seeds=[seed])
+        submitted.held_out = request.held_out
         self._waiting[branch] = player, submitted
 
     def step(self) -> list[tuple[Branch, int, list[Sampled] | Exception]]:
@@ -86,7 +91,9 @@ class Others:
             Each branch with the policy's number and a `Sampled` for each branch that it becomes, or the error.
         """
         for engine in {id(player.engine): player.engine for player, _ in self._waiting.values()}.values():
+            before = engine.loop.counts.copy()
             engine.step()
+            self.flop.update({name: engine.loop.counts[name] - before[name] for name in FLOP})
         done = [branch for branch, (_, request) in self._waiting.items() if request.done]
         samples: list[tuple[Branch, int, list[Sampled] | Exception]] = []
         for branch in done:

@@ -22,8 +22,9 @@ from .digest import Held
 from .sampling_params import SamplingParams
 
 Array = npt.NDArray[Any]
-TALLIED = ("steps", "row_steps", "call_wait_us")
-"""Counts of the engine that a sampler adds up."""
+FLOP = ("flop", "held_out_flop", "scored_flop")
+TALLIED = ("steps", "row_steps", "call_wait_us", *FLOP)
+"""Counts of the engine that a sampler adds up; those of `FLOP` hold what `generate` and `score` computed too."""
 
 
 class LostError(RuntimeError):
@@ -111,7 +112,7 @@ class Sampler(Protocol):
 
     @property
     def tally(self) -> Counter[str]:
-        """Counts since the start: ``steps``, ``row_steps``, ``call_wait_us``, and ``us``, microseconds of steps."""
+        """Counts since the start: those of `TALLIED`, and ``us``, microseconds of steps."""
         ...
 
     def submit(self, jobs: Sequence[Job]) -> list[Flight]:

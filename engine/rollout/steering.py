@@ -33,7 +33,7 @@ class Steering(Growing):
         counts: steps, failed_steps, sampled_tokens, drafted_tokens and accepted_tokens (native loop only), forks,
             rewinds, pruned, failed_calls, appends_too_long; ``row_steps`` and ``idle_row_steps``, the unfinished
             branches that did and did not sample, summed over the steps; ``call_wait_us``, microseconds spent waiting
-            for calls alone.
+            for calls alone; ``flop``, ``held_out_flop`` and ``scored_flop`` (`Counters.read`).
     """
 
     def __init__(self, vocabulary: int) -> None:
@@ -190,6 +190,8 @@ class Steering(Growing):
                     raise samples
                 ended += self._come_back(branch, number, samples)
         self._report(ended)
+        self.counts.update(self.others.flop)
+        self.others.flop.clear()
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 

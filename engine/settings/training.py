@@ -12,6 +12,7 @@ from .section import NonNegativeInt, PositiveInt, Schedule, Section
 
 MOST_OVER_SAMPLING = 64
 """Largest `loop.over_sampling`."""
+Accuracy = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -133,6 +134,8 @@ class EvaluationConfig(Section):
     """Number of held-out problems, answered greedily; 0: no evaluation."""
     every: NonNegativeInt = 0
     """Steps between evaluations; 0: only before and after the run."""
+    targets: tuple[Accuracy, ...] = ()
+    """Accuracies: the run records the FLOP, the sampled tokens and the seconds at which each was reached and held."""
     max_new_tokens: PositiveInt | None = None
     """Longest answer, in tokens. Default: `rollout.max_new_tokens`."""
 

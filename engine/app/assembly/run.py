@@ -211,7 +211,8 @@ def _note_rows(source: PromptSource, note: Callable[[str], object], *, every: bo
 def _evaluation(config: TrainConfig, sampling: SamplingParts, problems: list[Prompt], console: Progress) -> Evaluation:
     is_right = rightness(config, sampling.program)
     every, params = config.evaluation.every, greedy_params(config)
-    return Evaluation(problems, params, every, sampling.sampler, sampling.tokenizer, console, is_right)
+    targets = config.evaluation.targets
+    return Evaluation(problems, params, every, sampling.sampler, sampling.tokenizer, console, is_right, targets)
 
 
 def _stateful(store: ReplayStore | None, sampling: SamplingParts, rule: CallbackRule | None) -> dict[str, Any]:

@@ -96,6 +96,7 @@ AXES: dict[str, Callable[[RunData], dict[int, float]]] = {
     "step": _steps,
     "seconds": lambda run: _sums(run, "timing_s/step"),
     "sampled tokens": lambda run: _sums(run, "rollout/sampled_tokens"),
+    "FLOP": lambda run: {int(row["step"]): row["perf/flop_so_far"] for row in run.rows if "perf/flop_so_far" in row},
 }
 """The horizontal axes to choose from: functions from a run to the axis's value at each step."""
 
@@ -155,6 +156,8 @@ VALUES: tuple[tuple[str, Callable[[RunData], float | None], Callable[[float], st
     ("time", lambda run: run.total("timing_s/step") or None, figures.duration),
     ("seconds a step, median", lambda run: _median(run, "timing_s/step"), lambda v: f"{v:.3f}"),
     ("sampled tokens", lambda run: run.total("rollout/sampled_tokens") or None, figures.short),
+    ("FLOP without evaluations", lambda run: _last(run, "perf/flop_so_far"), figures.short),
+    ("FLOP of evaluations", lambda run: run.total("perf/flop_evaluated") or None, figures.short),
     ("tokens on all paths", lambda run: figures.logical_tokens(run) or None, figures.short),
     ("MFU, last tenth", lambda run: _end(run, "perf/mfu/actor"), _percent),
 )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
+from ...record.spent import Spent, spent
 from .run_data import RunData
 
 BLUE, ORANGE, GREEN, GREY = "#3b82f6", "#f59e0b", "#10b981", "#888888"
@@ -54,6 +55,9 @@ CURVES: tuple[Curve, ...] = (
           (("tree/token_ratio", "logical / unique", GREEN),)),
     Curve("Throughput", "Tokens a second: on all paths, and unique ones, which alone are computed.",
           (("perf/throughput", "logical", BLUE), ("perf/unique_tokens_per_s", "unique", GREEN))),
+    Curve("Compute", "FLOP of a step: to sample, to score, to train and to evaluate.",
+          (("perf/flop_sampled", "sampled", BLUE), ("perf/flop_scored", "scored", GREY),
+           ("perf/flop_trained", "trained", ORANGE), ("perf/flop_evaluated", "evaluated", GREEN))),
     Curve("Sampler against trainer", "Mean difference of the probabilities both give to sampled tokens; zero is right.",
           (("training/rollout_probs_diff_mean", "difference", ORANGE),)),
     Curve("Groups without signal", "Groups of a step whose rewards are all equal; they are left out of the update.",
@@ -89,12 +93,27 @@ def headline(run: RunData) -> list[dict[str, str]]:
         cards.append(_card("steps", str(last), f"of {planned}" if planned else ""))
     if total := run.total("timing_s/step"):
         cards.append(_card("time", duration(total), f"{total / training_steps(run):.2f} s a step"))
+    if flop := _last(run, "perf/flop_so_far"):
+        evaluated = run.total("perf/flop_evaluated")
+        cards.append(_card("compute", f"{short(flop)}FLOP", f"and {short(evaluated)} to evaluate" if evaluated else ""))
+    for target in run.config.get("evaluation", {}).get("targets", ()):
+        name = f"eval/target/{target:g}"
+        if flop := _last(run, f"{name}/flop"):
+            tokens, seconds = _last(run, f"{name}/tokens") or 0.0, _last(run, f"{name}/seconds") or 0.0
+            cards.append(
+                _card(f"to {100 * target:g} %", f"{short(flop)}FLOP", f"{short(tokens)} tokens, {duration(seconds)}")
+            )
     if tokens := logical_tokens(run):
         cards.append(_card("tokens", short(tokens), f"on all paths; {short(tokens / total)} a second" if total else ""))
     _, ratio = run.series("tree/token_ratio")
     if ratio:
         cards.append(_card("token ratio", f"{math.fsum(ratio) / len(ratio):.2f}x", "logical over unique, mean"))
     return cards
+
+
+def _last(run: RunData, key: str) -> float | None:
+    values = run.series(key)[1]
+    return values[-1] if values else None
 
 
 def logical_tokens(run: RunData) -> float:
@@ -135,7 +154,8 @@ def account(run: RunData) -> list[dict[str, str]]:
 
 
 def accuracy_figure(run: RunData) -> go.Figure | None:
-    """Plot held-out accuracy with its 95 % interval (normal approximation, ``evaluation.problems`` draws)."""
+    """Plot held-out accuracy with its 95 % interval (normal approximation, ``evaluation.problems`` draws), over steps,
+    and by buttons over what the run had spent, without evaluations: FLOP, sampled tokens, seconds."""
     steps, accuracy = run.series("eval/accuracy")
     if not accuracy:
         return None
@@ -149,9 +169,19 @@ def accuracy_figure(run: RunData) -> go.Figure | None:
         line={"color": GREEN, "width": 2},
         marker={"size": 8},
         error_y={"array": interval, "thickness": 1, "width": 3} if interval else None,
-        hovertemplate="step %{x}: %{y:.1%}<extra></extra>",
+        hovertemplate="%{x}: %{y:.1%}<extra></extra>",
     )
-    return styled(figure, percent=True, height=300)
+    after = {int(row["step"]): then for row, then in zip(run.rows, spent(run.rows), strict=True)}
+    over = {"step": steps} | {name: [getattr(after[s], name) for s in steps] for name in Spent._fields}
+    buttons = [
+        {"label": name, "method": "update", "args": [{"x": [xs]}, {"xaxis.title.text": name}]}
+        for name, xs in over.items()
+        if any(xs)
+    ]
+    menu = {"type": "buttons", "direction": "right", "x": 0, "y": 1.04, "yanchor": "bottom", "buttons": buttons}
+    styled(figure, percent=True, height=340)
+    figure.update_layout(updatemenus=[menu], margin={"t": 60})
+    return figure
 
 
 def curve_figure(run: RunData, curve: Curve) -> go.Figure | None:
@@ -220,7 +250,7 @@ def duration(seconds: float) -> str:
 
 def short(value: float) -> str:
     """Shorten a number: 2_500_000 -> '2.5M'."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.1f}{unit}"
     return f"{value:.0f}"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...batches.cost import Work
 from ..branch import Branch
 from .cache.kv_cache import KvCache
 from .cache.states import StateStep
@@ -30,6 +31,8 @@ class Step:
     sample_offset: Array  # [S] int64, drafted tokens between the branch's last one and the row
     adapter: Array  # [N] int64, numbers of the rows' LoRA adapters, 0 for none
     filled: list[Branch]  # branches whose missing keys the step computes
+    work: Work  # of all rows
+    held_out: Work  # of those that answer held-out problems
     states: StateStep | None = None  # of a model with recurrent layers
     rotary: Array | None = None  # [3, N] int64, of a model whose rotary positions are not the depth (M-RoPE)
     shown: Shown | None = None  # rows of pictures
@@ -73,6 +76,9 @@ class Assembly:
             adapter = np.concatenate([adapter, rows.adapter[[fill.branch.slot for fill in fills]]])
             token = np.concatenate([token, *(tree.tokens(fill.node, fill.begin, fill.count) for fill in fills)])
             position = _extend(position, [tree.position(fill.node) + fill.begin for fill in fills])
+        owner = _extend(slots, [fill.branch.slot for fill in fills]) if fills else slots
+        items = np.stack([count, count * position + count * (count + 1) // 2, sampled])
+        work, held_out = Work(*items.sum(1).tolist()), Work(*(items @ rows.held_out[owner]).tolist())
         order, kv_slots, plan = tree.arrange(node, count, appended, self.cache.spare_slot)
         states = None if self.cache.states is None else self.cache.states.compose(tree, rows, slots, fills, order)
         sampler, adapter = sampler[order], adapter[order]
@@ -80,7 +86,10 @@ class Assembly:
             every = np.arange(len(order))
             input_ids, position_ids = token[order], position[order]
             rotary = np.tile(position_ids + rows.moved[sampler], (3, 1)) if self.rotary else None
-            return Step(input_ids, position_ids, kv_slots, plan, every, sampler, every * 0, adapter, [], states, rotary)
+            return Step(
+                input_ids, position_ids, kv_slots, plan, every, sampler, every * 0, adapter, [], work, held_out, states,
+                rotary,
+            )  # fmt: skip
         begin = (np.cumsum(count) - count)[order]
         count, sampled = count[order], sampled[order]
         end = np.cumsum(count)
@@ -103,6 +112,8 @@ class Assembly:
             sample_offset=offset,
             adapter=np.repeat(adapter, count),
             filled=[fill.branch for fill in fills],
+            work=work,
+            held_out=held_out,
             states=states,
             rotary=self._rotary(slots, drafts, fills, firsts)[:, of_token] if self.rotary else None,
             shown=shown,

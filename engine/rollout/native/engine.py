@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...batches.cost import CostModel
 from ...data.media import PromptMedia
 from ...data.segment import Text
 from ...errors import UserError
@@ -151,6 +152,7 @@ class NativeEngine(RolloutEngine):
                 cuda_graphs=self.config.cuda_graphs and not self.config.debug,
             ),
             stops,
+            CostModel.of(model),
             max_batch_rows=self.config.max_batch_rows,
             max_prefill_tokens=self.config.max_prefill_tokens,
             drafts=Drafts(drafts) if drafts else None,
@@ -164,7 +166,9 @@ class NativeEngine(RolloutEngine):
         return done
 
     def _score(self, prompts: Sequence[Array], continuations: Sequence[Sequence[Sequence[int]]]) -> list[list[Array]]:
-        return score(self.model, prompts, continuations, max_tokens=max(self.config.max_prefill_tokens, 2048))
+        logprobs, work = score(self.model, prompts, continuations, max_tokens=max(self.config.max_prefill_tokens, 2048))
+        self.loop.counts["scored_flop"] += round(self.loop.cost.forward(work))
+        return logprobs
 
     def _prompt_logprobs(self, ids: Array, top: int, adapter: str | None) -> Array:  # [P] int32 -> [P - 1] records
         if adapter is None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...batches.cost import CostModel
 from ...data.segment import LeafStatus, Origin
 from ..branch import Branch, Node, Request
 from ..failing import NOT_FINITE
@@ -40,6 +41,7 @@ class NativeLoop(Steering):
         cache: KvCache,
         runner: Runner,
         stops: Stops,
+        cost: CostModel,
         *,
         max_batch_rows: int,
         max_prefill_tokens: int,
@@ -49,6 +51,7 @@ class NativeLoop(Steering):
         self.cache = cache
         self.runner = runner
         self.stops = stops
+        self.cost = cost
         self.rows = RowTable()
         self.scheduler = Scheduler(
             cache,
@@ -117,16 +120,17 @@ class NativeLoop(Steering):
             self._rewind_rejected(samples.slot, queries)
         self.rows.push(samples.slot, samples.offset, samples.sampled, self.version)
         self.rows.running[samples.slot] = True
-        self._count(samples, drafted)
+        self._count(step, samples, drafted)
         self._end_segments(samples, stop_texts or {})
 
-    def _count(self, samples: Samples, drafted: int) -> None:
+    def _count(self, step: Step, samples: Samples, drafted: int) -> None:
         accepted = int(np.count_nonzero(samples.offset))
         branches = len(samples.slot) - accepted
         unfinished = sum(len(request.sampling) + len(request.resting) for request in self.requests)
         self.counts.update(
             steps=1, sampled_tokens=len(samples.slot), drafted_tokens=drafted, accepted_tokens=accepted,
-            row_steps=branches, idle_row_steps=unfinished - branches,
+            row_steps=branches, idle_row_steps=unfinished - branches, flop=round(self.cost.forward(step.work)),
+            held_out_flop=round(self.cost.forward(step.held_out)),
         )  # fmt: skip
 
     def _rewind_rejected(self, slots: Array, queries: Array) -> None:
@@ -223,6 +227,7 @@ class NativeLoop(Steering):
             constrained=params.constrained,
             adapter=request.adapter,
             moved=0 if request.media is None else request.media.moved,
+            held_out=request.held_out,
         )
         return branch
 

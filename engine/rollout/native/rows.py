@@ -100,6 +100,7 @@ class RowTable:
     stops_at_text: npt.NDArray[np.bool_]
     constrained: npt.NDArray[np.bool_]  # has biased or forbidden tokens
     adapter: npt.NDArray[np.int64]
+    held_out: npt.NDArray[np.bool_]  # answers a held-out problem
     moved: npt.NDArray[np.int64]  # rotary position of sampled tokens minus their depth, because of pictures
     state: npt.NDArray[np.int64]  # slot of a running branch's recurrent state before its last token; 0: none
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...batches.cost import Work
 from ...batches.pack import pack
 from ...data.tree import TokenTree
 from ...model.decoder import decode
@@ -27,18 +28,20 @@ def score(
     continuations: Sequence[Sequence[Sequence[int]]],
     *,
     max_tokens: int,
-) -> list[list[Array]]:
-    """Compute `RolloutEngine.score` in micro-batches of ``max_tokens`` tokens."""
+) -> tuple[list[list[Array]], Work]:
+    """Return the log-probs of `RolloutEngine.score`, computed in micro-batches of ``max_tokens`` tokens, and what was
+    computed."""
     scored = [i for i, of_prompt in enumerate(continuations) if len(of_prompt)]
     trees = [TokenTree.from_sequences(prompts[i].tolist(), continuations[i]) for i in scored]
     logprobs: list[list[Array]] = [[] for _ in prompts]
     device = model.get_output_embeddings().weight.device
-    for batch in pack(trees, max_tokens=max_tokens, device=device, in_pieces=True):
+    batches = pack(trees, max_tokens=max_tokens, device=device, in_pieces=True)
+    for batch in batches:
         with torch.no_grad():
             logprob = batch_logprob(model, batch).logprob.cpu()
         for index, leaves in zip(batch.tree_index, batch.to_leaves(logprob), strict=True):
             logprobs[scored[index]] = [values.numpy() for values in leaves]
-    return logprobs
+    return logprobs, Work.of(batches)
 
 
 def prompt_logprobs(

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 # must be set before vllm is imported, so that weights can be passed within this process
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -30,7 +31,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from ...batches.cost import CostModel
 from ...chat.ends import end_token_ids
+from ...model.loading import auto_class
 from ...model.pictures import placeholders_of
 from ..branch import Request
 from ..digest import Held, digests
@@ -149,7 +152,10 @@ class VllmEngine(RolloutEngine):
         config = self.llm.model_config
         self.end_token_ids = end_token_ids(tokenizer, config.try_get_generation_config(), config.hf_text_config)
         self.placeholder_ids = placeholders_of(config.hf_config)
-        self.loop = VllmLoop(self.llm, self.end_token_ids, raw_logprobs=raw_logprobs)
+        hf = AutoConfig.from_pretrained(model)
+        with torch.device("meta"):
+            cost = CostModel.of(auto_class(hf).from_config(hf))
+        self.loop = VllmLoop(self.llm, self.end_token_ids, cost, raw_logprobs=raw_logprobs)
         self._stopped: list[Request] = []  # in flight when it went to sleep
 
     def _score(self, prompts: Sequence[Array], continuations: Sequence[Sequence[Sequence[int]]]) -> list[list[Array]]:

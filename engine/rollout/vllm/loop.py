@@ -11,6 +11,7 @@ import numpy.typing as npt
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from ...batches.cost import CostModel, Work
 from ...data.media import FIRST_ID
 from ...data.segment import LeafStatus, Origin
 from ...model.pictures import placeholders_of
@@ -43,14 +44,15 @@ class VllmLoop(Steering):
     Args:
         llm: an engine in this process with logprobs_mode "processed_logprobs", or "raw_logprobs" if both are equal.
         eos: tokens that end a response unless its parameters ignore them.
+        cost: of the model, to count FLOP: those of drafts and of log-probs that are scored again are not known.
         raw_logprobs: score finished responses again, by prefill, if their raw log-probs differ from those that they
             were sampled with.
     """
 
-    def __init__(self, llm: LLM, eos: set[int], *, raw_logprobs: bool) -> None:
+    def __init__(self, llm: LLM, eos: set[int], cost: CostModel, *, raw_logprobs: bool) -> None:
         super().__init__(llm.model_config.get_vocab_size())
         self._engine = llm.llm_engine
-        self._eos = eos
+        self._eos, self._cost = eos, cost
         self._placeholders = placeholders_of(llm.model_config.hf_config)  # the first one is a picture's
         self._raw = raw_logprobs
         self.adapter: LoRARequest | None = None
@@ -102,6 +104,7 @@ class VllmLoop(Steering):
                     self._take_score(leaf, output)
             elif (flow := self._flows.get(output.request_id)) is not None:
                 with self._alone(flow.branch.request):
+                    self._count_flop(flow, output)
                     sampled += self._take(flow, output.outputs[0])
                     if output.finished:
                         ended.append(self._end(flow, output.outputs[0]))
@@ -112,6 +115,23 @@ class VllmLoop(Steering):
         self.counts["idle_row_steps"] += max(unfinished - sampled, 0)
         self._report(ended)
         return self._hand_out()
+
+    def _count_flop(self, flow: Flow, output: Any) -> None:
+        """Count what vLLM computed for an output of a flow: the rows whose logits gave its tokens, and with the first
+        output the prompt's rows whose keys were not cached."""
+        path, count = self._path_length(flow), len(output.outputs[0].token_ids)
+        first = path - 1 if flow.records else (output.num_cached_tokens or 0)
+        rows = path - 1 + count - first
+        flop = round(self._cost.forward(Work(rows, rows * first + rows * (rows + 1) // 2, count)))
+        self.counts["flop"] += flop
+        if flow.branch.request.held_out:
+            self.counts["held_out_flop"] += flop
+
+    @staticmethod
+    def _path_length(flow: Flow) -> int:
+        """Return the tokens of a flow's path so far, the prompt's included."""
+        node = flow.branch.node
+        return node.start + len(node.records) + sum(map(len, flow.records))
 
     def _give_up(self, error: BaseException) -> None:
         """Fail every request that vLLM computed, because vLLM does not report which one made the step fail."""

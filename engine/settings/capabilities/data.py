@@ -164,4 +164,8 @@ DATA: tuple[Row[RunKeys], ...] = (
     Row("`evaluation.every`", "`evaluation.problems` = 0",
         lambda run: run.evaluation.every > 0 and not run.evaluation.problems,
         "`evaluation.every` is given but `evaluation.problems` is 0", "give both or neither"),
+    Row("`evaluation.targets`", "`evaluation.every` = 0",
+        lambda run: bool(run.evaluation.targets) and not run.evaluation.every,
+        "`evaluation.targets` are looked for at each evaluation, and there is none during the run",
+        "set `evaluation.every`"),
 )  # fmt: skip

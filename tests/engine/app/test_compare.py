@@ -14,9 +14,10 @@ from rolltree.engine.app.report.run_data import RunData
 
 ROWS = (
     {"step": 0.0, "eval/accuracy": 0.25, "timing_s/step": 10.0, "timing_s/eval": 10.0},
-    {"step": 1.0, "reward/mean": 0.5, "timing_s/step": 4.0, "timing_s/gen": 3.0, "rollout/sampled_tokens": 100.0},
+    {"step": 1.0, "reward/mean": 0.5, "timing_s/step": 4.0, "timing_s/gen": 3.0, "rollout/sampled_tokens": 100.0}
+    | {"perf/flop_so_far": 7.0},
     {"step": 2.0, "reward/mean": 0.7, "timing_s/step": 6.0, "timing_s/gen": 5.0, "rollout/sampled_tokens": 50.0}
-    | {"eval/accuracy": 0.5, "timing_s/eval": 2.0},
+    | {"eval/accuracy": 0.5, "timing_s/eval": 2.0, "perf/flop_so_far": 9.0},
 )
 
 
@@ -72,6 +73,7 @@ def test_curves_over_steps_seconds_and_tokens(runs: list[Path], tmp_path: Path) 
         "step": [[[0, 2], [0, 2]], [[1, 2], [1, 2]]],
         "seconds": [[[10, 20], [20, 40]], [[14, 20], [28, 40]]],
         "sampled tokens": [[[0, 150], [0, 150]], [[100, 150], [100, 150]]],
+        "FLOP": [[[None, 9], [None, 9]], [[7, 9], [7, 9]]],
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rolltree.engine.batches.cost import CostModel
 from rolltree.engine.programs import Call, RolloutProgram, make_program
 from rolltree.engine.rollout import Request, SamplingParams
 from rolltree.engine.rollout.saving import request_state, restore_request
@@ -47,7 +48,7 @@ class Engine:
                 del self.running[id_]
             reason = None if state.left else "length"
             of = SimpleNamespace(token_ids=[token], logprobs=known, stop_reason=None, finish_reason=reason)
-            outputs.append(SimpleNamespace(request_id=id_, outputs=[of], finished=not state.left))
+            outputs.append(SimpleNamespace(request_id=id_, outputs=[of], finished=not state.left, num_cached_tokens=0))
         return outputs
 
     def abort_request(self, ids: list[str]) -> None:
@@ -74,7 +75,8 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from rolltree.engine.rollout.vllm.loop import VllmLoop
 
     model = SimpleNamespace(get_vocab_size=lambda: VOCABULARY, hf_config=SimpleNamespace(model_type="llama"))
-    yield VllmLoop(SimpleNamespace(model_config=model, llm_engine=Engine()), set(), raw_logprobs=False)  # type: ignore[arg-type]
+    llm = SimpleNamespace(model_config=model, llm_engine=Engine())
+    yield VllmLoop(llm, set(), CostModel(1, 1, 1), raw_logprobs=False)  # type: ignore[arg-type]
     monkeypatch.delitem(sys.modules, "rolltree.engine.rollout.vllm.loop")
 
 

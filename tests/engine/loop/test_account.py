@@ -21,9 +21,9 @@ from rich.console import Console as RichConsole
 from rolltree.engine import Orchestrator, load_config, pack, skip_check
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
-from rolltree.engine.batches.cost import CostModel
+from rolltree.engine.batches.cost import CostModel, Work
 from rolltree.engine.learn import utilization
-from rolltree.engine.learn.utilization import GpuMonitor, Mfu, peak_tflop_s
+from rolltree.engine.learn.utilization import Compute, GpuMonitor, peak_tflop_s
 from rolltree.engine.record.metrics import TIMED_PARTS, Stopwatch, overlaid
 from rolltree.engine.train import phases
 from rolltree.engine.train.config import TrainerConfig
@@ -200,31 +200,32 @@ def test_peaks_are_known_or_left_out(toml: Path, tmp_path: Path) -> None:
     assert peak_tflop_s("NVIDIA H100 80GB HBM3", torch.float32) is None
     assert peak_tflop_s("Some GPU", bf16) is None
     model = make_model()
-    assert Mfu.of(model).peak is None
-    unknown = Mfu(model, None)
-    unknown.add(make_trees(), 1.0)
-    assert unknown.read({}) == {}
+    assert Compute.of(model).peak is None
+    unknown = Compute(None)
+    unknown.train(model, Work(1), Work(), 1.0)
+    assert unknown.read({}).keys() == {"perf/flop_trained", "perf/flop_scored"}
     run = orchestrate(toml, tmp_path, "--trainer.steps=1")
     run.run()
     assert not [name for name in rows(run)[1] if "mfu" in name or "peak" in name or "gpu" in name]
 
 
 def test_mfu_is_the_models_flop_by_the_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, trees = make_model(), make_trees()
-    mfu, cost = Mfu(model, peak=2.0), CostModel.of(model)
-    mfu.add(trees, head_tflop=0.5)
-    forward = sum(cost.shared(tree) for tree in trees)
-    forward -= cost.scored * sum(int((t.loss_mask & (t.response_leaves > 0)).sum()) for t in trees)
+    model, work = make_model(), Work(100, 2000, 50)
+    meter, cost = Compute(peak=2.0), CostModel.of(model)
+    meter.train(model, work, Work(), 0.5e12)
+    forward = cost.token * 100 + cost.attention * 2000
     times = {f"timing_s/{MODEL}": 1.0, f"timing_s/{HEAD}": 0.5, f"timing_s/{OPTIMIZER}": 0.5, "timing_s/gen": 9.0}
-    assert mfu.read(times) == {
+    assert meter.read(times) == {
+        "perf/flop_trained": pytest.approx(3 * forward + 0.5e12),
+        "perf/flop_scored": 0.0,
         "perf/mfu/actor": pytest.approx((3 * forward + 0.5e12) / 4e12),
         "perf/peak_tflop_s": 2.0,
     }
-    assert mfu.read(times) == {}  # no update
-    model.get_decoder().requires_grad_(False)  # as under an adapter: no gradients of weights
-    frozen = Mfu(model, peak=2.0)
-    frozen.add(trees, head_tflop=0.0)
-    assert frozen.read(times)["perf/mfu/actor"] == pytest.approx(2 * forward / 4e12)
+    assert "perf/mfu/actor" not in meter.read(times)  # no update
+    meter.train(model, work, Work(10, 100), 0.5e12)  # some pieces twice
+    again = meter.read(times)
+    assert again["perf/mfu/actor"] == pytest.approx((3 * forward + 0.5e12) / 4e12)
+    assert again["perf/flop_trained"] == pytest.approx(3 * forward + 0.5e12 + cost.token * 10 + cost.attention * 100)
 
 
 # -- NVML --------------------------------------------------------------------------------------------------------------

@@ -92,6 +92,8 @@ OF_KEYS: dict[tuple[str, str], Case] = {
         "set `evaluation.problems` to 0"),
     ("`evaluation.every`", "`evaluation.problems` = 0"): ("evaluation.every=5  evaluation.problems=0",
         "evaluation.every=5", "give both or neither"),
+    ("`evaluation.targets`", "`evaluation.every` = 0"): ("evaluation.targets=[0.5]",
+        "evaluation.targets=[0.5]  evaluation.every=5", "set `evaluation.every`"),
     ("`reward.parts.when_wrong`", "`when_right`"): (TWO_PARTS % ("b", "exact", ",when_wrong='a',when_right='a'"),
         TWO_PARTS % ("b", "exact", ",when_wrong='a'"), "the part 'b' has"),
     ("`reward.parts.when_wrong`, `when_right`", "a judge of groups"): (
