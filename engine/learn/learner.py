@@ -26,6 +26,7 @@ from ..train.terms import needed
 from ..train.trainer import Metrics, Weighted
 from .learned import Learned
 from .learning import Ahead, LearningParts
+from .left_out import Cutting, counted, sampled
 from .micro_batches import MicroBatches
 from .utilization import Compute
 
@@ -53,6 +54,7 @@ class Learner(Learned):
         self.policies: dict[str, Learner] = {}  # no other one learns with this one
         self.compute = Compute.of(parts.model, self.group.count)
         self.batches = MicroBatches(parts, note)
+        self._cut = Cutting(parts.cut, self.batches, self.trainer, self.compute)
         self._alone = [role for role in self.roles if role.fixed] if parts.score_early else []
 
     def update(self, trees: list[TokenTree], demonstrations: list[TokenTree], step: int, sums: Sums) -> bool:
@@ -76,7 +78,7 @@ class Learner(Learned):
         with self.watch.part("pack"):
             sums.count("filter/zero_variance_groups", sum(np.ptp(t.rewards["reward"]) == 0 for t in kept))
             sums.count("filter/failed_groups", len(trees) - len(kept))
-            sums.count("filter/failed_tokens", _sampled(trees) - _sampled(kept))
+            sums.count("filter/failed_tokens", sampled(trees) - sampled(kept))
         return kept
 
     def learn(self, kept: list[TokenTree], demonstrations: list[TokenTree], step: int, sums: Sums) -> bool:
@@ -85,7 +87,7 @@ class Learner(Learned):
         parts.context.at(step, self.metrics)
         self.terms = [(term.now(), weight) for term, weight in parts.terms]
         with self.watch.part("pack"):
-            kept = _counted(kept, sums)
+            kept = counted(kept, sums)
             if parts.replay_routes:
                 for tree in kept:
                     sums.add_values("training/unknown_routes", unknown_routes(tree))
@@ -149,29 +151,31 @@ class Learner(Learned):
             ]
             all_terms = [term for term, _ in self.terms]
             seen, seen_demonstrations = self._seen(rollouts, demonstrations, terms)
+            lags = [self.trainer.updates - tree.policy_version[tree.loss_mask] for tree in rollouts]
+            on_policy = not any(lag.any() for lag in lags) and not any(tree.other_prompt.any() for tree in rollouts)
+            temperature = self.temperature(step)
+            seen = self._cut(seen, terms, all_terms, step, sums, temperature=temperature, on_policy=on_policy)
             if not again:
                 sums.count("filter/unseen_groups", len(members) - len(rollouts))
-                sums.count("filter/unseen_tokens", _sampled(members) - _sampled(seen))
+                sums.count("filter/unseen_tokens", sampled(members) - sampled(seen))
             live = self.batches.shared(seen + seen_demonstrations, all_terms)
             batches = self.batches.packed(live, all_terms)
         if not batches or not terms:
             sums.count("actor/empty_updates")
             if self.critic is None and not again:
-                sums.count("filter/unseen_tokens", _sampled(seen))
+                sums.count("filter/unseen_tokens", sampled(seen))
             if batches and self.critic is not None:  # it learns while the policy waits
                 self._teach_critic(batches, live, sums)
             return False
-        lags = [self.trainer.updates - tree.policy_version[tree.loss_mask] for tree in rollouts]
         for lag in lags:
             sums.add_values("policy/lag", lag)
         if self.parts.trajectory is not None:
             self.parts.trajectory.record(self.model, self.updates)
-        on_policy = not any(lag.any() for lag in lags) and not any(tree.other_prompt.any() for tree in rollouts)
         with self.watch.part(MODEL):
             metrics = None
             while metrics is None:
                 try:
-                    metrics = self._train(batches, live, terms, self.temperature(step), on_policy)
+                    metrics = self._train(batches, live, terms, temperature, on_policy)
                 except torch.OutOfMemoryError:
                     self.trainer.drop_gradients()
                     if not self.batches.halve(live):
@@ -330,16 +334,3 @@ class Learner(Learned):
     def updates(self) -> int:
         """Number of updates of the policy."""
         return self.trainer.updates
-
-
-def _counted(trees: Sequence[TokenTree], sums: Sums) -> list[TokenTree]:
-    """Return the trees without the responses that credit reads and no update counts."""
-    trained = [t if t.trained.all() else t.without_leaves(~t.trained) for t in trees]
-    left = [tree for tree in trained if tree is not None]
-    sums.count("filter/untrained_tokens", _sampled(trees) - _sampled(left))
-    return left
-
-
-def _sampled(trees: Sequence[TokenTree]) -> int:
-    """Return the tokens that were sampled for this step."""
-    return sum(tree.sampled_tokens for tree in trees if "replayed" not in tree.meta)

@@ -121,6 +121,7 @@ class LearningParts:
         epochs: passes over a batch.
         max_tokens: packed tokens of one micro-batch.
         drop_zero_variance: leave groups out of updates that no loss term and no critic learns from.
+        cut: probability; ends of responses in which no token was sampled with a lower one are left out of updates.
         notes: sentences about what of the configuration has no effect or is not needed, told at the first update.
         self_check: compare some responses as a tree and one by one before the first update.
         score_early: roles of fixed weights score each group by itself, and before its batch is complete.
@@ -152,6 +153,7 @@ class LearningParts:
     drop_zero_variance: bool
     self_check: bool
     score_early: bool = False
+    cut: float = 1.0
     replay_routes: bool = False
     notes: Sequence[str] = ()
     group: Group = ALONE

@@ -161,3 +161,6 @@ class AlgorithmConfig(Section):
     drop_zero_variance: bool = True
     """Leave a group out of the update, and out of the loss's normalisers, if no loss term has a gradient from it and
     the run has no critic: with group advantages, a group whose rewards are all equal."""
+    cut: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Below 1, such as 0.97: leave out of updates what follows a response's last token that was sampled with a lower
+    probability, and responses without one. The loss loses small gradients of these tokens (`filter/cut_gradient`)."""

@@ -313,6 +313,27 @@ def needed(trees: Sequence[TokenTree], terms: Sequence[LossTerm]) -> list[TokenT
     return parts
 
 
+def without_certain_ends(trees: Sequence[TokenTree], terms: Sequence[LossTerm], below: float) -> list[TokenTree]:
+    """Return ``trees`` without the ends of responses after the last token that was sampled with a probability below
+    ``below``; responses without such a token are left out. Tokens of unknown probability count as below.
+
+    Normalisers, and means over a response, stay those of the whole responses. As in `needed`, nothing is left out where
+    a term reads more than tokens, or where there are several.
+    """
+    if len(terms) != 1 or terms[0].whole_batch:
+        return list(trees)
+    parts, least = [], np.log(below)
+    for tree in trees:
+        uncertain = ~(tree.behaviour_logprob >= least) & tree.loss_mask  # not true of NaN
+        extent = last_marked(tree, uncertain[tree.path_tokens])
+        part = cut(tree, extent)
+        if part is not None:
+            parts.append(part)
+            if part is not tree:
+                terms[0].keep_means(tree, part, extent > 0)
+    return parts
+
+
 def _selection_column(term: str, per: str) -> Column:
     name = f"select_{per}/{term}"
     if name not in COLUMNS:

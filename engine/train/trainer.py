@@ -242,6 +242,16 @@ class Trainer:
         metrics["perf/head_tflop"] = (head_flop / 1e12, 1)
         return metrics
 
+    @property
+    def pending_head_flop(self) -> float:
+        """FLOP of the head's products since the last `optim_step`."""
+        return sum(self._pending.head_flop)
+
+    def pending_norm(self) -> float:
+        """Return the norm of this process's gradients since the last `optim_step`, which stay."""
+        self._gradients.finish()
+        return float(torch.nn.utils.get_total_norm([m.grad for m in self._masters if m.grad is not None]))
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the model's parameters by name, as a sampler loads them; of a sharded model the shards."""
         return named_shards(self.model)

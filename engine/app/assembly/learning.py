@@ -73,6 +73,7 @@ def learning_parts(
         epochs=trainer.epochs,
         max_tokens=trainer.max_tokens,
         drop_zero_variance=config.algorithm.drop_zero_variance,
+        cut=config.algorithm.cut,
         self_check=trainer.self_check,
         score_early=loop.score_early,
         replay_routes=config.model.replay_routes,

@@ -168,7 +168,8 @@ def of_tokens(
             raise UserError(f"At step {context.step}, {error}") from error
 
     chosen = make(options=options)
-    refuse(PARTS, Part(config, key, name, ratios_of_segments=chosen.ratio_level == "segment"))
+    whole = chosen.scope != "token" or chosen.aggregation == "batch_token_mean"
+    refuse(PARTS, Part(config, key, name, ratios_of_segments=chosen.ratio_level == "segment", whole=whole))
     return TokenTerm(
         chosen,
         name,

@@ -108,6 +108,11 @@ def _several_updates(run: RunKeys) -> Fires:
 
 
 LEARNING: tuple[Row[RunKeys], ...] = (
+    *against("`algorithm.cut` below 1", lambda run: run.algorithm.cut < 1,
+        "`algorithm.cut` leaves out ends of responses, and {who}", "leave one out", {
+            "`algorithm.terms`": lambda run: bool(run.algorithm.terms) and {"who": "several terms may need them"},
+            "`roles.critic`": lambda run: run.roles.critic is not None and {"who": "the critic learns from them"},
+        }),
     Row("`objective`, `pairs`, `loss` of a loss term", "each other", _term(_several_losses),
         "the loss term '{name}' needs one of `objective`, `pairs` and `loss`", "give one"),
     Row("`algorithm.terms.pairs`", "`select`", _term(lambda term: term.pairs is not None and term.select is not None),

@@ -27,6 +27,8 @@ class Part:
     selects: bool = False
     """A selection goes with the objective."""
     ratios_of_segments: bool = False
+    whole: bool = False
+    """An objective reads whole responses, or the whole batch."""
     compares_with_reference: bool = False
     divergence: str = ""
     """The column of the divergence from the reference, if it reads that."""
@@ -155,6 +157,10 @@ PARTS: tuple[Row[Part], ...] = (
         lambda part: part.ratios_of_segments and part.run.rollout.program == "agent" and _words(part),
         "The loss term '{name}' has ratios of segments (ratio_level = \"segment\"), runs of tokens between the forks "
         'of a program, which `rollout.program` = "agent" does not have', "set ratio_level to token or sequence"),
+    Row("`algorithm.cut` below 1", "an objective of whole responses",
+        lambda part: part.whole and part.run.algorithm.cut < 1 and _words(part),
+        "`algorithm.cut` leaves out ends of responses, and the objective of '{name}' reads whole responses",
+        "use an objective whose ratios and means are of tokens, or leave it out"),
     Row("`roles.critic`", "an advantage that sets no targets",
         lambda part: part.targets_missing > 0 and {**_words(part), "missing": part.targets_missing},
         "{key} = '{name}' sets no column value_target on {missing} of 2 trees, so that [roles.critic] has nothing to "

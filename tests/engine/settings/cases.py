@@ -122,6 +122,10 @@ OF_KEYS: dict[tuple[str, str], Case] = {
         EXACT % ",when=['chain_sum']", "names 'sum', which is not in `data.tasks`; they are chain_sum"),
     ("`data.tasks`", "no part that judges one"): (f"{TWO_TASKS}  " + EXACT % ",when='gcd'",
         f"{TWO_TASKS}  " + EXACT % ",when=['gcd','chain_sum']", "judges the task 'chain_sum'"),
+    ("`algorithm.cut` below 1", "`algorithm.terms`"): (f"algorithm.cut=0.9  {TERM % ''}", "algorithm.cut=0.9",
+        "several terms may need them"),
+    ("`algorithm.cut` below 1", "`roles.critic`"): ("algorithm.cut=0.9  roles.critic={}", "algorithm.cut=0.9",
+        "the critic learns from them"),
     ("`objective`, `pairs`, `loss` of a loss term", "each other"): (TERM % ",loss='laser'", TERM % "",
         "the loss term 't' needs one of"),
     ("`algorithm.terms.pairs`", "`select`"): (

@@ -33,6 +33,8 @@ PARTS: dict[tuple[str, str], Case] = {
         "needs ref_logprob (kl_coef is not 0); give the run a [roles.reference]"),
     ("an objective of values", "which no run has"): ("algorithm.objective=clip_tensor", "algorithm.objective=grpo",
         "which a run does not have; choose another objective"),
+    ("`algorithm.cut` below 1", "an objective of whole responses"): ("algorithm.cut=0.9  algorithm.objective=gspo",
+        "algorithm.cut=0.9", "reads whole responses"),
     ("a preference loss with a reference", "no `roles.reference`"): (
         "algorithm.terms=[{name='t',pairs='best_and_worst'}]",
         f"{REFERENCE}  algorithm.terms=[{{name='t',pairs='best_and_worst'}}]",

@@ -1,0 +1,79 @@
+"""What an update leaves out of its trees: responses that only credit reads, and ends that the policy was sure of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..data.tree import TokenTree
+from ..model.invariant.install import is_invariant
+from ..record.metrics import Sums
+from ..train.terms import LossTerm, without_certain_ends
+from ..train.trainer import Trainer, Weighted
+from .micro_batches import MicroBatches
+from .utilization import Compute
+
+MEASURED_EVERY = 20
+"""Steps between two that measure the gradient, which takes two more passes."""
+
+
+class Cutting:
+    """Leaves out the ends of responses after the last token whose probability was below ``below`` (`algorithm.cut`).
+
+    The gradient of a token's log-prob with respect to the logits is at most sqrt(2) (1 - p), so it is small there.
+    """
+
+    def __init__(self, below: float, batches: MicroBatches, trainer: Trainer, compute: Compute) -> None:
+        self._below, self._batches, self._trainer, self._compute = below, batches, trainer, compute
+
+    def __call__(
+        self,
+        trees: list[TokenTree],
+        terms: Sequence[Weighted],
+        every_term: Sequence[LossTerm],
+        step: int,
+        sums: Sums,
+        *,
+        temperature: float,
+        on_policy: bool,
+    ) -> list[TokenTree]:
+        """Return ``trees`` without those ends, and count them; every `MEASURED_EVERY` steps, on one process, also
+        measure the norm of the gradient's part that is left out, over that of the whole gradient."""
+        if self._below == 1 or not terms:
+            return trees
+        parts = without_certain_ends(trees, [t.term for t in terms], self._below)
+        tokens = sum(tree.loss_tokens for tree in trees)
+        sums.add("filter/cut_ratio", tokens - sum(part.loss_tokens for part in parts), tokens)
+        alone = self._batches.group.count == 1 and not is_invariant(self._trainer.model)
+        if step % MEASURED_EVERY != 1 or not alone or not parts:
+            return parts
+
+        def add(these: list[TokenTree], sign: float) -> float:
+            """Add the gradient of ``these`` to the pending one; return the norm of the sum."""
+            signed = [t._replace(weight=sign * t.weight) for t in terms]
+            logical, before = sum(tree.logical_tokens for tree in these), self._trainer.pending_head_flop
+            for batch in self._batches.packed(self._batches.shared(these, every_term), every_term):
+                self._trainer.forward_backward(
+                    batch, signed, logical, temperature=batch.temperatures(temperature), on_policy=on_policy
+                )
+            head_flop = self._trainer.pending_head_flop - before
+            self._compute.train(self._trainer.model, self._batches.work, self._batches.again, head_flop)
+            return self._trainer.pending_norm()
+
+        whole, left = add(trees, 1.0), add(parts, -1.0)
+        self._trainer.drop_gradients()
+        if whole > 0:
+            sums.add("filter/cut_gradient", left / whole)
+        return parts
+
+
+def counted(trees: Sequence[TokenTree], sums: Sums) -> list[TokenTree]:
+    """Return the trees without the responses that credit reads and no update counts."""
+    trained = [t if t.trained.all() else t.without_leaves(~t.trained) for t in trees]
+    left = [tree for tree in trained if tree is not None]
+    sums.count("filter/untrained_tokens", sampled(trees) - sampled(left))
+    return left
+
+
+def sampled(trees: Sequence[TokenTree]) -> int:
+    """Return the tokens that were sampled for this step."""
+    return sum(tree.sampled_tokens for tree in trees if "replayed" not in tree.meta)
