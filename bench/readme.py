@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PAGES = (REPOSITORY / "README.md", *(REPOSITORY / "docs" / f"{page}.md" for page in ("benchmarks", "curves", "gpu")))
 RESULTS = REPOSITORY / "bench" / "results"
-BLOCK = re.compile(r"(<!-- (bench|summary|jobs|curves|actions) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (bench|summary|jobs|curves|targets|actions) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 class Line(NamedTuple):
@@ -177,6 +177,8 @@ def rewritten(text: str) -> str:
             return match[1] + summary(name) + match[4]
         if kind == "curves":
             return match[1] + curves_table.markdown(recipe_points(RESULTS / name)) + match[4]
+        if kind == "targets":
+            return match[1] + curves_table.targets(recipe_points(RESULTS / name)) + match[4]
         of_file = {"jobs": jobs, "bench": markdown, "actions": curves_table.actions}[kind]
         return match[1] + of_file(read(RESULTS / f"{name}.jsonl")) + match[4]
 

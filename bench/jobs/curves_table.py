@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Literal
 
+from rolltree.engine.record.spent import Spent, crossing
+
 from ..schema import Row
 from .curves import BASE
 from .job import Point
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 Axis = Literal["tokens", "seconds"]
 AXES: tuple[Axis, ...] = ("tokens", "seconds")
+TARGETS = (0.5, 0.75, 0.8)
+TUNED = "grpo_tuned"
+"""The recipe with which FLOP and seconds to a target are compared."""
 PARTS = (0.25, 1.0)
 """Shares of the most tokens and seconds at which recipes are compared."""
 LABELS = {"tokens": "thousand tokens sampled", "seconds": "seconds of one core"}
@@ -110,9 +115,9 @@ def _table(name: str, runs: dict[Run, list[Point]]) -> str:
     return "\n".join([*lines, "", sentence, "Measured on {}, {}, commit {}.".format(*on)]) + "\n"
 
 
-def _spread(values: Sequence[float], sign: str = "") -> str:
-    text = f"{mean(values):{sign}.1f}"
-    return text if len(values) == 1 else f"{text} ({min(values):{sign}.1f} to {max(values):{sign}.1f})"
+def _spread(values: Sequence[float], sign: str = "", digits: int = 1) -> str:
+    low, middle, high = (f"{value:{sign}.{digits}f}" for value in (min(values), mean(values), max(values)))
+    return middle if len(values) == 1 else f"{middle} ({low} to {high})"
 
 
 def _difference(accuracies: dict[str, dict[str, float]], recipe: str) -> str:
@@ -121,6 +126,43 @@ def _difference(accuracies: dict[str, dict[str, float]], recipe: str) -> str:
         return ""
     both = [case for case in accuracies[recipe] if case in accuracies.get(BASE, {})]
     return _spread([100 * (accuracies[recipe][case] - accuracies[BASE][case]) for case in both], "+") if both else ""
+
+
+def targets(points: Sequence[Point]) -> str:
+    """Return a table of each campaign whose FLOP were counted: for each target of `TARGETS` the GFLOP, and the seconds
+    of a core, at which the runs of a recipe reached and held it, and ratios to those of `TUNED` with the same seed."""
+    counted = [point for point in points if point.flop is not None]
+    return "\n".join(_targets(name, runs) for name, runs in campaigns(counted).items())
+
+
+def _targets(name: str, runs: dict[Run, list[Point]]) -> str:
+    heads = [name, "seeds"]
+    for target in TARGETS:
+        heads += [f"GFLOP to {100 * target:g} %", f"against {TUNED}", "seconds", f"against {TUNED}"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    spent = {
+        (recipe, case, target): crossing(_readings(of_run), target, ended=True)
+        for (case, recipe), of_run in runs.items()
+        for target in TARGETS
+    }
+    for recipe in dict.fromkeys(recipe for _, recipe in runs):
+        cases = [case for case, of_recipe in runs if of_recipe == recipe]
+        cells = [recipe, str(len(cases))]
+        for target in TARGETS:
+            then = {case: at for case in cases if (at := spent[recipe, case, target]) is not None}
+            base = {case: at for case in then if (at := spent.get((TUNED, case, target))) is not None}
+            few = "" if len(then) == len(cases) else f", {len(then)} of {len(cases)}"
+            for field, scale in (("flop", 1e-9), ("seconds", 1.0)):
+                values = [scale * getattr(at, field) for at in then.values()]
+                ratios = [getattr(then[case], field) / getattr(at, field) for case, at in base.items()]
+                cells.append(f"{_spread(values)}{few}" if values else "not reached")
+                cells.append(_spread(ratios, digits=2) if ratios and recipe != TUNED else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _readings(points: Sequence[Point]) -> list[tuple[Spent, float]]:
+    return [(Spent(point.flop or 0.0, point.tokens, point.seconds), point.accuracy) for point in points]
 
 
 def actions(rows: Sequence[Row], metrics: Sequence[str] = SHOWN) -> str:

@@ -60,6 +60,7 @@ class Point:
     versions: dict[str, str]
     commit: str
     time: str  # UTC, ISO 8601
+    flop: float | None = None  # computed so far, without evaluations; None where the provider does not count them
 
 
 def main(argv: Sequence[str]) -> int:

@@ -82,7 +82,7 @@ class Compute:
         learning = sum(p.numel() for p in weights if p.requires_grad) / sum(p.numel() for p in weights)
         useful = (2 + learning) * cost.token * work.rows + 3 * cost.attention * work.pairs + head_flop
         repeated = cost.forward(replace(again, heads=0))
-        if model.is_gradient_checkpointing:
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             repeated += cost.forward(replace(work, heads=0)) - _last_products(model) * work.rows
         self._useful += useful
         self._trained += useful + repeated

@@ -378,6 +378,7 @@ ADVANTAGES: dict[str, Callable[..., Any]] = {
     "group_mean": estimators.group_mean,
     "rloo": estimators.rloo,
     "maxrl": estimators.maxrl,
+    "beta_norm": estimators.beta_norm,
     "opo": estimators.opo,
     "tree_path_mean": estimators.tree_path_mean,
     "reinforce_pp": estimators.reinforce_pp,

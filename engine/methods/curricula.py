@@ -24,6 +24,7 @@ import numpy as np
 from ..errors import UserError
 from .candidates import Candidate, Observed, Store
 from .priors import Values
+from .success import Greso, Posterior, Sgpo
 
 FINER = ("node_advantage", "token_advantage", "path_advantage")
 """Columns of credit that replace the credit of whole responses."""
@@ -437,5 +438,8 @@ CURRICULA: dict[str, Callable[..., Any]] = {
     "hardest": Hardest,
     "limr": Limr,
     "ladder": Ladder,
+    "posterior": Posterior,
+    "greso": Greso,
+    "sgpo": Sgpo,
 }
 """The curricula that `data.curriculum` names."""

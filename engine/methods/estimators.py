@@ -49,6 +49,27 @@ def rloo(tree: TokenTree) -> Array:  # [L]
 
 
 @group
+def beta_norm(tree: TokenTree, *, right: float = 1.0, wrong: float = 1.0) -> Array:  # [L]
+    """AERO (arXiv 2602.14338, by its abstract): ``(R - m) / sqrt(m (1 - m))``, m the mean of the posterior of the
+    success rate, ``(k + right) / (n + right + wrong)`` for k right ones of n responses. No group has advantages of 0.
+
+    Args:
+        right, wrong: the prior ``Beta(right, wrong)`` (the defaults are inferred).
+
+    Raises:
+        UserError: the prior is not positive, or a reward is not within [0, 1].
+    """
+    rewards = rewards_of(tree)
+    if min(right, wrong) <= 0 or rewards.min() < 0 or rewards.max() > 1:
+        raise UserError(
+            f"The advantage 'beta_norm' needs right and wrong above 0 and rewards from 0 to 1, and they are {right:g}, "
+            f"{wrong:g} and from {rewards.min():g} to {rewards.max():g}; change them or choose another estimator."
+        )
+    mean = (rewards.sum() + right) / (len(rewards) + right + wrong)
+    return (rewards - mean) / np.sqrt(mean * (1 - mean))
+
+
+@group
 def maxrl(tree: TokenTree) -> Array:  # [L]
     """MaxRL (Tajwar et al. 2026, arXiv 2602.02710): ``(R - mu) / mu``, 0 where mu is 0.
 

@@ -86,6 +86,41 @@ def until_unequal(tree: TokenTree, *, more: int = 4, most: int = 2) -> Answer:
     return More(more) if tree.meta["attempt"] < most else Drop("equal_rewards")
 
 
+def screening(tree: TokenTree, *, n: int = 8) -> Answer:
+    """SPEED (Zhang et al. 2025, arXiv 2506.09016): the first responses of a group, ``rollout.n``, decide; where these
+    are all right or all wrong the group is dropped, else responses up to ``n`` follow to the same prompt, whose keys
+    are kept (the default of n is inferred).
+
+    Raises:
+        UserError: ``n`` is not above the number of first responses.
+    """
+    rewards = tree.rewards["reward"]
+    if tree.meta["attempt"]:
+        return None
+    if len(rewards) >= n:
+        raise UserError(f"loop.callback = 'screening' needs `n` above rollout.n = {len(rewards)}, and it is {n}.")
+    return dynamic_sampling(tree) or More(n - len(rewards))
+
+
+def prune_majority(tree: TokenTree, *, more: int = 4, ratio: float = 1.0) -> Answer:
+    """AERO (Zhang et al. 2026, arXiv 2602.14338), by its abstract: a group of equal rewards gets ``more`` responses
+    once; of a mixed group all responses of the smaller side are trained on, and of the larger one at most ``ratio``
+    times as many, the first ones (the sizes, and which are kept, are inferred).
+
+    Raises:
+        UserError: ``ratio`` is below 1.
+    """
+    if ratio < 1:
+        raise UserError(f"loop.callback = 'prune_majority' needs a `ratio` of at least 1, and it is {ratio:g}.")
+    rewards = tree.rewards["reward"]
+    right, wrong = np.flatnonzero(rewards >= 1), np.flatnonzero(rewards < 1)  # NaN is in neither
+    small = min(len(right), len(wrong))
+    if not small:
+        return None if tree.meta["attempt"] or not len(right) + len(wrong) else More(more)
+    most = max(1, round(ratio * small))
+    return Accept(sorted([*right[:most].tolist(), *wrong[:most].tolist()]))
+
+
 def top_up(tree: TokenTree, *, most: int = 4) -> Answer:
     """DARS (as in Depth-Breadth Synergy in RLVR): sample hard problems more often, so that all have the same sum of
     absolute `group_norm` advantages, which is ``2 n sqrt(p (1 - p))`` for n rewards of 0 and 1: after n responses with
@@ -357,6 +392,8 @@ GROUP_CALLBACKS: dict[str, Callable[..., Any]] = {
     "dynamic_sampling": dynamic_sampling,
     "until_unequal": until_unequal,
     "top_up": top_up,
+    "screening": screening,
+    "prune_majority": prune_majority,
     "hint_ladder": HintLadder,
     "refine": refine,
     "critique": critique,

@@ -82,18 +82,26 @@ def of_targets(
 def reached(rows: Sequence[Mapping[str, float]], target: float, *, ended: bool) -> Spent | None:
     """Return what the run had spent when it reached the accuracy ``target`` and held it; None if it has not.
 
+    Args:
+        rows: of the run's metrics from row 0 on.
+        ended: see `crossing`.
+    """
+    after = zip(spent(rows), rows, strict=True)
+    readings = [
+        (then, row["eval/accuracy"]) for then, row in after if math.isfinite(row.get("eval/accuracy", math.nan))
+    ]
+    return crossing(readings, target, ended=ended)
+
+
+def crossing(readings: Sequence[tuple[Spent, float]], target: float, *, ended: bool) -> Spent | None:
+    """Return what was spent when the accuracies of ``readings`` crossed ``target``; None if they have not.
+
     Accuracy is taken to be linear between two evaluations. A crossing counts if the next evaluation is at most `FELL`
     below the target.
 
     Args:
-        rows: of the run's metrics from row 0 on.
         ended: no further evaluation comes, so that a crossing of the last one counts.
     """
-    readings = [
-        (s, row["eval/accuracy"])
-        for s, row in zip(spent(rows), rows, strict=True)
-        if math.isfinite(row.get("eval/accuracy", math.nan))
-    ]
     for i, (now, accuracy) in enumerate(readings):
         after = readings[i + 1][1] if i + 1 < len(readings) else target if ended else -math.inf
         if accuracy < target or after < target - FELL:

@@ -64,6 +64,21 @@ def test_recipes_are_compared_at_the_most_tokens_and_seconds_that_all_runs_reach
         curves_table.accuracy_at(GRPO, "seconds", 4.5)
 
 
+def test_recipes_are_compared_where_they_reach_a_target() -> None:
+    """By linear interpolation between two readings, for the runs that reach it; those without FLOP have no table."""
+    tuned = [replace(p, flop=1e9 * p.step) for p in points("grpo_tuned", 0, (2.0, 100, 0.45), (4.0, 200, 0.65))]
+    other = [replace(p, flop=1e9 * p.step) for p in points("efficient", 0, (1.0, 100, 0.65), (2.0, 150, 0.78))]
+    low = [replace(p, flop=1e9 * p.step) for p in points("efficient", 1, (1.0, 100, 0.3), (2.0, 150, 0.4))]
+    assert curves_table.targets(GRPO) == ""
+    head, _, of_tuned, of_other = curves_table.targets([*tuned, *other, *low, *GRPO]).splitlines()
+    assert head.startswith("| sums | seeds | GFLOP to 50 % | against grpo_tuned | seconds | against grpo_tuned |")
+    assert of_tuned.startswith("| grpo_tuned | 1 | 1.2 |  | 2.5 |  | not reached |  | not reached |  |")
+    # 0.25 of 0.4 is 0.625 of a step, and 0.75 lies 10 / 13 of the second step on
+    assert of_other.startswith(
+        "| efficient | 2 | 0.6, 1 of 2 | 0.50 | 0.6, 1 of 2 | 0.25 | 1.8, 1 of 2 |  | 1.8, 1 of 2 |"
+    )
+
+
 def test_a_campaign_counts_training_alone_and_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

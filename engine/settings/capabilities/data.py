@@ -10,7 +10,7 @@ from ..keys import RunKeys
 from ..rewards import VERIFIERS
 from .row import Fires, Row, against
 
-OF_ROWS = ("difficulty", "gvm", "predicted", "hard_replay", "hardest", "limr", "ladder")
+OF_ROWS = ("difficulty", "gvm", "predicted", "hard_replay", "hardest", "limr", "ladder", "greso", "sgpo")
 """Curricula that need problems which may come again, or columns."""
 
 

@@ -1,0 +1,147 @@
+"""Curricula that estimate success rates, and callbacks that spend responses where a group has signal."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rolltree.engine import TokenTree, UserError
+from rolltree.engine.methods.candidates import Candidate, Observed, Store
+from rolltree.engine.methods.estimators import beta_norm
+from rolltree.engine.methods.groups import Accept, Drop, More, prune_majority, screening
+from rolltree.engine.methods.success import Greso, Posterior, Sgpo, SuccessRates
+
+
+def candidate(name: str, taken: int = 0, **entry: Any) -> Candidate:
+    return Candidate(name, "task", name, entry, taken, 0, None)
+
+
+def store(*problems: Candidate, seed: int = 0) -> Store:
+    return Store({problem.id: problem for problem in problems}, np.random.default_rng(seed))
+
+
+def tree(*rewards: float, attempt: int = 0) -> TokenTree:
+    made = TokenTree.from_sequences([1], [[2 + i] for i in range(len(rewards))])
+    made.rewards["reward"] = np.array(rewards, np.float32)
+    made.meta["attempt"] = attempt
+    return made
+
+
+def group(problem: Candidate, *rewards: float) -> Observed:
+    return Observed(problem, tree(*rewards), None)
+
+
+def reloaded(part: Any, fresh: Any) -> Any:
+    fresh.load_state_dict(copy.deepcopy(part.state_dict()))
+    return fresh
+
+
+def test_the_posterior_pools_decays_and_is_saved() -> None:
+    rates = SuccessRates("kind", decay=0.5, prior=2.0, pool=4.0)
+    a, b = candidate("a", kind="x"), candidate("b", kind="x")
+    assert rates.posterior(a) == (1.0, 1.0)
+    rates.observe(group(a, 1, 1, 1, 0, 0, 0, 0, 0, np.nan), step=1)  # NaN has no verdict
+    right, wrong = 0.5 + 3, 0.5 + 5  # a step has passed since the first counts
+    prior = (2 * right / 9, 2 * wrong / 9)
+    assert rates.posterior(b) == pytest.approx((prior[0] + 4 * 3 / 8, prior[1] + 4 * 5 / 8))
+    assert rates.posterior(a) == pytest.approx((prior[0] + 4 * 3 / 8 + 3, prior[1] + 4 * 5 / 8 + 5))
+    assert rates.posterior(candidate("c", kind="y")) == pytest.approx(prior)
+    assert reloaded(rates, SuccessRates("kind", 0.5, 2.0, 4.0)).posterior(a) == rates.posterior(a)
+    rates.observe(group(b, 1), step=3)  # two steps later the old counts are a quarter
+    assert rates._of_problem["a"] == [0.75, 1.25]
+
+
+def test_problems_with_signal_come_first() -> None:
+    curriculum = Posterior(by="kind", prior=0.5)
+    kinds = {kind: candidate(kind, kind=kind) for kind in ("solved", "even", "never")}
+    for kind, rewards in (("solved", [1] * 8), ("even", [1, 0] * 4), ("never", [0] * 8)):
+        for _ in range(5):
+            curriculum.observe(group(kinds[kind], *rewards), step=1)
+    pool = [candidate(f"{kind}{i}", kind=kind) for i in range(20) for kind in kinds]
+    order = curriculum.order(store(*pool))
+    assert sorted(order) == sorted(problem.id for problem in pool)
+    first = [name.rstrip("0123456789") for name in order[:20]]
+    assert first.count("even") >= 17
+    assert order != curriculum.order(store(*pool, seed=1))  # drawn, not computed
+    assert order == reloaded(curriculum, Posterior(by="kind", prior=0.5)).order(store(*pool))
+
+
+def test_greso_passes_over_what_had_no_signal() -> None:
+    curriculum = Greso(begin=0.5, rate=0.1)
+    problems = [candidate(name) for name in ("equal", "mixed", "new")]
+    for step in range(1, 5):
+        curriculum.observe(group(problems[0], 0, 0), step)
+        curriculum.observe(group(problems[1], 0, 1), step)
+    assert curriculum._equal["equal"] == ("hard", 4)
+    assert curriculum._explore == {"hard": pytest.approx(0.2), "easy": pytest.approx(0.8)}  # a half is hard, none easy
+    first = [next(iter(curriculum.order(store(*problems, seed=seed)))) for seed in range(50)]
+    assert first.count("equal") <= 3  # 0.2 ** 4
+    order = list(curriculum.order(store(*problems)))
+    assert sorted(order) == ["equal", "mixed", "new"]  # what is passed over comes later
+    curriculum.observe(group(problems[0], 1, 0), 5)
+    assert curriculum._equal["equal"] == ("", 0)
+    assert reloaded(curriculum, Greso())._explore == curriculum._explore
+    curriculum.observe(group(problems[0], np.nan, np.nan), 5)  # no verdict, nothing learnt
+    assert curriculum._seen == [""]
+
+
+def test_sgpo_profiles_then_goes_from_easy_to_hard() -> None:
+    curriculum = Sgpo(profile=4, scale=2.0, least=2, most=16, unsolved=0.0)
+    rates = {"easy": (1, 1, 1, 0), "half": (1, 1, 0, 0), "hard": (1, 0, 0, 0), "solved": (1,) * 4, "never": (0,) * 4}
+    problems = {name: candidate(name) for name in rates}
+    assert {curriculum.wanted(problem) for problem in problems.values()} == {4}
+    for name, rewards in rates.items():
+        curriculum.observe(group(problems[name], *rewards))
+    assert list(curriculum.order(store(*problems.values(), candidate("new")))) == ["new", "easy", "half", "hard"]
+    assert [curriculum.wanted(problems[name]) for name in ("easy", "half", "hard", "never")] == [3, 4, 8, 16]
+    curriculum.observe(group(problems["easy"], 0, 0, 0, 0))  # the first pass alone is the profile
+    assert reloaded(curriculum, Sgpo()).wanted(problems["easy"]) == 3
+    half = reloaded(curriculum, Sgpo(unsolved=0.25))
+    kept = [name for seed in range(40) for name in half.order(store(problems["never"], seed=seed))]
+    assert 3 <= len(kept) <= 20
+
+
+@pytest.mark.parametrize(
+    ("rewards", "attempt", "answer"),
+    [
+        ((1, 0), 0, More(6)),
+        ((1, 1), 0, Drop("equal_rewards")),
+        ((0, 0), 0, Drop("equal_rewards")),
+        ((1, 0, 0, 0, 0, 0, 0, 0), 1, None),
+        ((np.nan, np.nan), 0, Drop("equal_rewards")),
+    ],
+)
+def test_screening(rewards: tuple[float, ...], attempt: int, answer: Any) -> None:
+    assert screening(tree(*rewards, attempt=attempt), n=8) == answer
+
+
+def test_screening_needs_room() -> None:
+    with pytest.raises(UserError, match=r"needs `n` above rollout.n = 8"):
+        screening(tree(*[1, 0] * 4), n=8)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "attempt", "ratio", "answer"),
+    [
+        ((1, 0, 0, 0, np.nan), 0, 1.0, Accept([0, 1])),
+        ((0, 1, 1, 1, 1, 0), 0, 1.5, Accept([0, 1, 2, 3, 5])),
+        ((0, 0), 0, 1.0, More(4)),
+        ((0, 0, 0, 0), 1, 1.0, None),
+        ((np.nan,), 0, 1.0, None),
+    ],
+)
+def test_the_larger_side_is_pruned(rewards: tuple[float, ...], attempt: int, ratio: float, answer: Any) -> None:
+    assert prune_majority(tree(*rewards, attempt=attempt), ratio=ratio) == answer
+
+
+def test_a_posterior_mean_leaves_no_group_without_advantages() -> None:
+    (credit,) = beta_norm([tree(1, 1, 1)]).values
+    mean = 4 / 5
+    assert credit == pytest.approx([(1 - mean) / np.sqrt(mean * (1 - mean))] * 3)
+    (mixed,) = beta_norm([tree(1, 0)]).values
+    assert mixed == pytest.approx([1, -1])
+    with pytest.raises(UserError, match="rewards from 0 to 1"):
+        beta_norm([tree(2, 0)])
