@@ -66,6 +66,9 @@ RECIPES: dict[str, dict[str, str]] = {
     "w_reinforce": {},
     "grpo_tuned": {"recipe": "efficient", "algorithm.cut": "1.0", **TUNED},
     "efficient": TUNED,
+    "speed_rl": TUNED,
+    "aero": TUNED,
+    "fifo_replay": TUNED,
 }
 """Recipes, and keys that differ from the recipe's own and from the campaign's: segments for responses of 48 tokens, as
 in `arithmetic_cpu.toml`, and more steps, as these share tokens; a critic's rate as in `ppo_critic_cpu.toml`; and half

@@ -13,7 +13,7 @@ from .micro_batches import MicroBatches
 from .utilization import Compute
 
 MEASURED_EVERY = 20
-"""Steps between two that measure the gradient, which takes two more passes."""
+"""Steps between two that measure the gradient of a tree, which takes two more passes over it."""
 
 
 class Cutting:
@@ -37,7 +37,7 @@ class Cutting:
         on_policy: bool,
     ) -> list[TokenTree]:
         """Return ``trees`` without those ends, and count them; every `MEASURED_EVERY` steps, on one process, also
-        measure the norm of the gradient's part that is left out, over that of the whole gradient."""
+        measure on the first tree the norm of the gradient's part that is left out, over that of the whole gradient."""
         if self._below == 1 or not terms:
             return trees
         parts = without_certain_ends(trees, [t.term for t in terms], self._below)
@@ -59,7 +59,9 @@ class Cutting:
             self._compute.train(self._trainer.model, self._batches.work, self._batches.again, head_flop)
             return self._trainer.pending_norm()
 
-        whole, left = add(trees, 1.0), add(parts, -1.0)
+        whole = add(trees[:1], 1.0)
+        sample = without_certain_ends(trees[:1], [t.term for t in terms], self._below)
+        left = add(sample, -1.0) if sample else whole
         self._trainer.drop_gradients()
         if whole > 0:
             sums.add("filter/cut_gradient", left / whole)
