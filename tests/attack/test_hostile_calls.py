@@ -295,6 +295,6 @@ def test_no_request_breaks_the_door_of_agents(tmp_path: Path, path: str, cases: 
 @pytest.mark.parametrize("path", PATHS)
 def test_no_request_of_hundreds_breaks_either(tmp_path: Path, path: str) -> None:
     with served(path) as ask:
-        attack(path, 400, 2, ask)
+        attack(path, 150, 2, ask)
     with at_the_door(path, tmp_path) as ask:
-        attack(path, 400, 3, ask)
+        attack(path, 150, 3, ask)

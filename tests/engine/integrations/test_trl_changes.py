@@ -255,8 +255,7 @@ def options(cls: type, trainer: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("when", ["before", "later"])
-@pytest.mark.parametrize("share", range(4))
+@pytest.mark.parametrize(("share", "when"), [(0, "before"), (1, "later"), (2, "before"), (3, "later")])
 @pytest.mark.parametrize("cls", [SFTTrainer, GRPOTrainer, RLOOTrainer, DPOTrainer])
 def test_options(path: str, cls: type, share: int, when: str) -> None:
     """Every fourth public attribute and option of the trainer has TRL's result, unless TRL fails."""
@@ -277,6 +276,13 @@ def test_options(path: str, cls: type, share: int, when: str) -> None:
             wrong.append((place, name, value, repr(error)[:300]))
     assert tried >= 3
     assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("share", "when"), [(0, "later"), (1, "before"), (2, "later"), (3, "before")])
+@pytest.mark.parametrize("cls", [SFTTrainer, GRPOTrainer, RLOOTrainer, DPOTrainer])
+def test_options_at_the_other_time(path: str, cls: type, share: int, when: str) -> None:
+    test_options(path, cls, share, when)
 
 
 def test_the_temperature_of_the_loss_is_that_of_the_trainers_making(path: str) -> None:
