@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -114,14 +113,10 @@ def backward(op: str, ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple
 
 
 def registered(
-    name: str, op: str, one_pass: Callable[..., Any], fake: Callable[..., Any]
-) -> tuple[Callable[..., tuple[Tensor, ...]], type[torch.autograd.Function]]:
-    """Register ``one_pass`` of the public ``op`` with torch as two ops called ``name``, and return them with their
-    backwards.
-
-    That of the first adds weight's gradient, times that of the loss, to ``weight_grad``. The second adds it in the
-    forward; see `_accumulated`.
-    """
+    name: str, one_pass: Callable[..., Any], fake: Callable[..., Any], of_autograd: Callable[..., Any]
+) -> tuple[torch.library.CustomOpDef, torch.library.CustomOpDef]:
+    """Register ``one_pass`` with torch as two ops, ``name`` with the backward ``of_autograd``, which adds weight's
+    gradient, times that of the loss, to ``weight_grad``; and one that adds it in the forward, for `accumulated`."""
     schema = torch.library.infer_schema(one_pass, mutates_args=())
 
     def without_accumulator(*arguments: Any) -> Any:
@@ -136,15 +131,15 @@ def registered(
     )
     plain.register_fake(lambda *arguments: fake(*arguments[:-1], None))
     into.register_fake(fake)
-    plain.register_autograd(partial(backward, op), setup_context=keep_gradients)
-    return plain, _accumulated(op, f"{name}_into")
+    plain.register_autograd(of_autograd, setup_context=keep_gradients)
+    return plain, into
 
 
 _runs = itertools.count(1)
 
 
-def _accumulated(public: str, name: str) -> type[torch.autograd.Function]:
-    """Return the op called ``name``, which adds weight's gradient to ``weight_grad`` itself, with a backward: torch
+def accumulated(public: str, into: Callable[..., tuple[Tensor, ...]]) -> type[torch.autograd.Function]:
+    """Return ``into``, which calls the op that adds weight's gradient to ``weight_grad`` itself, with a backward: torch
     registers none for an op that writes to an argument.
 
     Activation checkpointing runs a forward again, and the second run must not add to ``weight_grad``. torch's own is
@@ -157,8 +152,7 @@ def _accumulated(public: str, name: str) -> type[torch.autograd.Function]:
             *others, need, weight_grad = arguments
             if _is_run_again():
                 need = [need[0], False, *need[2:]]
-            out: tuple[Tensor, ...] = getattr(torch.ops.rolltree, name)(*others, need, weight_grad)
-            return out
+            return into(*others, need, weight_grad)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks import Arguments
-from ..forward_gradients import empty_gradients, registered
+from ..forward_gradients import accumulated, backward, empty_gradients, registered
 from ..linear_logprob import chunked as logprob_chunked
 from ..linear_logprob.head import Head, HeadGradient, HeadLora
 from ..linear_logprob.op import backend_of, row_kernels
@@ -209,5 +210,20 @@ def _fakes(columns: int, inputs: tuple[Tensor | None, ...], rest: tuple[Any, ...
     return temperature.new_empty(()), *values, *empty_gradients(inputs, temperature.dtype, needed)
 
 
-linear_divergence_op, AccumulatedDivergence = registered(NAME, NAME, _one_pass, _fake)
-linear_topk_divergence_op, AccumulatedTopK = registered(TOPK, TOPK, _topk_one_pass, _topk_fake)
+linear_divergence_op, linear_divergence_into_op = registered(NAME, _one_pass, _fake, partial(backward, NAME))
+linear_topk_divergence_op, linear_topk_divergence_into_op = registered(
+    TOPK, _topk_one_pass, _topk_fake, partial(backward, TOPK)
+)
+
+
+def _into(*arguments: Any) -> tuple[Tensor, ...]:
+    out: tuple[Tensor, ...] = linear_divergence_into_op(*arguments)
+    return out
+
+
+def _topk_into(*arguments: Any) -> tuple[Tensor, ...]:
+    out: tuple[Tensor, ...] = linear_topk_divergence_into_op(*arguments)
+    return out
+
+
+AccumulatedDivergence, AccumulatedTopK = accumulated(NAME, _into), accumulated(TOPK, _topk_into)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..forward_gradients import empty_gradients, registered
+from ..forward_gradients import accumulated, backward, empty_gradients, keep_gradients, registered
 from ..linear_logprob import chunked
 from ..linear_logprob.head import Head, HeadGradient, HeadLora
 from ..linear_logprob.op import backend_of, check_values, row_kernels
@@ -135,4 +136,13 @@ def _fake(
     )
 
 
-linear_terms_loss_op, AccumulatedLoss = registered("linear_terms_loss", "linear_policy_loss", _one_pass, _fake)
+_setup_context, _autograd_backward = keep_gradients, partial(backward, "linear_policy_loss")
+linear_terms_loss_op, linear_terms_loss_into_op = registered("linear_terms_loss", _one_pass, _fake, _autograd_backward)
+
+
+def _into(*arguments: Any) -> tuple[Tensor, ...]:
+    out: tuple[Tensor, ...] = linear_terms_loss_into_op(*arguments)
+    return out
+
+
+AccumulatedLoss = accumulated("linear_policy_loss", _into)
