@@ -67,7 +67,8 @@ def linear_divergence(
         hidden: ``[N, H]`` bf16, fp16, fp32 or fp64; weight and bias have the same dtype (autocast casts all to its
             own).
         weight: ``[V, H]``, the student's head.
-        teacher_hidden: ``[N_t, H_t]``, of any width and dtype; it must not require a gradient.
+        teacher_hidden: ``[N_t, H_t]``, of any width and dtype, but fp64 only where hidden is; it must not require a
+            gradient.
         teacher_weight: ``[V_t, H_t]``, of its dtype; may be a parameter, and gets no gradient. Where one vocabulary is
             padded further than the other, both distributions are over the ids that the shorter one has; the further
             rows of the longer head are left out and get no gradient, and that is logged once.
@@ -107,7 +108,12 @@ def linear_divergence(
     hidden, weight, bias, lora = prepare_head(check, hidden, weight, bias, softcap, lora)
     check.constant("teacher_hidden", teacher_hidden)
     teacher_hidden, teacher_weight, teacher_bias, _ = prepare_head(
-        check, teacher_hidden, teacher_weight.detach(), teacher_bias, teacher_softcap, None, "teacher_"
+        check, teacher_hidden, teacher_weight, teacher_bias, teacher_softcap, None, "teacher_"
+    )
+    both = {hidden.dtype, teacher_hidden.dtype}
+    check.require(
+        len(both) == 1 or torch.float64 not in both,
+        f"teacher_hidden is {teacher_hidden.dtype} and hidden {hidden.dtype}; fp64 goes with fp64, so cast one of them",
     )
     compared, dtype = kind_of(check, kind, beta, alpha), accumulator_of(hidden)
     pairs, of_teacher = _pairs(check, "row", row, hidden), _pairs(check, "teacher_row", teacher_row, teacher_hidden)
@@ -125,7 +131,7 @@ def linear_divergence(
     if len(weight) != len(teacher_weight):
         log_once(f"linear_divergence: vocabularies of {len(weight)} and {len(teacher_weight)} are compared on {V} ids.")
     teacher_bias = None if teacher_bias is None else teacher_bias.detach()[:V]
-    teacher = teacher_hidden, teacher_weight[:V], teacher_bias, teacher_temperature, teacher_softcap or 0.0
+    teacher = teacher_hidden, teacher_weight.detach()[:V], teacher_bias, teacher_temperature, teacher_softcap or 0.0
     scaled = of_rows(temperature, dtype, hidden), softcap or 0.0
     factor = _weights(check, weights, mask, pairs, dtype)
     compute = AccumulatedDivergence.apply if in_forward else linear_divergence_op

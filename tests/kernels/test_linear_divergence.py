@@ -379,6 +379,19 @@ def test_a_bad_row_stays_alone(backend: Backend, kind: Inputs, poison: float, na
         assert got[values][others].equal(clean[values][others])
 
 
+@pytest.mark.parametrize("backend", COMPILED)
+def test_a_teacher_of_another_dtype(backend: Backend) -> None:
+    """The fp32 policy of a bf16 teacher: as the teacher's numbers, widened."""
+    given = inputs(9, 8, 33, wide=4)
+    names = "teacher_hidden", "teacher_weight"
+    narrow = given | {name: given[name].bfloat16() for name in names}
+    with use_backend(backend):
+        got = run(linear_divergence, narrow)
+        want = run(linear_divergence, narrow | {name: narrow[name].float() for name in names})
+    for name, values in want.items():
+        torch.testing.assert_close(got[name], values, rtol=1e-5, atol=1e-6)
+
+
 # -- what the result does not depend on -------------------------------------------------------------------------------
 
 
@@ -580,6 +593,10 @@ WRONG: list[tuple[Inputs, str]] = [
     ({"teacher_hidden": torch.randn(8, 8)}, "9 rows of hidden and 8 of teacher_hidden; pair them by row, teacher_row"),
     ({"teacher_weight": torch.randn(33, 9)}, r"teacher_weight must be \[V, 8\] to fit teacher_hidden"),
     ({"teacher_weight": torch.randn(33, 8).half()}, "teacher_weight is torch.float16 and teacher_hidden torch.float32"),
+    (
+        {"teacher_hidden": torch.randn(9, 8).double(), "teacher_weight": torch.randn(33, 8).double()},
+        "fp64 goes with fp64",
+    ),
     ({"teacher_bias": torch.randn(32)}, r"teacher_bias must be \[33\] to fit teacher_weight"),
     ({"teacher_hidden": torch.randn(9, 8).requires_grad_()}, "teacher_hidden is a constant of the loss"),
     ({"teacher_softcap": 0.0}, "teacher_softcap must be positive"),
@@ -599,6 +616,12 @@ WRONG: list[tuple[Inputs, str]] = [
 def test_mistakes_are_named(wrong: Inputs, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^linear_divergence: .*{sentence}"):
         linear_divergence(**inputs(9, 8, 33) | wrong)
+
+
+def test_a_missing_teacher_is_named() -> None:
+    for name in ("teacher_hidden", "teacher_weight"):
+        with pytest.raises(TypeError, match=f"linear_divergence: {name} must be a tensor, got None"):
+            linear_divergence(**inputs(9, 8, 33) | {name: None})
 
 
 @pytest.mark.skipif(HAS_GPU, reason="values are checked on a CPU")
