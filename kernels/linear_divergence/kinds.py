@@ -49,6 +49,11 @@ class Kind(NamedTuple):
         return KINDS.index(self.name)
 
 
+def check_kind(kind: str, beta: float | None = None, alpha: float | None = None) -> None:
+    """Check the kind of a divergence before there are tensors; see `kind_of`."""
+    kind_of(Arguments("linear_divergence", "kind", torch.empty(0)), kind, beta, alpha)
+
+
 def kind_of(check: Arguments, kind: object, beta: float | None, alpha: float | None) -> Kind:
     """Return the kind that the arguments name, and the plain KL where a mixture is one of its two distributions.
 
