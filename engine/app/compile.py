@@ -148,11 +148,11 @@ def update(job: Job, of: TokenTree, on_policy: bool) -> None:
     terms = of_kernels(every)
     hidden, weight = ahead.head_of(job.model, batch.num_tokens)
     softcap = job.model.logit_softcap
-    for term in every:
-        if isinstance(term, Distilled):
+    for each in every:
+        if isinstance(each, Distilled):
             other, teacher = ahead.head_of(job.model, batch.num_tokens)
             heads = hidden, weight, other.detach(), teacher.detach()
-            linear_divergence(*heads, **term.options, softcap=softcap, teacher_softcap=softcap).loss.backward()
+            linear_divergence(*heads, **each.options, softcap=softcap, teacher_softcap=softcap).loss.backward()
     plan = plan_terms_loss(
         terms, num_rows=len(hidden), vocabulary=len(weight), hidden_size=hidden.shape[1], device=hidden.device,
         row=batch.row,
