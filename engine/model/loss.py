@@ -1,28 +1,37 @@
 """Loss and gradients of a batch: at once, or in pieces if its tree is larger than the budget.
 
-A loss is a sum of terms over the same targets (`head_pass`), which share one forward of the model.
+A loss is a sum of terms over the same targets (`_head_pass`), which share one forward of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rolltree.kernels import Objective, PolicyLossOutput, Term, TermsLossOutput, policy_loss
+from rolltree.kernels import (
+    HeadPlan,
+    Objective,
+    PolicyLossOutput,
+    Term,
+    TermsLossOutput,
+    linear_terms_loss,
+    policy_loss,
+)
 from rolltree.kernels.checks import Arguments
 from rolltree.kernels.linear_policy_loss.terms import named, statistics_of, statistics_read
 
 from ..batches.batch import OldLogprob, TreeBatch
 from ..batches.pieces import Piece, PieceStore, depth_first
 from .decoder import Decoded, decode, encode_pictures, statistics_of_pieces
-from .head import target_statistics
+from .head import head, row_temperature, target_statistics
 from .logprob import check_call, check_temperature
-from .losses.distillation import AnyTerm, Distilled, with_teachers
-from .losses.head_pass import head_pass, of_kernels, of_tokens, taken
+from .losses.distillation import AnyTerm, Distilled, add_divergence, with_teachers
+from .losses.head_pass import of_kernels, of_tokens, taken
 from .pictures import Features
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -88,8 +97,35 @@ def terms_loss(
     hidden, row = decoded.hidden, batch.row
     if isinstance(temperature, Tensor):  # targets of one row may have been sampled at several
         hidden, row = hidden.index_select(0, batch.head_row), batch.head_index
-    out = head_pass(model, hidden, batch.target, terms, row, temperature, batch.plan, head_grad)
+    out = _head_pass(model, hidden, batch.target, terms, row, temperature, batch.plan, head_grad)
     return with_router_loss(out, decoded, router_share)
+
+
+def _head_pass(
+    model: PreTrainedModel,
+    hidden: Tensor,  # [N, H]
+    target: Tensor,  # [M]
+    terms: Sequence[AnyTerm],
+    row: Tensor,  # [M]
+    temperature: float | Tensor,  # or [M]
+    plan: HeadPlan | None,
+    head_grad: Tensor | None,
+) -> TermsLossOutput:
+    """Return the sum of ``terms``, with gradients to hidden and head; that of the weight goes to ``head_grad`` where it
+    is given."""
+    lm_head = head(model)
+    weight = lm_head.weight
+    options: dict[str, Any] = lm_head.options(row_temperature(temperature, row, len(hidden)))
+    if head_grad is not None:
+        options |= {"weight_grad": head_grad, "in_forward": True}
+        weight = weight if weight.is_leaf else weight.detach().requires_grad_()  # gathered: nothing flows to the shards
+    out = TermsLossOutput(hidden.new_zeros((), dtype=torch.float32), {}, {})
+    if of_logprobs := of_kernels(terms):
+        out = linear_terms_loss(hidden, weight, target, of_logprobs, row=row, plan=plan, **options)
+    for term in terms:
+        if isinstance(term, Distilled):
+            out = add_divergence(out, term, hidden, weight, row, lm_head.scale, options)
+    return out
 
 
 def with_router_loss(out: TermsLossOutput, decoded: Decoded, share: float) -> TermsLossOutput:
@@ -185,7 +221,7 @@ def _token_by_token(
         p = store.piece
         hidden, target = decoded.hidden.index_select(0, p.head_row), batch.target[p.target]
         piece_temperature = _own(temperature, p)
-        out = head_pass(model, hidden, target, taken(terms, p), p.head_index, piece_temperature, p.plan, into())
+        out = _head_pass(model, hidden, target, taken(terms, p), p.head_index, piece_temperature, p.plan, into())
         out = with_router_loss(out, decoded, router_share * (p.end - p.begin) / batch.num_tokens)
         out.loss.backward()
         after()
@@ -240,7 +276,7 @@ def _in_two_passes(
         share = router_share * (p.end - p.begin) / batch.num_tokens
         hidden = decoded.hidden.index_select(0, p.head_row)
         of_teachers = taken(compared, p)
-        out = head_pass(model, hidden, target, of_teachers, p.head_index, piece_temperature, None, None)
+        out = _head_pass(model, hidden, target, of_teachers, p.head_index, piece_temperature, None, None)
         routed = with_router_loss(out._replace(loss=out.loss + linear), decoded, share)
         routed.loss.backward()
         after()

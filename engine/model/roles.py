@@ -101,7 +101,7 @@ class Role:
             The models that have computed the batches; none if the scores were there.
         """
         if not self.scores:
-            return
+            return []
         device = self.model.device
         was_training = self.model.training
         self.model.eval()

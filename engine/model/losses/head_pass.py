@@ -1,49 +1,18 @@
-"""The pass over the head of a batch: loss terms of log-probs in one, and those that compare whole distributions."""
+"""Terms of the pass over the head of a batch: which go together in one, its plan, and the terms of a piece."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from rolltree.kernels import HeadPlan, LogprobTerm, Term, TermsLossOutput, linear_terms_loss, plan_terms_loss
+from rolltree.kernels import LogprobTerm, Term, plan_terms_loss
 
 from ...batches.batch import TreeBatch
 from ...batches.pieces import Piece
-from ..head import head, row_temperature
-from .distillation import AnyTerm, Distilled, add_divergence
-
-
-def head_pass(
-    model: PreTrainedModel,
-    hidden: Tensor,  # [N, H]
-    target: Tensor,  # [M]
-    terms: Sequence[AnyTerm],
-    row: Tensor,  # [M]
-    temperature: float | Tensor,  # or [M]
-    plan: HeadPlan | None,
-    head_grad: Tensor | None,
-) -> TermsLossOutput:
-    """Return the sum of ``terms``, with gradients to hidden and head; that of the weight goes to ``head_grad`` where it
-    is given."""
-    lm_head = head(model)
-    weight = lm_head.weight
-    options: dict[str, Any] = lm_head.options(row_temperature(temperature, row, len(hidden)))
-    if head_grad is not None:
-        options |= {"weight_grad": head_grad, "in_forward": True}
-        weight = weight if weight.is_leaf else weight.detach().requires_grad_()  # gathered: nothing flows to the shards
-    out = TermsLossOutput(hidden.new_zeros((), dtype=torch.float32), {}, {})
-    if of_logprobs := of_kernels(terms):
-        out = linear_terms_loss(hidden, weight, target, of_logprobs, row=row, plan=plan, **options)
-    for term in terms:
-        if isinstance(term, Distilled):
-            out = add_divergence(out, term, hidden, weight, row, lm_head.scale, options)
-    return out
+from .distillation import AnyTerm, Distilled
 
 
 def of_kernels(terms: Sequence[AnyTerm]) -> list[Term | LogprobTerm]:
