@@ -32,6 +32,7 @@ ROOMS = {
     "ops": (
         "linear_logprob",
         "linear_policy_loss",
+        "linear_divergence",
         "logprob_from_logits",
         "policy_loss",
         "tree_attention",

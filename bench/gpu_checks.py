@@ -19,6 +19,7 @@ from torch import Tensor
 from rolltree.kernels import (
     Objective,
     PolicyFields,
+    linear_divergence,
     linear_logprob,
     linear_policy_loss,
     logprob_from_logits,
@@ -204,6 +205,25 @@ def _head_and_loss(rows: int, width: int, vocabulary: int) -> Compare:
     return check
 
 
+def _divergence(rows: int, width: int, vocabulary: int) -> Compare:
+    def check(name: str, device: torch.device) -> list[Compared]:
+        inputs = {"hidden": _normal(0, device, rows, width), "weight": _normal(1, device, vocabulary, width) / 16}
+        inputs = {key: x.bfloat16() for key, x in inputs.items()}
+        teacher = (
+            _normal(2, device, rows, 2 * width).bfloat16(),
+            _normal(3, device, vocabulary, 2 * width).bfloat16() / 16,
+        )
+
+        def run(leaves: list[Tensor]) -> Outputs:
+            of_teacher = (x.to(leaves[0].dtype) for x in teacher)
+            out = linear_divergence(*leaves, *of_teacher, kind="jsd", beta=0.3, normalizer=rows)
+            return {"loss": out.loss, "divergence": out.divergence, "entropy": out.entropy}
+
+        return compare(run, inputs, name, None)
+
+    return check
+
+
 def _attention(prompt: int, responses: int, longest: int, trees: int, heads: tuple[int, int], dim: int) -> Compare:
     def check(name: str, device: torch.device) -> list[Compared]:
         ends = _ends(prompt, responses, longest, trees).to(device)
@@ -312,6 +332,7 @@ def checks(small: bool) -> list[Check]:
     return [
         *named("linear_logprob", "N={} H={} V={}", triton, _head, heads),
         *named("linear_policy_loss", "N={} H={} V={}", triton, _head_and_loss, losses),
+        *named("linear_divergence", "N={} H={} V={}", triton, _divergence, losses),
         *named("logprob_from_logits", "N={} V={}", ("triton", "cuda"), _logits, logits),
         *named("policy_loss", "N={}", triton, _policy_loss, tokens),
         *named("tree_attention", "{3} x ({0}+{1}x{2}) heads {4} D={5}", triton, _attention, attention),

@@ -13,7 +13,8 @@ PAGE = Path(__file__).parents[1] / "build" / "docs" / "api.md"
 IN_FULL = {
     "rolltree.kernels": (
         "linear_logprob", "LogprobOutput", "logprob_from_logits", "policy_loss", "PolicyLossOutput",
-        "linear_policy_loss", "linear_terms_loss", "Objective", "PolicyFields", "pair_loss", "value_loss", "gae",
+        "linear_policy_loss", "linear_terms_loss", "linear_divergence", "linear_topk_divergence", "DivergenceOutput",
+        "Objective", "PolicyFields", "pair_loss", "value_loss", "gae",
         "tree_attention", "tree_decode_attention", "sample_tokens", "SampleOutput", "use_backend",
     ),
     "rolltree.engine": (

@@ -3,7 +3,8 @@
 A token flows through them like this: `sample_tokens` draws it from logits, whose attention over a tree of cached keys
 is `tree_decode_attention`. In training `tree_attention` gives its hidden state; `linear_logprob` scores it without
 storing logits; `policy_loss` turns log-probs and advantages (`PolicyFields`) into a loss by an `Objective`; and
-`linear_policy_loss` does both in one pass, by a plan (`plan_policy_loss`).
+`linear_policy_loss` does both in one pass, by a plan (`plan_policy_loss`). `linear_divergence` compares the student's
+and a teacher's distributions over the whole vocabulary in one pass of both heads.
 
 Where to begin reading: ``reference.py`` in an op's folder is its definition, ``api.py`` its public function, ``op.py``
 its registration with torch; `triton`, `cuda` and csrc/ hold the kernels. `policy_loss/objective.py`, `surrogates.py`
@@ -16,6 +17,7 @@ and `rules.py` define the objectives; `linear_policy_loss/api.py`, `op.py`, `fus
 # from under the first registration, so under any other name than its own the package stays empty.
 if __name__ == "rolltree.kernels":
     from .dispatch import BackendError, use_backend
+    from .linear_divergence import DivergenceOutput, linear_divergence, linear_topk_divergence
     from .linear_logprob import HeadLora, LogprobOutput, VocabShards, linear_logprob, logprob_from_logits
     from .linear_policy_loss import (
         HeadPlan,
@@ -48,6 +50,7 @@ if __name__ == "rolltree.kernels":
     __all__ = [
         "BackendError",
         "DecodePlan",
+        "DivergenceOutput",
         "HeadLora",
         "HeadPlan",
         "LogprobOutput",
@@ -64,9 +67,11 @@ if __name__ == "rolltree.kernels":
         "entropy_quantile",
         "gae",
         "kept_tokens",
+        "linear_divergence",
         "linear_logprob",
         "linear_policy_loss",
         "linear_terms_loss",
+        "linear_topk_divergence",
         "logprob_from_logits",
         "pair_loss",
         "plan_policy_loss",

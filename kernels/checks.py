@@ -163,9 +163,9 @@ class Arguments:
             ),
         )
 
-    def softcap(self, value: object) -> None:
+    def softcap(self, value: object, name: str = "softcap") -> None:
         if value is not None:
-            self.number("softcap", value, above=0, expected="positive and finite, or None for no cap")
+            self.number(name, value, above=0, expected="positive and finite, or None for no cap")
 
     def window(self, value: object) -> None:
         if value is not None:

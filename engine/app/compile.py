@@ -14,7 +14,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from rolltree.kernels import Objective, ahead, kernel_cache, linear_terms_loss, plan_terms_loss
+from rolltree.kernels import Objective, ahead, kernel_cache, linear_divergence, linear_terms_loss, plan_terms_loss
 
 from ..batches.batch import FIELDS
 from ..batches.pack import pack
@@ -22,6 +22,8 @@ from ..data.columns import COLUMNS
 from ..data.segment import LeafStatus, Segment
 from ..data.tree import TokenTree
 from ..errors import UserError
+from ..model.losses.distillation import Distilled
+from ..model.losses.head_pass import of_kernels
 from ..rollout.native.draws import FILTERS
 from ..rollout.native.engine import EngineConfig
 from ..train.terms import LossTerm, TokenTerm
@@ -142,13 +144,20 @@ def update(job: Job, of: TokenTree, on_policy: bool) -> None:
     for term in job.terms:
         term.prepare([of])
     (batch,) = pack([of], max_tokens=of.num_tokens)
-    terms = [term.on(batch, 1.0, on_policy, 1.0) for term in job.terms]
+    every = [term.on(batch, 1.0, on_policy, 1.0) for term in job.terms]
+    terms = of_kernels(every)
     hidden, weight = ahead.head_of(job.model, batch.num_tokens)
+    softcap = job.model.logit_softcap
+    for each in every:
+        if isinstance(each, Distilled):
+            other, teacher = ahead.head_of(job.model, batch.num_tokens)
+            heads = hidden, weight, other.detach(), teacher.detach()
+            linear_divergence(*heads, **each.options, softcap=softcap, teacher_softcap=softcap).loss.backward()
     plan = plan_terms_loss(
         terms, num_rows=len(hidden), vocabulary=len(weight), hidden_size=hidden.shape[1], device=hidden.device,
         row=batch.row,
     )  # fmt: skip
-    options: dict[str, Any] = {"softcap": job.model.logit_softcap, "plan": plan}
+    options: dict[str, Any] = {"softcap": softcap, "plan": plan}
     linear_terms_loss(hidden, weight, batch.target, terms, row=batch.row, **options).loss.backward()
 
 

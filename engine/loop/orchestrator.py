@@ -310,7 +310,7 @@ class Orchestrator:
         self.console.phase("updating")
         trees = [group.tree for group in batch]
         for group, tree in zip(batch, trees, strict=True):
-            tree.meta["entry"] = group.prompt.entry
+            tree.meta |= {"entry": group.prompt.entry, "problem": group.prompt.problem}
         demonstrations = self.demonstrations.next()
         kept, replayed = [], list[TokenTree]()
         if self.store is not None:

@@ -95,7 +95,7 @@ class ReplayStore:
         for group in groups:
             tree = group.tree
             copied = _copy(tree)
-            del copied.meta["entry"]  # the prompt has it
+            del copied.meta["entry"], copied.meta["problem"]  # the prompt has them
             copied.meta.pop("scored", None)  # another run may have another reference
             copies.append((group.prompt, [Responses(copied, list(group.texts), {})]))
         return copies
@@ -174,7 +174,7 @@ class ReplayStore:
             prompt, tree = self._foreign[one.file][one.index]
             tree = _copy(tree)
             tree.set("policy_version", np.where(tree.loss_mask, FOREIGN, tree.policy_version))
-        entry = {} if prompt is None else {"entry": prompt.entry}
+        entry = {} if prompt is None else {"entry": prompt.entry, "problem": prompt.problem}
         tree.meta |= {"replayed": True, "replay_weight": self.config.weight} | entry
         return tree
 

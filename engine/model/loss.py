@@ -1,13 +1,11 @@
 """Loss and gradients of a batch: at once, or in pieces if its tree is larger than the budget.
 
-A loss is a sum of kernel terms (`rolltree.kernels.Term`, `LogprobTerm`) over the same targets; all of them share one
-forward of the model and one pass of its head.
+A loss is a sum of terms over the same targets (`_head_pass`), which share one forward of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +15,11 @@ from transformers import PreTrainedModel
 
 from rolltree.kernels import (
     HeadPlan,
-    LogprobTerm,
     Objective,
     PolicyLossOutput,
     Term,
     TermsLossOutput,
     linear_terms_loss,
-    plan_terms_loss,
     policy_loss,
 )
 from rolltree.kernels.checks import Arguments
@@ -34,9 +30,10 @@ from ..batches.pieces import Piece, PieceStore, depth_first
 from .decoder import Decoded, decode, encode_pictures, statistics_of_pieces
 from .head import head, row_temperature, target_statistics
 from .logprob import check_call, check_temperature
+from .losses.distillation import AnyTerm, Distilled, add_divergence, with_teachers
+from .losses.head_pass import of_kernels, of_tokens, taken
 from .pictures import Features
 
-AnyTerm = Term | LogprobTerm
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
@@ -114,52 +111,21 @@ def _head_pass(
     plan: HeadPlan | None,
     head_grad: Tensor | None,
 ) -> TermsLossOutput:
+    """Return the sum of ``terms``, with gradients to hidden and head; that of the weight goes to ``head_grad`` where it
+    is given."""
     lm_head = head(model)
-    options: dict[str, Any] = {**lm_head.options(row_temperature(temperature, row, len(hidden))), "plan": plan}
     weight = lm_head.weight
+    options: dict[str, Any] = lm_head.options(row_temperature(temperature, row, len(hidden)))
     if head_grad is not None:
         options |= {"weight_grad": head_grad, "in_forward": True}
         weight = weight if weight.is_leaf else weight.detach().requires_grad_()  # gathered: nothing flows to the shards
-    return linear_terms_loss(hidden, weight, target, terms, row=row, **options)
-
-
-def with_plan(
-    model: PreTrainedModel,
-    batch: TreeBatch,
-    terms: Sequence[AnyTerm],
-    *,
-    gradient_share: float = 1.0,
-    by_target: bool = False,
-) -> TreeBatch:
-    """Return ``batch`` with the plan of its head pass, or of each piece's head pass.
-
-    Planning reads the data, so it should run while ``batch`` and ``terms`` are in the host's memory: then neither the
-    planning nor the head pass on the device needs a synchronisation.
-
-    Args:
-        gradient_share: as for `plan_terms_loss`.
-        by_target: the head pass will get a temperature for each target.
-    """
-    layer = model.get_output_embeddings()
-    V, H = layer.weight.shape
-    of_head = (layer.weight, getattr(layer, "bias", None))
-    planned = partial(
-        plan_terms_loss,
-        vocabulary=V,
-        hidden_size=H,
-        device=model.device,
-        frozen=not any(t is not None and t.requires_grad for t in of_head),
-        gradient_share=gradient_share,
-    )
-    if not batch.pieces:
-        rows, row = (len(batch.head_row), batch.head_index) if by_target else (batch.num_tokens, batch.row)
-        return replace(batch, plan=planned(terms, num_rows=rows, row=row))
-    if (of_tokens := _of_tokens(terms)) is None:
-        return batch
-    pieces = [
-        replace(p, plan=planned(_taken(of_tokens, p), num_rows=len(p.head_row), row=p.head_index)) for p in batch.pieces
-    ]
-    return replace(batch, pieces=tuple(pieces))
+    out = TermsLossOutput(hidden.new_zeros((), dtype=torch.float32), {}, {})
+    if of_logprobs := of_kernels(terms):
+        out = linear_terms_loss(hidden, weight, target, of_logprobs, row=row, plan=plan, **options)
+    for term in terms:
+        if isinstance(term, Distilled):
+            out = add_divergence(out, term, hidden, weight, row, lm_head.scale, options)
+    return out
 
 
 def with_router_loss(out: TermsLossOutput, decoded: Decoded, share: float) -> TermsLossOutput:
@@ -201,6 +167,7 @@ def backward(
         ValueError: the model was not loaded with ``attn_implementation="rolltree"``, or a term does not fit the batch.
     """
     check_call("backward", model, batch)
+    terms = with_teachers(batch, terms)
     after, into = after_each or (lambda: None), head_grad or (lambda: None)
     if not batch.pieces:
         out = terms_loss(model, batch, terms, temperature, router_share, into())
@@ -208,20 +175,9 @@ def backward(
             out.loss.backward()
         after()
         return out._replace(loss=out.loss.detach())
-    if (of_tokens := _of_tokens(terms)) is not None:
-        return _token_by_token(model, batch, of_tokens, temperature, router_share, after, into)
+    if (single := of_tokens(terms)) is not None:
+        return _token_by_token(model, batch, single, temperature, router_share, after, into)
     return _in_two_passes(model, batch, terms, temperature, router_share, after)
-
-
-def _of_tokens(terms: Sequence[AnyTerm]) -> list[Term] | None:
-    """Return the terms if each is a sum over single targets, else None."""
-    token_terms = [t for t in terms if isinstance(t, Term) and t.objective.scope == "token"]
-    return token_terms if len(token_terms) == len(terms) else None
-
-
-def _taken(terms: Sequence[Term], piece: Piece) -> list[Term]:
-    """Return the terms restricted to the piece's targets."""
-    return [t._replace(fields=t.fields.take(piece.target)) for t in terms]
 
 
 def _own(temperature: float | Tensor, piece: Piece) -> float | Tensor:
@@ -253,7 +209,7 @@ class _Account:
 def _token_by_token(
     model: PreTrainedModel,
     batch: TreeBatch,
-    terms: Sequence[Term],
+    terms: Sequence[Term | Distilled],
     temperature: float | Tensor,  # or [M]
     router_share: float,
     after: Callable[[], object],
@@ -265,7 +221,7 @@ def _token_by_token(
         p = store.piece
         hidden, target = decoded.hidden.index_select(0, p.head_row), batch.target[p.target]
         piece_temperature = _own(temperature, p)
-        out = _head_pass(model, hidden, target, _taken(terms, p), p.head_index, piece_temperature, p.plan, into())
+        out = _head_pass(model, hidden, target, taken(terms, p), p.head_index, piece_temperature, p.plan, into())
         out = with_router_loss(out, decoded, router_share * (p.end - p.begin) / batch.num_tokens)
         out.loss.backward()
         after()
@@ -285,16 +241,18 @@ def _in_two_passes(
 ) -> TermsLossOutput:
     """Compute all log-probs and statistics first; the loss's derivatives with respect to them then weigh a linear
     objective, piece by piece."""
-    want, extra_ids = statistics_read(terms)
+    compared = [term for term in terms if isinstance(term, Distilled)]
+    of_logprobs = of_kernels(terms)
+    want, extra_ids = statistics_read(of_logprobs)
     computed = statistics_of_pieces(model, batch, temperature, ("entropy", *want), extra_ids)
-    of_entropy = "entropy" in want or any(isinstance(t, Term) and t.objective.needs_entropy for t in terms)
+    of_entropy = "entropy" in want or any(isinstance(t, Term) and t.objective.needs_entropy for t in of_logprobs)
     for name, values in computed.items():
         values.requires_grad_(name != "entropy" or of_entropy)
     logprob, entropy = computed["logprob"], computed["entropy"]
     with torch.enable_grad():
         loss, losses = 0.0 * logprob.sum(), {}
         metrics: Metrics = {}
-        for term, statistics in statistics_of(terms, computed):
+        for term, statistics in statistics_of(of_logprobs, computed):
             if isinstance(term, Term):
                 out = policy_loss(logprob, term.fields, term.objective, normalizer=term.normalizer, entropy=entropy)
             else:
@@ -316,7 +274,10 @@ def _in_two_passes(
         now = target_statistics(model, decoded.hidden, target, p.head_row, p.head_index, piece_temperature, again, ids)
         linear = sum(((now[name] * d[p.target]).sum() for name, d in derivatives.items()), logprob.new_zeros(()))
         share = router_share * (p.end - p.begin) / batch.num_tokens
-        routed = with_router_loss(TermsLossOutput(linear, {}, {}), decoded, share)
+        hidden = decoded.hidden.index_select(0, p.head_row)
+        of_teachers = taken(compared, p)
+        out = _head_pass(model, hidden, target, of_teachers, p.head_index, piece_temperature, None, None)
+        routed = with_router_loss(out._replace(loss=out.loss + linear), decoded, share)
         routed.loss.backward()
         after()
         account.add(routed._replace(loss=routed.loss - linear))

@@ -38,6 +38,7 @@ class Role:
         adapted: compute with the adapter of ``model``, if it has one.
         replays_routes: the role is the policy itself, and computes with the recorded experts if the policy does.
             Another model's log-probs are those of its own routers' choice.
+        scores: write log-probs into ``column``; False: only its hidden states are read (`distillation`).
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class Role:
         initial: bool = False,
         adapted: bool = True,
         replays_routes: bool = False,
+        scores: bool = True,
     ) -> None:
+        self.scores = scores
         self.column, self.model, self.replays_routes = column, model, replays_routes
         self.weights = None if weights is None else dict(weights)
         self.reset_every, self.ema, self.initial, self.adapted = reset_every, ema, initial, adapted
@@ -67,7 +70,7 @@ class Role:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that `score` writes."""
-        return (self.column,)
+        return (self.column,) if self.scores else ()
 
     def prepare(self, trees: Sequence[TokenTree]) -> None:
         """Set columns of ``trees`` that `score` reads, before they are packed."""
@@ -97,6 +100,8 @@ class Role:
         Returns:
             The models that have computed the batches; none if the scores were there.
         """
+        if not self.scores:
+            return []
         device = self.model.device
         was_training = self.model.training
         self.model.eval()

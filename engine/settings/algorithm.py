@@ -14,7 +14,7 @@ class TermConfig(Section):
     name: str
     """Name of the term in metrics, such as `<name>/loss`."""
     objective: str | None = None
-    """Objective of the term, as in `algorithm.objective`. Give one of this, `pairs` and `loss`."""
+    """Objective of the term, as in `algorithm.objective`. Give one of this, `pairs`, `loss` and `divergence`."""
     objective_options: dict[str, Any] = Field(default_factory=dict)
     """Fields of the objective to change."""
     select: str | None = None
@@ -31,6 +31,11 @@ class TermConfig(Section):
     docs/extending.md."""
     loss_options: dict[str, Any] = Field(default_factory=dict)
     """Options of `loss`; with `pairs` those of the preference loss: `kind`, `beta`, `margin`, `label_smoothing`."""
+    divergence: str | None = None
+    """Divergence of the policy from the teacher over the whole vocabulary, a mean over tokens: `forward_kl`,
+    `reverse_kl`, `jsd`, `skew_forward_kl`, `skew_reverse_kl` or `total_variation` (docs/kernels.md)."""
+    divergence_options: dict[str, Any] = Field(default_factory=dict)
+    """`beta` of `jsd`, or `alpha` of the skewed KLs."""
     weight: Schedule = 1.0
     """Factor of the term in the loss, as in `algorithm.weight`."""
     weight_options: dict[str, Any] = Field(default_factory=dict)
@@ -54,8 +59,18 @@ class ReferenceConfig(Section):
 
 
 class TeacherConfig(Section):
-    path: str
-    """Model directory of the teacher, which needs the policy's vocabulary."""
+    path: str | None = None
+    """Model directory of the teacher, which needs the policy's vocabulary. Default: the policy at the start of the
+    run."""
+    reset_every: NonNegativeInt = 0
+    """A teacher without a path becomes a copy of the current policy every this many updates; 0: never."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the weights of a teacher without a path that is kept at every update, the rest being the policy's.
+    Default: no averaging."""
+    context: str | None = None
+    """Text that the teacher reads in place of the problem, for loss terms with `divergence`: `{prompt}` is the problem,
+    and any other name in braces a column of its row, such as `{solution}`. Default: the policy's own prompt, which
+    demonstrations keep."""
 
 
 class CriticConfig(Section):

@@ -24,6 +24,7 @@ from ..data.paths import last_marked, path_credit
 from ..data.segment import Origin
 from ..data.tree import TokenTree
 from ..errors import UserError
+from ..model.losses.distillation import AnyTerm
 from ..parts.calling import call
 from ..parts.context import now
 
@@ -83,7 +84,7 @@ class LossTerm(Protocol):
     def normalizer(self, trees: Sequence[TokenTree], demonstrations: Sequence[TokenTree] = ()) -> float:
         """Return the divisor of the term's sum over rollouts and ``demonstrations``; 0: the term counts none."""
 
-    def on(self, batch: TreeBatch, normalizer: float, on_policy: bool, weight: float) -> Term | LogprobTerm:
+    def on(self, batch: TreeBatch, normalizer: float, on_policy: bool, weight: float) -> AnyTerm:
         """Return the term of a batch, on its device; if ``on_policy``, its weights sampled it and the ratio is 1."""
 
 

@@ -26,7 +26,8 @@ from ..batches.batch import TreeBatch
 from ..batches.device import fetch, to_device
 from ..errors import RunError, UserError
 from ..model.invariant.install import is_invariant
-from ..model.loss import backward, with_plan
+from ..model.loss import backward
+from ..model.losses.head_pass import with_plan
 from ..model.sharding import clip_by_rows, named_shards, placed, reduce_gradients
 from .config import TrainerConfig
 from .gradients import Gradients

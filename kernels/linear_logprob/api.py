@@ -158,10 +158,29 @@ def prepare(
         ValueError: see `linear_logprob`; the message begins with ``op``.
     """
     check = Arguments(op, "hidden", hidden)
-    _check_head(check, hidden, weight, bias, lora)
+    hidden, weight, bias, lora = prepare_head(check, hidden, weight, bias, softcap, lora)
     check_targets(check, target, row, len(hidden))
     check.scale_of_rows("temperature", temperature, len(hidden))
-    check.softcap(softcap)
+    return hidden, weight, bias, lora, of_rows(temperature, accumulator_of(hidden), hidden)
+
+
+def prepare_head(
+    check: Arguments,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    lora: HeadLora | None,
+    prefix: str = "",
+) -> tuple[Tensor, Tensor, Tensor | None, HeadLora | None]:
+    """Return checked hidden states and head, in autocast's dtype where that is on; ``prefix`` begins the names of the
+    arguments.
+
+    Raises:
+        ValueError: see `linear_logprob`.
+    """
+    _check_head(check, hidden, weight, bias, lora, prefix)
+    check.softcap(softcap, prefix + "softcap")
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -171,10 +190,16 @@ def prepare(
     a, b = (None, None) if lora is None else lora[:2]
     for name, t in (("weight", weight), ("bias", bias), ("lora.a", a), ("lora.b", b)):
         if t is not None:
-            check.require(t.dtype == hidden.dtype, f"{name} is {t.dtype} and hidden {hidden.dtype}; cast one of them")
-    accumulator = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    bias = None if bias is None else bias.contiguous()
-    return hidden, weight, bias, lora, of_rows(temperature, accumulator, hidden)
+            check.require(
+                t.dtype == hidden.dtype,
+                f"{prefix}{name} is {t.dtype} and {prefix}hidden {hidden.dtype}; cast one of them",
+            )
+    return hidden, weight, None if bias is None else bias.contiguous(), lora
+
+
+def accumulator_of(hidden: Tensor) -> torch.dtype:
+    """Return the dtype of sums: fp32, fp64 for fp64 inputs."""
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
 def of_rows(temperature: float | Tensor, dtype: torch.dtype, rows: Tensor) -> Tensor:
@@ -198,14 +223,16 @@ def check_targets(check: Arguments, target: Tensor, row: Tensor | None, rows: in
         check.integers("row", row, (M,), " like target")
 
 
-def _check_head(check: Arguments, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: HeadLora | None) -> None:
-    check.floats("hidden", hidden, ("N", "H"))
+def _check_head(
+    check: Arguments, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: HeadLora | None, prefix: str
+) -> None:
+    check.floats(prefix + "hidden", hidden, ("N", "H"))
     H = hidden.shape[1]
-    check.floats("weight", weight, ("V", H), " to fit hidden")
+    check.floats(prefix + "weight", weight, ("V", H), f" to fit {prefix}hidden")
     V = len(weight)
-    check.require(V > 0, "weight must have at least one row")
+    check.require(V > 0, f"{prefix}weight must have at least one row")
     if bias is not None:
-        check.floats("bias", bias, (V,), " to fit weight")
+        check.floats(prefix + "bias", bias, (V,), f" to fit {prefix}weight")
     if lora is not None:
         a, b, scale = lora
         check.floats("lora.a", a, ("r", H), " to fit hidden")

@@ -46,7 +46,14 @@ class RowInputs(NamedTuple):
     target: Tensor  # [M] int64; only those of these rows are read
 
 
-class RowKernels(Protocol):
+class Tiled(Protocol):
+    """Kernels of a backend that read tiles of logits."""
+
+    @property
+    def ROW_MULTIPLE(self) -> int: ...  # noqa: N802  # elements; see `new_tiles`
+
+
+class RowKernels(Tiled, Protocol):
     """Kernels of a backend that read a tile of logits once. Absent inputs and outputs are empty tensors.
 
     ``reference`` defines ``statistics(rows, logprob, logsumexp, correction, entropy, sum_p2)``, which fills the tensors
@@ -54,8 +61,6 @@ class RowKernels(Protocol):
     fills ``out``.
     """
 
-    @property
-    def ROW_MULTIPLE(self) -> int: ...  # noqa: N802  # elements; see `new_tiles`
     @property
     def statistics(self) -> Callable[..., None]: ...
     @property
@@ -170,7 +175,7 @@ def backward(
     return d_hidden
 
 
-def new_tiles(rows: RowKernels, head: Head, C: int) -> tuple[Tensor, Tensor]:
+def new_tiles(rows: Tiled, head: Head, C: int) -> tuple[Tensor, Tensor]:
     """Return tiles ``[C, V]`` for logits, in the accumulation dtype, and for their gradient, in the operands'.
 
     They are one tensor where the dtypes are the same. Rows begin at multiples of ``rows.ROW_MULTIPLE`` elements, so an
@@ -181,7 +186,7 @@ def new_tiles(rows: RowKernels, head: Head, C: int) -> tuple[Tensor, Tensor]:
     return tile, tile if head.dtype == head.accumulator else new_tile(rows, head.bias, C, V, head.dtype)
 
 
-def new_tile(rows: RowKernels, like: Tensor, C: int, V: int, dtype: torch.dtype | None = None) -> Tensor:  # [C, V]
+def new_tile(rows: Tiled, like: Tensor, C: int, V: int, dtype: torch.dtype | None = None) -> Tensor:  # [C, V]
     """Return a tile whose rows begin at multiples of ``rows.ROW_MULTIPLE`` elements, of the device of ``like``."""
     stride = -(-V // rows.ROW_MULTIPLE) * rows.ROW_MULTIPLE
     return like.new_empty((C, stride), dtype=dtype)[:, :V]

@@ -195,6 +195,11 @@ class HeadGradient:
         self.need_lora = need_lora and head.lora is not None
         self.sums: dict[str, Tensor] = {} if into is None else {"weight": into}
 
+    @property
+    def needed(self) -> bool:
+        """True if any of the gradients is needed."""
+        return self.need_weight or self.need_bias or self.need_lora
+
     def add(self, d_logits: Tensor, hidden: Tensor) -> None:
         """Add the gradient of a chunk: ``d_logits [C, V]`` in the operands' dtype, ``hidden [C, H]``."""
         head = self.head

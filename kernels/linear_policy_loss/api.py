@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checks import Arguments
+from ..forward_gradients import check_in_forward
 from ..linear_logprob import STATISTICS, HeadLora
 from ..linear_logprob.api import check_accumulator, prepare
 from ..policy_loss import Objective, PolicyFields, PolicyLossOutput
@@ -166,12 +167,7 @@ def linear_terms_loss(
 def _check_head(call: Arguments, head: CallHead, accumulator: torch.dtype, in_forward: bool) -> None:
     check_accumulator("linear_policy_loss", head.weight, head.weight_grad, accumulator)
     if in_forward:
-        call.require(head.weight_grad is not None, "in_forward adds to weight_grad in the forward; give weight_grad")
-    if in_forward and head.weight_grad is not None:
-        call.require(head.weight_grad.is_contiguous(), "with in_forward=True weight_grad must be contiguous")
-        call.require(
-            head.weight.dtype != torch.float16, "fp16 cannot hold gradients divided by normalizer; leave in_forward out"
-        )
+        check_in_forward(call, head.weight, head.weight_grad)
     for name, option in (("lora", head.lora), ("weight_grad", head.weight_grad)):
         if head.tp_group is not None and option is not None:
             raise ValueError(f"linear_policy_loss: tp_group does not combine with {name}.")

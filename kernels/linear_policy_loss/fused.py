@@ -8,11 +8,12 @@ it multiplies them. Rows on paths of several chunks are scored before all chunks
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..forward_gradients import gradient_dtype
 from ..linear_logprob import chunked
 from ..linear_logprob.chunked import RowInputs, RowKernels
 from ..linear_logprob.head import Head, HeadGradient
@@ -28,6 +29,14 @@ class Cuts(NamedTuple):
     path: list[int]
 
 
+class Evaluator(Protocol):
+    """A loss of the log-probs: what `TermEvaluator.derivatives` says."""
+
+    def derivatives(
+        self, targets: slice, paths: slice, logprob: Tensor, entropy: Tensor, add_paths: bool = True
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
 class Inputs(NamedTuple):
     """The rows to score, and how their logits are scaled."""
 
@@ -39,11 +48,12 @@ class Inputs(NamedTuple):
 
 
 def one_pass(
-    rows: RowKernels, inputs: Inputs, terms: TermEvaluator, cuts: Cuts, need_hidden: bool, need: HeadGradient
+    rows: RowKernels, inputs: Inputs, terms: Evaluator, cuts: Cuts, need_hidden: bool, need: HeadGradient
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of hidden ``[R, H]``, or ``[0]``, and log-prob and entropy of the targets ``[2, P]``.
 
-    Gradients of the head are added to ``need``, values and metrics to ``terms``.
+    Gradients of the head are added to ``need``; ``terms`` adds up values and metrics. Where rows are shared by chunks
+    it is a `TermEvaluator`.
     """
     hidden, head, targets, temperature, softcap = inputs
     sizes = [b - a for a, b in zip(cuts.row, cuts.row[1:], strict=False)]
@@ -53,6 +63,7 @@ def one_pass(
     d_hidden = hidden.new_zeros(hidden.shape if need_hidden else 0, dtype=gradient_dtype(hidden))
     shared = SharedRows(rows, inputs, cuts) if cuts.row[0] else None
     if shared is not None:
+        assert isinstance(terms, TermEvaluator)
         shared.record(terms, scores)
     for k, n in enumerate(sizes):
         c, here = slice(cuts.row[k], cuts.row[k + 1]), slice(cuts.target[k], cuts.target[k + 1])
@@ -90,14 +101,9 @@ def one_pass(
                 d_hidden[c].index_copy_(0, alive, d_x)
         need.add(out, x)
     if shared is not None:
+        assert isinstance(terms, TermEvaluator)
         shared.add_gradient(terms, need_hidden, need, d_hidden)
     return d_hidden, scores
-
-
-def gradient_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the dtype in which the forward makes the gradient of hidden: the backward still multiplies it, by a
-    GradScaler's scale among others, so its size may not fit fp16."""
-    return torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
 
 
 def to_front(tile: Tensor, rows: Tensor) -> Tensor:

@@ -319,7 +319,7 @@ def test_every_kernel_is_checked_first_at_two_shapes() -> None:
     for small in (False, True):
         found = [(check.name.split()[0], tuple(check.backends)) for check in gpu_checks.checks(small)]
         assert ("logprob_from_logits", ("triton", "cuda")) in found
-        heads = "linear_logprob", "linear_policy_loss", "logprob_from_logits", "policy_loss"
+        heads = "linear_logprob", "linear_policy_loss", "linear_divergence", "logprob_from_logits", "policy_loss"
         ops = (*heads, "tree_attention", "tree_decode", "sample_tokens", "tree_recurrence")
         assert [op for op, _ in found] == [op for op in ops for _ in range(2)]
         assert all(backends == ("triton",) for op, backends in found if op != "logprob_from_logits")

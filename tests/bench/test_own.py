@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 SMALL = {
     "layer_ops": "N=3 H=8 I=16 Hq=2 Hkv=1 D=4 dtype=bfloat16",
+    "linear_divergence": "N=5 H=8 V=11",
     "linear_logprob": "N=5 H=8 V=11",
     "linear_policy_loss": "N=64 H=8 V=11",
     "logprob_from_logits": "N=3 V=7 dtype=bfloat16",

@@ -14,8 +14,10 @@ from rolltree.kernels import (
     Objective,
     PolicyFields,
     gae,
+    linear_divergence,
     linear_logprob,
     linear_policy_loss,
+    linear_topk_divergence,
     logprob_from_logits,
     pair_loss,
     policy_loss,
@@ -70,6 +72,27 @@ def accumulated(h: Tensor, w: Tensor, b: dict[str, Tensor]) -> Tensor:
     ).loss
 
 
+def divergence(h: Tensor, w: Tensor, b: dict[str, Tensor]) -> Tensor:
+    options = {"kind": "jsd", "beta": 0.3, "mask": b["mask"], "weights": b["old"], "teacher_temperature": 0.7}
+    return linear_divergence(h, w, b["teacher"], 2 * WEIGHT, normalizer=7.0, **options).loss
+
+
+def divergence_accumulated(h: Tensor, w: Tensor, b: dict[str, Tensor]) -> Tensor:
+    options = {
+        "mask": b["mask"],
+        "weight_grad": b["into"],
+        "in_forward": True,
+        "row": b["row"],
+        "teacher_row": b["row"],
+    }
+    return linear_divergence(h, w, b["teacher"], w, kind="reverse_kl", normalizer=7.0, **options).loss
+
+
+def topk_divergence(h: Tensor, w: Tensor, b: dict[str, Tensor]) -> Tensor:
+    logprob = b["old"][:, None] - 1
+    return linear_topk_divergence(h, w, b["target"][:, None], logprob, rest=True, mask=b["mask"], normalizer=7.0).loss
+
+
 STEPS = {
     **{f"fused {name}": fused(name) for name in ("dapo", "gspo", "reinforce")},
     **{f"two steps {name}": two_steps(name) for name in ("grpo", "gspo")},
@@ -77,6 +100,9 @@ STEPS = {
     "pairs": pairs,
     "rows": of_rows,
     "accumulated": accumulated,
+    "divergence": divergence,
+    "divergence, accumulated": divergence_accumulated,
+    "divergence of the top": topk_divergence,
 }
 
 
@@ -90,6 +116,8 @@ def batch(n: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], dic
         "mask": torch.rand(n, generator=g) < 0.8,
         "cu": torch.tensor([0, 2, n // 2, n]),
         "into": torch.zeros_like(WEIGHT),
+        "teacher": torch.randn(n, 16, generator=g).to(dtype),
+        "row": torch.arange(n).flip(0),
     }
     return [hidden.requires_grad_(), WEIGHT.to(dtype).requires_grad_()], made
 

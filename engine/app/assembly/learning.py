@@ -14,6 +14,7 @@ from rolltree.kernels import Objective
 
 from ...learn.extrapolation import Trajectory
 from ...learn.learning import LearningParts
+from ...methods.advantages import ADVANTAGES
 from ...methods.schedules import find_schedule, scheduled
 from ...model.invariant.install import is_invariant
 from ...model.loading import choose_device, load_model
@@ -22,10 +23,12 @@ from ...model.roles import Role, SampledRole
 from ...model.sharding import shard
 from ...parts.context import Context, now
 from ...programs import make_program
-from ...settings import AlgorithmConfig, LoraConfig, ReferenceConfig, TermConfig, TrainConfig
+from ...settings import AlgorithmConfig, LoraConfig, ReferenceConfig, TeacherConfig, TermConfig, TrainConfig
 from ...settings.capabilities import MODELS, Model, refuse
 from ...train.critic import Critic
+from ...train.distillation import DivergenceTerm
 from ...train.group import ALONE, Group
+from ...train.terms import TokenTerm
 from .methods import Methods
 from .sampling import adapter_alone
 from .statistics import given_roles, statistics
@@ -47,10 +50,14 @@ def learning_parts(
     adapter = Alone if adapter_alone(config) else Merged
     spread = spreading(trainer.reshard, group, model.device.type)
     spread(model)
-    scoring = roles(config, model, spread)
+    scoring = roles(config, model, spread, methods)
     reference = next((role for role in scoring if role.column == "ref_logprob"), None)
     prepared = [methods.credit, *(shaping for _, shaping in methods.shapings)]
     terms = [term for term, _ in methods.terms]
+    teacher = next((role for role in scoring if role.column == "teacher_logprob"), None)
+    for term in terms:
+        if isinstance(term, DivergenceTerm):
+            term.teacher.role = teacher
     return LearningParts(
         model=model,
         optimizer=trainer.optimizer(),
@@ -189,7 +196,7 @@ def _of_ratio(chosen: Objective) -> list[tuple[bool, str]]:
     ]
 
 
-def roles(config: TrainConfig, model: PreTrainedModel, spread: Spread) -> list[Role]:
+def roles(config: TrainConfig, model: PreTrainedModel, spread: Spread, methods: Methods) -> list[Role]:
     """Load the models that score log-probs for the loss, each sharded by ``spread`` as ``model`` is.
 
     Raises:
@@ -202,12 +209,25 @@ def roles(config: TrainConfig, model: PreTrainedModel, spread: Spread) -> list[R
     if config.roles.reference is not None:
         scoring.append(_reference(config, config.roles.reference, model, spread))
     if config.roles.teacher is not None:
-        teacher = _beside(config.roles.teacher.path, model)
+        chosen, scores = config.roles.teacher, teacher_scores(config, methods)
+        if chosen.path is None:
+            scoring.append(_reference(config, chosen, model, spread, "teacher_logprob", scores))
+            return scoring
+        teacher = _beside(chosen.path, model)
         same = len(teacher.get_output_embeddings().weight) == len(model.get_output_embeddings().weight)
-        refuse(MODELS, Model(config, key="roles.teacher.path", path=config.roles.teacher.path, same_vocabulary=same))
+        refuse(MODELS, Model(config, key="roles.teacher.path", path=chosen.path, same_vocabulary=same))
         spread(teacher)
-        scoring.append(Role("teacher_logprob", teacher))
+        scoring.append(Role("teacher_logprob", teacher, scores=scores))
     return scoring
+
+
+def teacher_scores(config: TrainConfig, methods: Methods) -> bool:
+    """Return whether the teacher's log-probs of tokens are read: not by terms of whole distributions alone."""
+    terms = [term for term, _ in methods.terms]
+    if not any(isinstance(term, DivergenceTerm) for term in terms):
+        return True
+    reads = any(isinstance(t, TokenTerm) and "teacher_logprob" in t.objective.needs_fields for t in terms)
+    return reads or config.algorithm.advantage not in ADVANTAGES or config.algorithm.advantage == "log_ratio"
 
 
 def _beside(path: str, model: PreTrainedModel) -> PreTrainedModel:
@@ -216,18 +236,29 @@ def _beside(path: str, model: PreTrainedModel) -> PreTrainedModel:
     return loaded.eval().requires_grad_(False)
 
 
-def _reference(config: TrainConfig, reference: ReferenceConfig, model: PreTrainedModel, spread: Spread) -> Role:
-    """Make the reference policy: with an adapter, the model without it, unless the reference follows the policy."""
-    column, path = "ref_logprob", reference.path
+def _reference(
+    config: TrainConfig,
+    reference: ReferenceConfig | TeacherConfig,
+    model: PreTrainedModel,
+    spread: Spread,
+    column: str = "ref_logprob",
+    scores: bool = True,
+) -> Role:
+    """Make the reference policy, or a teacher of the policy's weights: with an adapter, the model without it, unless
+    the role follows the policy."""
+    path = reference.path
     follows = reference.reset_every > 0 or reference.ema is not None
     if has_lora(model) and path is None and not follows:
-        return Role(column, model, adapted=False)
+        return Role(column, model, adapted=False, scores=scores)
     if has_lora(model) and path is not None:
         other = _beside(path, model)
         spread(other)
         return Role(column, other)
     weights = Role.snapshot(model) if path is None else _weights(config, path, model, spread)
-    return Role(column, model, weights, reset_every=reference.reset_every, ema=reference.ema, initial=path is None)
+    return Role(
+        column, model, weights, reset_every=reference.reset_every, ema=reference.ema, initial=path is None,
+        scores=scores,
+    )  # fmt: skip
 
 
 def _weights(config: TrainConfig, path: str, model: PreTrainedModel, spread: Spread) -> dict[str, Tensor]:

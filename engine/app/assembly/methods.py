@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.kernels import Objective
+from rolltree.kernels.linear_divergence.kinds import check_kind
 from rolltree.kernels.policy_loss import WITHOUT_REFERENCE
 
 from ...data.columns import COLUMNS
@@ -28,8 +29,10 @@ from ...methods.shaping import SHAPINGS, Shaping
 from ...parts.calling import ask
 from ...parts.context import OF_TREES, Changing, Context, now
 from ...parts.resolve import options_of, resolve
+from ...prompts.privileged import PrivilegedPrompt
 from ...settings import AlgorithmConfig, ShapingConfig, TermConfig, TrainConfig
 from ...settings.capabilities import PARTS, Part, refuse
+from ...train.distillation import COUNTED, DivergenceTerm
 from ...train.terms import LossTerm, PairTerm, Selection, TokenTerm
 from ...train.user_term import FIELDS, UserTerm
 from .statistics import given_columns, read_columns
@@ -200,6 +203,19 @@ def of_user(key: str, table: TermConfig, context: Context) -> UserTerm:
     return UserTerm(f"{key}.loss = '{table.loss}'", loss, TokenTerm(FIELDS, table.name, select), context)
 
 
+def of_teacher(config: TrainConfig, key: str, table: TermConfig, context: Context) -> DivergenceTerm:
+    """Return the term of ``table`` that compares whole distributions with the teacher's."""
+    assert table.divergence is not None
+    needs = {"teacher_logprob": "it compares with a teacher"}
+    refuse(PARTS, Part(config, f"{key}.divergence", table.divergence, needs=needs))
+    options = scheduled(context, table.name, f"{key}.divergence_options", table.divergence_options)
+    ask(f"{key}.divergence = '{table.divergence}'", check_kind, table.divergence, **now(options))
+    select = _selection(f"{key}.select", table.select, table.select_options, table.name, context)
+    shown, data, longest = config.roles.teacher, config.data, config.trainer.max_tokens
+    reads = None if shown is None or shown.context is None else PrivilegedPrompt(shown.context, data, longest, context)
+    return DivergenceTerm(COUNTED, table.name, select, options={"kind": table.divergence} | options, reads=reads)
+
+
 def loss_terms(config: TrainConfig, context: Context | None = None) -> list[WeighedTerm]:
     """Return the terms of the loss, `algorithm.objective` first, each with its weight.
 
@@ -216,6 +232,8 @@ def loss_terms(config: TrainConfig, context: Context | None = None) -> list[Weig
             terms.append((of_pairs(config, key, table, context), weight))
         elif table.loss is not None:
             terms.append((of_user(key, table, context), weight))
+        elif table.divergence is not None:
+            terms.append((of_teacher(config, key, table, context), weight))
         else:
             terms.append((of_tokens(config, key, table, table.name, context), weight))
     return terms

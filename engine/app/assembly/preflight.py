@@ -23,6 +23,7 @@ from ...data.segment import LeafStatus, Origin, Segment
 from ...data.tree import TokenTree
 from ...errors import UserError
 from ...methods.credit import Credit, CreditFunction, give_credit
+from ...model.losses.distillation import Distilled
 from ...model.pictures import family_of, placeholders
 from ...parts.calling import ask, call
 from ...parts.context import NotReadyError
@@ -145,6 +146,8 @@ def _differentiate(term: LossTerm, batch: TreeBatch, normalizer: float, on_polic
     logprob = torch.full(batch.target.shape, -1.0).requires_grad_()
     entropy = torch.full(batch.target.shape, 0.5).requires_grad_()
     of_batch = term.on(batch, normalizer, on_policy, 1.0)
+    if isinstance(of_batch, Distilled):
+        return  # its loss reads no log-probs
     if isinstance(of_batch, LogprobTerm):
         loss = of_batch.loss(logprob, **_made_up_statistics(of_batch, logprob)).loss
         if not loss.requires_grad or not torch.isfinite(loss):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..algorithm import TermConfig
+from ..algorithm import ReferenceConfig, TeacherConfig, TermConfig
 from ..keys import RunKeys
 from .row import Fires, Row, against
 
@@ -21,7 +21,7 @@ def _term(is_wrong: Callable[[TermConfig], bool]) -> Callable[[RunKeys], Fires]:
 
 
 def _several_losses(term: TermConfig) -> bool:
-    return sum(loss is not None for loss in (term.objective, term.pairs, term.loss)) != 1
+    return sum(loss is not None for loss in (term.objective, term.pairs, term.loss, term.divergence)) != 1
 
 
 def _same_term(run: RunKeys) -> Fires:
@@ -32,14 +32,20 @@ def _same_term(run: RunKeys) -> Fires:
     return False
 
 
+def _follows(role: ReferenceConfig | TeacherConfig | None) -> bool:
+    return role is not None and (role.reset_every > 0 or role.ema is not None)
+
+
 def _reference_follows(run: RunKeys) -> bool:
-    reference = run.roles.reference
-    return reference is not None and (reference.reset_every > 0 or reference.ema is not None)
+    return _follows(run.roles.reference)
 
 
-def _changes_twice(run: RunKeys) -> bool:
-    reference = run.roles.reference
-    return reference is not None and reference.reset_every > 0 and reference.ema is not None
+def _changes_twice(role: ReferenceConfig | TeacherConfig | None) -> bool:
+    return role is not None and role.reset_every > 0 and role.ema is not None
+
+
+def _has_context(run: RunKeys) -> bool:
+    return run.roles.teacher is not None and run.roles.teacher.context is not None
 
 
 def _over_sampled(run: RunKeys) -> bool:
@@ -113,14 +119,38 @@ LEARNING: tuple[Row[RunKeys], ...] = (
             "`algorithm.terms`": lambda run: bool(run.algorithm.terms) and {"who": "several terms may need them"},
             "`roles.critic`": lambda run: run.roles.critic is not None and {"who": "the critic learns from them"},
         }),
-    Row("`objective`, `pairs`, `loss` of a loss term", "each other", _term(_several_losses),
-        "the loss term '{name}' needs one of `objective`, `pairs` and `loss`", "give one"),
+    Row("`objective`, `pairs`, `loss`, `divergence` of a loss term", "each other", _term(_several_losses),
+        "the loss term '{name}' needs one of `objective`, `pairs`, `loss` and `divergence`", "give one"),
     Row("`algorithm.terms.pairs`", "`select`", _term(lambda term: term.pairs is not None and term.select is not None),
         "the loss term '{name}' has `pairs`, which select responses", "leave `select` out"),
     Row("`algorithm.terms.name`", "another term of the name", _same_term, "Two loss terms are called '{name}'",
         "give each in [[algorithm.terms]] a name of its own"),
-    Row("`roles.reference.reset_every`", "`roles.reference.ema`", _changes_twice,
+    Row("`roles.reference.reset_every`", "`roles.reference.ema`", lambda run: _changes_twice(run.roles.reference),
         "give `roles.reference.reset_every` or `roles.reference.ema`, not both"),
+    Row("`roles.teacher.reset_every`", "`roles.teacher.ema`", lambda run: _changes_twice(run.roles.teacher),
+        "give `roles.teacher.reset_every` or `roles.teacher.ema`, not both"),
+    Row("`roles.teacher.path`", "`roles.teacher.reset_every`, `ema`",
+        lambda run: _follows(run.roles.teacher) and getattr(run.roles.teacher, "path", None) is not None,
+        "the teacher of `roles.teacher.path` has weights of its own, and `reset_every` and `ema` follow the policy's",
+        "leave the path or these out"),
+    Row("`roles.teacher.context`", "no loss term with `divergence`",
+        lambda run: _has_context(run) and all(term.divergence is None for term in run.algorithm.terms),
+        "`roles.teacher.context` is read by loss terms with `divergence` alone", "add one, or leave it out"),
+    *against(
+        "`roles.teacher.context`",
+        _has_context,
+        "`roles.teacher.context` does not go with {other}",
+        "leave one out",
+        {
+            "`data.image_key`, whose pictures are part of the prompt": lambda run: run.data.image_key is not None,
+            '`rollout.program` = "agent", whose calls have prompts of their own': (
+                lambda run: run.rollout.program == "agent"
+            ),
+            '`algorithm.advantage` = "log_ratio", which reads the log-probs of tokens': (
+                lambda run: run.algorithm.advantage == "log_ratio"
+            ),
+        },
+    ),
     Row(
         "`roles.reference.path` with `reset_every` or `ema`",
         "`model.lora`",
@@ -165,7 +195,8 @@ LEARNING: tuple[Row[RunKeys], ...] = (
         "`replay.share` = {share} of `trainer.prompts_per_step` = {prompts} is {replayed} groups, which leaves none "
         "{left}", "change one of them"),
     _early("no reference or teacher of fixed weights", "a reference or a teacher of fixed weights in [roles]",
-           lambda run: (run.roles.reference is None or _reference_follows(run)) and run.roles.teacher is None),
+           lambda run: (run.roles.reference is None or _reference_follows(run)) 
+               and (run.roles.teacher is None or _follows(run.roles.teacher))),
     _early("`trainer.ranks` above 1", "trainer.ranks = 1, because several ranks score a batch together",
            lambda run: run.trainer.ranks > 1),
     _early("`models`", "a run of one policy, without [models]", lambda run: bool(run.models)),

@@ -75,6 +75,12 @@ def _needs_role(part: Part) -> Fires:
     return False
 
 
+def _reads_other_prompt(part: Part) -> Fires:
+    teacher = part.run.roles.teacher
+    reads = "teacher_logprob" in part.needs and not part.key.endswith(".divergence")
+    return reads and teacher is not None and teacher.context is not None and _words(part)
+
+
 def _needs_unknown(part: Part) -> Fires:
     possible = {"token_weight", *OF_ROLES, *part.of_run}
     unknown = [value for value in part.needs if value not in possible]
@@ -138,6 +144,9 @@ PARTS: tuple[Row[Part], ...] = (
         'set algorithm.old_logprob to "recompute"'),
     Row("an objective that needs a reference, a teacher or a critic", "no such role", _needs_role,
         "{key} = '{name}' needs {value} ({reason})", "give the run a [roles.{role}]"),
+    Row("an objective that reads the teacher's log-probs", "`roles.teacher.context`", _reads_other_prompt,
+        "{key} = '{name}' needs teacher_logprob, which a teacher with `roles.teacher.context` does not score",
+        "choose a loss term with `divergence`, or leave the context out"),
     Row("an objective of values", "which no run has", _needs_unknown,
         "{key} = '{name}' needs {value} ({reason}), which a run does not have",
         "choose another objective or leave the option out"),

@@ -171,6 +171,7 @@ ELSEWHERE = {
     "eksft": "test_calm.py",
     **dict.fromkeys(("dpo", "hypo"), "they need a file of pairs: tests/engine/prompts/test_demonstrations.py"),
     "next": "its stages and its extrapolation: tests/engine/{app/test_stages,loop/test_extrapolation}.py",
+    **dict.fromkeys(("gkd", "opd_full", "self_distill"), "tests/engine/learn/test_whole_distributions.py"),
     "turn_rewards": "it needs a chat template and tools: test_turn_rewards.py",
 }
 """Recipes whose step is not taken here, and the reason."""

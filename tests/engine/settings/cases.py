@@ -24,6 +24,8 @@ CALLBACK = "loop.callback=dynamic_sampling"
 PLAIN = f"{CALLBACK}  loop.train_context=plain"
 MODELS = "models={verifier={}}"
 TERM = "algorithm.terms=[{name='t',objective='sft'%s}]"
+MORE = "roles.teacher={context='{prompt}'}"
+COMPARED_TERM = "algorithm.terms=[{name='t',divergence='forward_kl'}]"
 DEMONSTRATED = TERM % ",select='demonstrated'"
 EARLY = f"loop.score_early=true  {REFERENCE}"
 NEXT = "model.lora={extrapolate={every=2,horizon=3}}"
@@ -126,7 +128,7 @@ OF_KEYS: dict[tuple[str, str], Case] = {
         "several terms may need them"),
     ("`algorithm.cut` below 1", "`roles.critic`"): ("algorithm.cut=0.9  roles.critic={}", "algorithm.cut=0.9",
         "the critic learns from them"),
-    ("`objective`, `pairs`, `loss` of a loss term", "each other"): (TERM % ",loss='laser'", TERM % "",
+    ("`objective`, `pairs`, `loss`, `divergence` of a loss term", "each other"): (TERM % ",loss='laser'", TERM % "",
         "the loss term 't' needs one of"),
     ("`algorithm.terms.pairs`", "`select`"): (
         f"{REFERENCE}  algorithm.terms=[{{name='t',pairs='best_and_worst',select='best'}}]",
@@ -136,6 +138,19 @@ OF_KEYS: dict[tuple[str, str], Case] = {
         "algorithm.terms=[{name='t',objective='sft'},{name='u',objective='opd'}]", "Two loss terms are called 't'"),
     ("`roles.reference.reset_every`", "`roles.reference.ema`"): ("roles.reference={reset_every=2,ema=0.5}",
         "roles.reference={ema=0.5}", "not both"),
+    ("`roles.teacher.reset_every`", "`roles.teacher.ema`"): ("roles.teacher={reset_every=2,ema=0.5}",
+        "roles.teacher={ema=0.5}", "not both"),
+    ("`roles.teacher.path`", "`roles.teacher.reset_every`, `ema`"): ("roles.teacher={path='x',reset_every=2}",
+        "roles.teacher={path='x'}", "leave the path or these out"),
+    ("`roles.teacher.context`", "no loss term with `divergence`"): (f"{MORE}  {TERM % ''}", f"{MORE}  {COMPARED_TERM}",
+        "add one, or leave it out"),
+    ("`roles.teacher.context`", "`data.image_key`, whose pictures are part of the prompt"): (
+        f"{MORE}  {COMPARED_TERM}  {FILE}  data.image_key=i", f"{COMPARED_TERM}  {FILE}  data.image_key=i",
+        "leave one out"),
+    ("`roles.teacher.context`", f"{PROGRAM}, whose calls have prompts of their own"): (
+        f"{MORE}  {COMPARED_TERM}  {AGENT}", f"{COMPARED_TERM}  {AGENT}", "leave one out"),
+    ("`roles.teacher.context`", '`algorithm.advantage` = "log_ratio", which reads the log-probs of tokens'): (
+        f"{MORE}  {COMPARED_TERM}  algorithm.advantage=log_ratio", f"{MORE}  {COMPARED_TERM}", "leave one out"),
     ("`roles.reference.path` with `reset_every` or `ema`", "`model.lora`"): (
         f"{LORA}  roles.reference={{path='x',ema=0.5}}", f"{LORA}  roles.reference={{path='x'}}",
         "cannot become the policy of [model.lora]"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .cases import AGENT, CALLBACK, ENGINES, GIVEN, MODELS, PLAIN, REFERENCE, Case
+from .cases import AGENT, CALLBACK, COMPARED_TERM, ENGINES, GIVEN, MODELS, MORE, PLAIN, REFERENCE, Case
 
 FILTERS = "`rollout.top_p`, `top_k`, `min_p`"
 TRAINING: dict[tuple[str, str], Case] = {
@@ -31,6 +31,9 @@ PARTS: dict[tuple[str, str], Case] = {
     ("an objective that needs a reference, a teacher or a critic", "no such role"): (
         "algorithm.objective_options={kl_coef=0.1}", f"algorithm.objective_options={{kl_coef=0.1}}  {REFERENCE}",
         "needs ref_logprob (kl_coef is not 0); give the run a [roles.reference]"),
+    ("an objective that reads the teacher's log-probs", "`roles.teacher.context`"): (
+        f"algorithm.objective=opd  {MORE}  {COMPARED_TERM}", f"algorithm.objective=grpo  {MORE}  {COMPARED_TERM}",
+        "algorithm.objective = 'opd' needs teacher_logprob, which a teacher"),
     ("an objective of values", "which no run has"): ("algorithm.objective=clip_tensor", "algorithm.objective=grpo",
         "which a run does not have; choose another objective"),
     ("`algorithm.cut` below 1", "an objective of whole responses"): ("algorithm.cut=0.9  algorithm.objective=gspo",

@@ -36,6 +36,7 @@ SAMPLE = (
     "decode merge D128",
     "decode partial D64 bf16",
     "decode slots of pages of 16",
+    "divergence jsd V=151936",
     "gradient fp32 bf16 options V=151936",
     "linear 4096x12288 bf16",
     "low rank inner bf16",
