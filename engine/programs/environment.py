@@ -68,10 +68,24 @@ def _taskset(context: Mapping[str, Any], taskset: str) -> Any:
     return TasksetEnvironment(context, taskset)
 
 
+def _openenv(
+    context: Mapping[str, Any],
+    url: str | None = None,
+    command: Sequence[str] | None = None,
+    reset: Sequence[str] | None = None,
+    observation: str | None = None,
+) -> Any:
+    """Return an episode of an OpenEnv server, importing the client only when it is asked for."""
+    from .servers.episode import ServedEpisode
+
+    return ServedEpisode(context, url, command, reset, observation)
+
+
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {
     "tools": ToolBox,
     "game": Game,
     "verifiers": _taskset,
+    "openenv": _openenv,
 }
 
 
@@ -131,7 +145,7 @@ class EnvironmentTurns(RolloutProgram):
     Held-out problems are answered in it too.
 
     Args:
-        environment: ``tools``, ``game``, ``verifiers``, or ``file.py:Class`` of your own: made with the
+        environment: ``tools``, ``game``, ``verifiers``, ``openenv``, or ``file.py:Class`` of your own: made with the
             prompt's context, with ``async def step(messages)`` that answers an `Observation`, a text (of a user), or
             None at the end, and maybe a ``fork()``; without it, it is copied. With ``state_dict()`` of plain values and
             ``load_state_dict(state)`` an unfinished conversation is part of a checkpoint. ``open(messages, seconds)``
@@ -169,7 +183,11 @@ class EnvironmentTurns(RolloutProgram):
     ) -> None:
         if max_turns < 1 or timeout_s <= 0 or any(way < 1 for way in ways) or (turn_tokens or 1) < 1:
             raise ValueError("environment needs max_turns, turn_tokens and ways >= 1, and timeout_s above 0.")
+        if environment == "openenv" and math.prod(ways) > 1:
+            raise ValueError("openenv cannot copy an episode of a server for each of several ways; leave `ways` out.")
         self.make = _maker(environment, environment_options or {})
+        if environment == "openenv":
+            self.tools = [{"openenv": {key: (environment_options or {}).get(key) for key in ("url", "command")}}]
         self.max_turns, self.ways = max_turns, tuple(ways)
         self.segment_tokens, self.call_timeout_s = turn_tokens, timeout_s
         self.tool_format, self.turn_rewards = tool_format, turn_rewards
