@@ -208,6 +208,8 @@ class EnvironmentTurns(RolloutProgram):
             raise ValueError(
                 f"environment makes a multiple of {math.prod(self._ways)} responses (ways), not {group.width}."
             )
+        if math.prod(self._ways) > 1 and any(_has_sessions(tool) for tool in context["tools"]):
+            raise ValueError("environment cannot copy sessions of MCP for each of several ways; set `shared` to true.")
         self._prepare()
         messages = [dict(message) for message in context["messages"]]
         if not all(isinstance(message["content"], str) for message in messages):
@@ -303,6 +305,11 @@ class EnvironmentTurns(RolloutProgram):
             environment = self.make(self.context)
             environment.load_state_dict(of_environment)
             self._talks[branch] = _Talk(environment, *talk)
+
+
+def _has_sessions(tool: str | Mapping[str, Any]) -> bool:
+    """Return whether each conversation has a session of its own with a tool's server."""
+    return not isinstance(tool, str) and "mcp" in tool and not tool.get("shared")
 
 
 def _as_text(message: Mapping[str, Any]) -> Message:

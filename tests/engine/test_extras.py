@@ -144,6 +144,12 @@ engine = NativeEngine(model, tokenizer)
 app = make_app(engine, "m", training=training_of(engine, "m", "model", Path("states")))
 assert "/api/v1/forward_backward" in app.openapi()["paths"]
 """,
+    ("mcp",): f"""
+import sys
+from rolltree.engine.programs.chat.toolbox import tool_schemas
+server = {{"mcp": [sys.executable, {str(ROOT / "tests/support/mcp_server.py")!r}]}}
+assert tool_schemas([server])[0]["function"]["name"] == "count"
+""",
     ("openenv",): """
 from rolltree.engine.errors import UserError
 from rolltree.engine.programs import EnvironmentTurns

@@ -13,6 +13,7 @@ from transformers.utils import get_json_schema
 from ...errors import UserError
 from ...parts.resolve import import_object
 from ...sandbox import Limits, Sandboxes
+from ..servers.mcp import listed_schemas
 from ..servers.openenv import served_schemas
 
 MOST_DIGITS = 1000
@@ -175,6 +176,7 @@ def tool_schema(name: str) -> dict[str, Any]:
 Tool = str | Mapping[str, Any]
 """A tool of `data.tools` by its name, or the tools of a server by one of `SERVED`, as a configuration writes both."""
 SERVED: dict[str, Callable[[Mapping[str, Any]], Sequence[dict[str, Any]]]] = {
+    "mcp": listed_schemas,
     "openenv": served_schemas,
 }
 """Functions that return the descriptions of a server's tools, by the key that names the server."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ...chat.messages import Message, call_id
+from ..servers.mcp import Link, LostError, find_server
 from .toolbox import find_chat_tool, tool_name
 
 
@@ -26,16 +28,34 @@ class Observation:
 
 
 class ToolBox:
-    """The tools of `data.tools`; a turn without a call is the answer."""
+    """The tools of `data.tools`, those of servers among them; a turn without a call is the answer.
+
+    Args:
+        context: of a prompt, or anything with ``tools`` as in `data.tools`.
+    """
 
     def __init__(self, context: Mapping[str, Any]) -> None:
-        self.tools = {tool_name(name): find_chat_tool(name) for name in context["tools"]}
+        self.tools: dict[str, Any] = {}
+        self._links: dict[str, Link] = {}
+        for tool in context["tools"]:
+            if isinstance(tool, str):
+                self.tools[tool_name(tool)] = find_chat_tool(tool)
+                continue
+            link = Link(find_server(tool))
+            for schema in link.server.schemas():
+                name = schema["function"]["name"]
+                self._links[name], self.tools[name] = link, partial(link.call, name)
 
     def open(self, messages: Sequence[Message], seconds: float) -> None:
-        """Functions need nothing."""
+        """Begin the sessions of the servers that the last message calls."""
+        for call in calls_of(messages[-1]):
+            if call.name in self._links:
+                self._links[call.name].open()
 
     def close(self) -> None:
-        """Functions hold nothing."""
+        """End the sessions of servers."""
+        for link in self._links.values():
+            link.close()
 
     async def step(self, messages: Sequence[Message]) -> Observation:
         """Run the calls of the last message, one after the other; what is no call is answered by an error."""
@@ -45,16 +65,22 @@ class ToolBox:
         return Observation(answers, done=not answers)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return the result of a tool as text, or ``error: ...`` where it raises."""
+        """Return the result of a tool as text, or ``error: ...`` where it raises.
+
+        Raises:
+            LostError: the tool's server has ended.
+        """
         try:
             result = self.tools[name](**arguments)
             return str(await result if inspect.isawaitable(result) else result)
+        except LostError:
+            raise
         except Exception as error:  # for the model to read
             return f"error: {type(error).__name__}: {error}"
 
-    def state_dict(self) -> dict[str, Any]:
-        """A conversation with tools is in its messages alone."""
-        return {}
+    def state_dict(self) -> dict[str, Any] | None:
+        """A conversation with tools is in its messages alone, unless a server has a session of its own for it."""
+        return None if any(link.has_state for link in self._links.values()) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """There is nothing to take over."""
