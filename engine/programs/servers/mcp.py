@@ -214,7 +214,7 @@ class Session:
 
         place = self.server.place
         if isinstance(place, str):
-            library: Any = getattr(streamable_http, "httpx2", None) or streamable_http.httpx  # type: ignore[attr-defined]
+            library: Any = getattr(streamable_http, "httpx2", None) or streamable_http.httpx
             direct = None
             if _is_loopback(place):  # by no proxy
                 direct = library.AsyncClient(trust_env=False, timeout=library.Timeout(30.0, read=None))
