@@ -98,8 +98,8 @@ class DataConfig(Section):
     split: str | None = None
     """Split of a set on the hub, such as `train`, or a part of it, such as `train[:10000]`. Default: the only one."""
     source: str | None = None
-    """Source of problems: `games`, `verifiers`, or `file.py:Class` with a method `next(count)` that returns rows with
-    the columns below; see docs/environments.md and docs/architecture.md."""
+    """Source of problems: `games`, `verifiers`, `openenv`, or `file.py:Class` with a method `next(count)` that returns
+    rows with the columns below; see docs/environments.md and docs/architecture.md."""
     source_options: dict[str, Any] = Field(default_factory=dict)
     """Options of `source`."""
     curriculum: str | None = None
