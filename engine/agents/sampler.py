@@ -22,7 +22,7 @@ from ..chat.writing import as_sent
 from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..programs import AgentCalls, CallContext
-from ..programs.chat.toolbox import tool_schema
+from ..programs.chat.toolbox import tool_schemas
 from ..protocols.http import RefusedError
 from ..rollout import TooLongError
 from ..rollout.digest import Held
@@ -139,7 +139,7 @@ class AgentSampler:
         task = dict(job.context or {})
         if "messages" in task:
             task["messages"] = as_sent(task["messages"])
-            task["tools"] = [tool_schema(name) for name in task.get("tools", ())]
+            task["tools"] = tool_schemas(task.get("tools", ()))
         return task
 
     def _start(self) -> None:

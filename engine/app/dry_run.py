@@ -43,6 +43,7 @@ from .assembly.sampling import (
     group_callback,
     prompts_of,
     rightness,
+    with_tools,
 )
 from .assembly.workers import check_workers
 from .recipes import Updates, flat, read_recipe
@@ -137,8 +138,9 @@ def _data_lines(config: TrainConfig, tried: _Tried, check_data: bool) -> Generat
         yield f"policy             {name} plays {', '.join(roles)}, with a learning rate of {alone.trainer.lr:g}"
         yield from _model_lines(alone, Path(alone.model.path))
         check_same_tokens(config, name, tokenizer)
-    problems = held_out(config.data, config.evaluation.problems, tokenizer)
-    source, demonstrations = prompts_of(config, tokenizer, problems, kept_entries(config))
+    offered = with_tools(config, tried.program)
+    problems = held_out(offered.data, config.evaluation.problems, tokenizer)
+    source, demonstrations = prompts_of(offered, tokenizer, problems, kept_entries(config))
     check_answers(config, source)
     if source.rows is not None:
         held = f"{len(problems)} held out{_of_place(config)}"

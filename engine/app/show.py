@@ -33,6 +33,7 @@ from .assembly.sampling import (
     prompts_of,
     rollout_program,
     sampling_parts,
+    with_tools,
 )
 from .console import Console, Terminal
 from .printable import printable
@@ -91,8 +92,9 @@ def _first_groups(
     check_program(config, program)
     engine = make_engine(config, model, tokenizer)
     further_policies(config, engine, tokenizer)
-    problems = held_out(config.data, config.evaluation.problems, tokenizer)
-    source, _ = prompts_of(config, tokenizer, problems, kept_entries(config, recorded=recorded))
+    offered = with_tools(config, program)
+    problems = held_out(offered.data, config.evaluation.problems, tokenizer)
+    source, _ = prompts_of(offered, tokenizer, problems, kept_entries(config, recorded=recorded))
     context = Context(tokenizer)
     rewards = make_run_rewards(config, program, engine, tokenizer, context)
     parts = sampling_parts(config, program, engine, tokenizer, source, rewards)

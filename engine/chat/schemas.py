@@ -15,6 +15,7 @@ from referencing.jsonschema import DRAFT202012
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 OF_OBJECTS = ("properties", "required", "additionalProperties", "patternProperties")
 OF_ARRAYS = ("items", "prefixItems")
+DEFINITIONS = ("$defs", "definitions")
 PYTHONS = {"True": "true", "False": "false", "None": "null"}
 """The names of JSON's constants in Python; templates in Jinja write them so."""
 
@@ -65,6 +66,39 @@ def _allowed(schema: Any, resolver: Any, seen: frozenset[str]) -> frozenset[str]
     if "const" in schema:
         types &= _types_of([schema["const"]])
     return types | {"null"} if schema.get("nullable") is True else types
+
+
+def inlined(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema with what its local references (``#/$defs/...``) name in their places.
+
+    A reference of a definition to itself stays, and its definition with it; so does one that is not there.
+    """
+    resource = Resource.from_contents(schema, default_specification=DRAFT202012)
+    stayed: set[str] = set()
+    resolver = Registry().with_resource("", resource).resolver()
+    shown = {key: value for key, value in schema.items() if key not in DEFINITIONS}
+    whole: dict[str, Any] = _inlined(shown, resolver, (), stayed)
+    return whole | ({key: schema[key] for key in DEFINITIONS if key in schema} if stayed else {})
+
+
+def _inlined(part: Any, resolver: Any, seen: tuple[str, ...], stayed: set[str]) -> Any:
+    if isinstance(part, list):
+        return [_inlined(each, resolver, seen, stayed) for each in part]
+    if not isinstance(part, Mapping):
+        return part
+    reference = part.get("$ref")
+    if isinstance(reference, str):
+        try:
+            target = None if reference in seen else resolver.lookup(reference)
+        except (Unresolvable, ValueError):
+            target = None
+        if target is None or not isinstance(target.contents, Mapping):
+            stayed.add(reference)
+        else:
+            beside = {key: value for key, value in part.items() if key != "$ref"}
+            inside = _inlined(target.contents, target.resolver, (*seen, reference), stayed)
+            return inside | _inlined(beside, resolver, seen, stayed)
+    return {key: _inlined(value, resolver, seen, stayed) for key, value in part.items()}
 
 
 def _types_of(values: Iterable[Any]) -> frozenset[str]:

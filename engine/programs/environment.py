@@ -21,9 +21,11 @@ from ..chat.reading import HERMES, begins_reasoning, ends_reasoning, read_ids
 from ..chat.rendering import render
 from ..data.segment import LeafStatus, Origin
 from ..parts.resolve import import_object, resolve
-from .chat.toolbox import tool_schema
+from ..parts.waiting import waiting
+from .chat.toolbox import tool_schemas
 from .chat.turns import Observation, ToolBox
 from .program import Action, BranchId, Call, Finish, Fork, Given, GroupState, Reward, RolloutProgram, SegmentReport
+from .servers.background import BACKGROUND
 
 
 class Game:
@@ -43,7 +45,8 @@ class Game:
 
     async def step(self, messages: Sequence[Message]) -> Observation:
         said, reward, terminated, truncated, _ = self.env.step(messages[-1]["content"])
-        return Observation([{"role": "user", "content": str(said)}], bool(terminated or truncated), float(reward))
+        cut = bool(truncated and not terminated)
+        return Observation([{"role": "user", "content": str(said)}], bool(terminated or cut), float(reward), cut)
 
     def fork(self) -> Game:
         """Another one in the same state."""
@@ -65,7 +68,25 @@ def _taskset(context: Mapping[str, Any], taskset: str) -> Any:
     return TasksetEnvironment(context, taskset)
 
 
-ENVIRONMENTS: dict[str, Callable[..., Any]] = {"tools": ToolBox, "game": Game, "verifiers": _taskset}
+def _openenv(
+    context: Mapping[str, Any],
+    url: str | None = None,
+    command: Sequence[str] | None = None,
+    reset: Sequence[str] | None = None,
+    observation: str | None = None,
+) -> Any:
+    """Return an episode of an OpenEnv server, importing the client only when it is asked for."""
+    from .servers.episode import ServedEpisode
+
+    return ServedEpisode(context, url, command, reset, observation)
+
+
+ENVIRONMENTS: dict[str, Callable[..., Any]] = {
+    "tools": ToolBox,
+    "game": Game,
+    "verifiers": _taskset,
+    "openenv": _openenv,
+}
 
 
 MADE = ("_tools", "_form", "_conversation", "_thinks")
@@ -124,10 +145,12 @@ class EnvironmentTurns(RolloutProgram):
     Held-out problems are answered in it too.
 
     Args:
-        environment: ``tools``, ``game``, ``verifiers``, or ``file.py:Class`` of your own: made with the prompt's
-            context, with ``async def step(messages)`` that answers an `Observation`, a text (of a user), or None at the
-            end, and maybe a ``fork()``; without it, it is copied. With ``state_dict()`` of plain values and
-            ``load_state_dict(state)`` an unfinished conversation is part of a checkpoint.
+        environment: ``tools``, ``game``, ``verifiers``, ``openenv``, or ``file.py:Class`` of your own: made with the
+            prompt's context, with ``async def step(messages)`` that answers an `Observation`, a text (of a user), or
+            None at the end, and maybe a ``fork()``; without it, it is copied. With ``state_dict()`` of plain values and
+            ``load_state_dict(state)`` an unfinished conversation is part of a checkpoint. ``open(messages, seconds)``
+            is called before each step, without a time limit of its own, for what a step may have to wait for, and
+            ``close()`` after the last, also of a conversation that fails.
         environment_options: passed to it.
         max_turns: turns of one response; after the last it ends with status LENGTH, if the environment did not end it.
         turn_tokens: the longest turn; a longer one ends the response with status LENGTH.
@@ -145,6 +168,7 @@ class EnvironmentTurns(RolloutProgram):
     """
 
     answers_held_out = True
+    takes_any_order = True
 
     def __init__(
         self,
@@ -159,7 +183,11 @@ class EnvironmentTurns(RolloutProgram):
     ) -> None:
         if max_turns < 1 or timeout_s <= 0 or any(way < 1 for way in ways) or (turn_tokens or 1) < 1:
             raise ValueError("environment needs max_turns, turn_tokens and ways >= 1, and timeout_s above 0.")
+        if environment == "openenv" and math.prod(ways) > 1:
+            raise ValueError("openenv cannot copy an episode of a server for each of several ways; leave `ways` out.")
         self.make = _maker(environment, environment_options or {})
+        if environment == "openenv":
+            self.tools = [{"openenv": {key: (environment_options or {}).get(key) for key in ("url", "command")}}]
         self.max_turns, self.ways = max_turns, tuple(ways)
         self.segment_tokens, self.call_timeout_s = turn_tokens, timeout_s
         self.tool_format, self.turn_rewards = tool_format, turn_rewards
@@ -180,11 +208,13 @@ class EnvironmentTurns(RolloutProgram):
             raise ValueError(
                 f"environment makes a multiple of {math.prod(self._ways)} responses (ways), not {group.width}."
             )
+        if math.prod(self._ways) > 1 and any(_has_sessions(tool) for tool in context["tools"]):
+            raise ValueError("environment cannot copy sessions of MCP for each of several ways; set `shared` to true.")
         self._prepare()
         messages = [dict(message) for message in context["messages"]]
         if not all(isinstance(message["content"], str) for message in messages):
             raise ValueError("environment takes no pictures in conversations yet; use another program.")
-        self._conversation.check(messages, "tool" if context["tools"] else "user")
+        self._conversation.check(messages, "tool" if self._tools else "user")
         first = _Talk(self.make(context), messages, self._conversation.begin(messages))
         self._talks: dict[BranchId, _Talk] = {(begun - 1,): first}
         self._talks |= {(i,): first.fork() for i in range(begun - 1)}
@@ -195,6 +225,7 @@ class EnvironmentTurns(RolloutProgram):
             talk = self._talks[segment.branch]
             ended = bool(len(segment.token_ids)) and int(segment.token_ids[-1]) in self.segment_stop_token_ids
             if segment.status is not None or not ended:
+                _close(self._talks.pop(segment.branch).environment)
                 if talk.reward is not None:
                     yield Reward(segment.branch, talk.reward)
                 if segment.status is None:
@@ -220,9 +251,12 @@ class EnvironmentTurns(RolloutProgram):
             if placed:
                 yield Reward(branch, observation.reward, at=talk.length)
             talk.reward = (talk.reward or 0.0) + (0.0 if placed else observation.reward)
+        if talk.reward is not None:
             yield Reward(branch, talk.reward)
         if last:
-            yield Finish(branch, LeafStatus.STOP if observation.done else LeafStatus.LENGTH)
+            _close(talk.environment)
+            ended = observation.done and not observation.truncated
+            yield Finish(branch, LeafStatus.STOP if ended else LeafStatus.LENGTH)
             return
         talk.messages += result.messages
         talk.written = list(result.written)
@@ -249,12 +283,15 @@ class EnvironmentTurns(RolloutProgram):
     def _prepare(self) -> None:
         """Set what follows from the tokenizer and the context."""
         assert self.tokenizer is not None
-        schemas = [tool_schema(name) for name in self.context["tools"]]
+        schemas = tool_schemas(self.context["tools"])
         self._tools = {schema["function"]["name"]: schema["function"].get("parameters", {}) for schema in schemas}
         self._form = find_format(self.tokenizer, schemas, self.tool_format) if schemas else None
         self._conversation = conversation(self.tokenizer, schemas, self.segment_stop_token_ids)
         prompt = render(self.tokenizer, self.context["messages"], schemas or None, generation=True)
         self._thinks = begins_reasoning(self.tokenizer, prompt)
+
+    def close(self) -> None:
+        BACKGROUND.close()
 
     def state_dict(self, attributes: dict[str, Any]) -> dict[str, Any]:
         attributes = {name: value for name, value in attributes.items() if name not in MADE}
@@ -270,10 +307,21 @@ class EnvironmentTurns(RolloutProgram):
             self._talks[branch] = _Talk(environment, *talk)
 
 
+def _has_sessions(tool: str | Mapping[str, Any]) -> bool:
+    """Return whether each conversation has a session of its own with a tool's server."""
+    return not isinstance(tool, str) and "mcp" in tool and not tool.get("shared")
+
+
 def _as_text(message: Mapping[str, Any]) -> Message:
     """Return a message of the environment with its content as text, where it is no list or mapping of parts."""
     content = message["content"]
     return {**message, "content": content if isinstance(content, str | list | dict) else str(content)}
+
+
+def _close(environment: Any) -> None:
+    """Let the environment, which is not asked again, end what it holds."""
+    if (end := getattr(environment, "close", None)) is not None:
+        end()
 
 
 def _state_of(environment: Any) -> Any:
@@ -310,6 +358,17 @@ def _later(environment: Callable[..., Any]) -> Callable[..., Any]:
 
 def _step(environment: Any, messages: list[Message], seconds: float, talk: tuple[Any, ...] | None) -> _Answer:
     """Step the environment, and write its answer where the conversation goes on; called in a thread of its own."""
+    try:
+        return _stepped(environment, messages, seconds, talk)
+    except BaseException:
+        _close(environment)
+        raise
+
+
+def _stepped(environment: Any, messages: list[Message], seconds: float, talk: tuple[Any, ...] | None) -> _Answer:
+    if (begin := getattr(environment, "open", None)) is not None:
+        with waiting():
+            begin(messages, seconds)
     answer = environment.step(messages)
     if inspect.isawaitable(answer):
         answer = asyncio.run(_within(answer, seconds))

@@ -238,10 +238,14 @@ class RolloutProgram(ABC):
     ``rollout/NAME``."""
     note: str = ""
     """A sentence to print before a run; empty for none."""
+    takes_any_order: bool = False
+    """True if results of calls may arrive in any order, so that none waits for another one's."""
     call_timeout_s: float = 60.0
     """Seconds after which a `Call` fails."""
     verify: Callable[[str, Any], float | None] | None = None
     """The run's verifier, a function of a response's text and the context (`with_verifier`); None outside of a run."""
+    tools: Sequence[str | Mapping[str, Any]] = ()
+    """Tools that the program offers the model by itself, after those of `data.tools`."""
     drawn: int = 0
     """Random numbers that responses before this one have used of its seed: the tokens of an episode before a call."""
     context: Any = None
@@ -274,7 +278,7 @@ class RolloutProgram(ABC):
         return ()
 
     def returned(self, group: GroupState, branch: BranchId, result: Any) -> Iterable[Action]:
-        """Return actions for the result of a `Call`; results arrive in the order of the calls.
+        """Return actions for the result of a `Call`; results arrive in the order of the calls, or `takes_any_order`.
 
         Raises:
             NotImplementedError: the program uses `Call` but does not define this method.
@@ -287,6 +291,10 @@ class RolloutProgram(ABC):
         None if the program cannot repeat them; the group then begins again from its prompt.
         """
         return None
+
+    def close(self) -> None:
+        """End what the program has started; called when the run ends."""
+        return
 
     def state_dict(self, attributes: dict[str, Any]) -> dict[str, Any]:
         """Return the state of an unfinished group for a checkpoint; ``attributes``: those set since it began."""

@@ -41,6 +41,7 @@ class ToolTurns(RolloutProgram):
     """
 
     answers_held_out = True
+    takes_any_order = True
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ servers, ``setup`` and ``finalize``) is rejected; the harness of verifiers can r
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
@@ -80,9 +81,19 @@ class TasksetEnvironment:
         await self._task.score(trace)
         return Observation(done=True, reward=float(trace.reward))
 
+    def open(self, messages: Sequence[Message], seconds: float) -> None:
+        """Begin what the tools need."""
+        self._tools.open(messages, seconds)
+
+    def close(self) -> None:
+        """End what the tools hold."""
+        self._tools.close()
+
     def fork(self) -> TasksetEnvironment:
-        """Return this environment: it has no state that changes."""
-        return self
+        """Return another one, whose tools are its own."""
+        other = copy.copy(self)
+        other._tools = copy.deepcopy(self._tools)
+        return other
 
     def _trace(self, messages: Sequence[Message]) -> Any:
         """Return the conversation as a trace of verifiers."""

@@ -12,7 +12,7 @@ from ..chat.writing import complete, plain
 from ..data.media import Picture, distinct, expand
 from ..errors import UserError
 from ..model.processor import processor_beside
-from ..programs.chat.toolbox import tool_schema
+from ..programs.chat.toolbox import Tool, tool_schemas
 from ..settings import DataConfig, Place
 from ..tasks import GymProblems, Problem, Problems, read_problems
 from ..tasks.images import Image, content_of
@@ -41,7 +41,7 @@ class Prompt:
     """Number of responses; None: `rollout.n`."""
     messages: tuple[dict[str, Any], ...] = ()
     """The conversation that ``text`` contains; empty without `data.chat`."""
-    tools: tuple[str, ...] = ()
+    tools: tuple[Tool, ...] = ()
     """Tools that the conversation offers: `data.tools`."""
     images: tuple[Image, ...] = ()
     """Its pictures as the data has them; ``token_ids`` hold the ids of their rows."""
@@ -223,7 +223,7 @@ def _write(
         raise UserError(
             "data.chat is set but the tokenizer has no chat template; set it to false and use data.template."
         )
-    tools = [tool_schema(name) for name in config.tools] or None
+    tools = tool_schemas(config.tools) or None
     try:
         written = complete(tokenizer, plain(messages), tools)
     except ValueError as error:

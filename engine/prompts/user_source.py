@@ -12,9 +12,10 @@ from ..parts.context import ALWAYS, OF_TREES, SAMPLING, Context
 from ..parts.resolve import resolve
 from ..settings import DataConfig
 from ..tasks import Games, Problem, problem_of
+from ..tasks.openenv import ServedPrompts
 from ..tasks.verifiers import TasksetPrompts
 
-SOURCES = {"games": Games, "verifiers": TasksetPrompts}
+SOURCES = {"games": Games, "verifiers": TasksetPrompts, "openenv": ServedPrompts}
 """Classes that `data.source` may name."""
 
 

@@ -192,4 +192,4 @@ class LocalSampler:
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        return
+        self.program.close()

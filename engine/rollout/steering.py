@@ -18,7 +18,7 @@ from ..data.segment import LeafStatus
 from ..parts.calling import call
 from ..programs import Action, BranchId, Call, Finish, Fork, Prune, Reward, Rewind, SegmentReport
 from .branch import Request
-from .calls import CallPool
+from .calls import CallPool, due, take
 from .growing import Growing, program_name
 
 WAIT_S = 0.05  # seconds between checks of the requests while only calls are outstanding
@@ -213,16 +213,16 @@ class Steering(Growing):
         """Wait up to `WAIT_S` for an outstanding call, since nothing can be computed."""
         if self._calling:
             begin = time.perf_counter()
-            wait([request.calls[0][1] for request in self._calling], WAIT_S, FIRST_COMPLETED)
+            wait([future for request in self._calling for _, future in due(request)], WAIT_S, FIRST_COMPLETED)
             self.counts["call_wait_us"] += round(1e6 * (time.perf_counter() - begin))
 
     def _collect_calls(self) -> None:
-        """Pass the results of finished calls to their programs, those of one request in the order of its calls."""
+        """Pass the results of finished calls to their programs, those of one request as `due` orders them."""
         if self._calling:
             self._calls.expire()
         for request in list(self._calling):
-            while request.calls and request.calls[0][1].done() and not request.done:
-                key, future = request.calls.popleft()
+            while not request.done and (landed := take(request)):
+                key, future = landed
                 if not request.calls:
                     self._calling.remove(request)
                 if key not in request.resting and key not in request.leaves:

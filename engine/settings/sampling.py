@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Field, PositiveFloat, field_validator
+from pydantic import ConfigDict, Field, PositiveFloat, field_validator
+from typing_extensions import TypedDict
 
 from .place import Place
 from .section import NonNegativeInt, PositiveInt, Section
+
+
+class ToolServer(TypedDict):
+    """A server of MCP among `data.tools`."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    mcp: str | list[str]
+    shared: NotRequired[bool]
 
 
 class ExtrapolationConfig(Section):
@@ -89,8 +98,8 @@ class DataConfig(Section):
     split: str | None = None
     """Split of a set on the hub, such as `train`, or a part of it, such as `train[:10000]`. Default: the only one."""
     source: str | None = None
-    """Source of problems: `games`, `verifiers`, or `file.py:Class` with a method `next(count)` that returns rows with
-    the columns below; see docs/environments.md and docs/architecture.md."""
+    """Source of problems: `games`, `verifiers`, `openenv`, or `file.py:Class` with a method `next(count)` that returns
+    rows with the columns below; see docs/environments.md and docs/architecture.md."""
     source_options: dict[str, Any] = Field(default_factory=dict)
     """Options of `source`."""
     curriculum: str | None = None
@@ -126,9 +135,10 @@ class DataConfig(Section):
     """Text given to the tokenizer; `{prompt}` is replaced by the problem."""
     chat: bool = False
     """Write prompts with the tokenizer's chat template: a text as one message of the user, messages as they are."""
-    tools: tuple[str, ...] = ()
-    """Tools that the chat template offers, for `rollout.program` = "environment": `calculator`, `python`, or
-    `file.py:function` with type annotations and a docstring."""
+    tools: tuple[str | ToolServer, ...] = ()
+    """Tools that the chat template offers, for `rollout.program` = "environment": `calculator`, `python`,
+    `file.py:function` with type annotations and a docstring, or those of a server of MCP, `{ mcp = [command...] }` or
+    `{ mcp = "http://..." }`; with `shared = true` all episodes use one session of it."""
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt, in tokens; a longer one is an error and is never cut."""
 

@@ -68,6 +68,7 @@ from .sampling import (
     rightness,
     sampled_model,
     sampling_parts,
+    with_tools,
 )
 from .workers import make_fleet, make_ranks, make_reward_hosts, make_workers
 
@@ -102,7 +103,8 @@ def build(
         workers = _workers(config, started)  # before a model is made, which may take minutes
         policy = _Policy.load(config, workers, console)
         context = Context(policy.tokenizer)
-        problems, source, demonstrations = _prompts(config, policy.tokenizer, context, console)
+        offered = with_tools(config, parts.program)
+        problems, source, demonstrations = _prompts(offered, policy.tokenizer, context, console)
         rewards = _rewards(config, parts.program, policy, context)
         trained, learner = _learner(parts, policy)
         sampling = _sampling(config, parts.program, policy, source, rewards, context)

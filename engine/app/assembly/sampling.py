@@ -294,6 +294,12 @@ def prompts_of(
     return source, demonstrations
 
 
+def with_tools(config: TrainConfig, program: RolloutProgram) -> TrainConfig:
+    """Return the configuration with the tools that the program itself offers among those of `data.tools`."""
+    data = config.data.model_copy(update={"tools": (*config.data.tools, *program.tools)})
+    return config.model_copy(update={"data": data})
+
+
 def budget(config: TrainConfig) -> Budget:
     """Return the limits on the number of open groups and on their lag in the first step."""
     loop, batch = config.loop, config.trainer.prompts_per_step - config.replayed

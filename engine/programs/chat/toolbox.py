@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from transformers.utils import get_json_schema
@@ -13,6 +13,8 @@ from transformers.utils import get_json_schema
 from ...errors import UserError
 from ...parts.resolve import import_object
 from ...sandbox import Limits, Sandboxes
+from ..servers.mcp import listed_schemas
+from ..servers.openenv import served_schemas
 
 MOST_DIGITS = 1000
 """Largest number of digits of an integer in a calculation."""
@@ -169,3 +171,34 @@ def tool_schema(name: str) -> dict[str, Any]:
         ) from error
     schema["function"]["name"] = tool_name(name)
     return schema
+
+
+Tool = str | Mapping[str, Any]
+"""A tool of `data.tools` by its name, or the tools of a server by one of `SERVED`, as a configuration writes both."""
+SERVED: dict[str, Callable[[Mapping[str, Any]], Sequence[dict[str, Any]]]] = {
+    "mcp": listed_schemas,
+    "openenv": served_schemas,
+}
+"""Functions that return the descriptions of a server's tools, by the key that names the server."""
+
+
+def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return the descriptions of tools for a chat template, those of servers included.
+
+    Raises:
+        UserError: as for `tool_schema`; a server cannot be reached; or two tools have one name.
+    """
+    schemas: list[dict[str, Any]] = []
+    for tool in tools:
+        schemas += [tool_schema(tool)] if isinstance(tool, str) else _served(tool)
+    names = [schema["function"]["name"] for schema in schemas]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"data.tools has two tools called '{twice[0]}'; the model could not tell them apart.")
+    return schemas
+
+
+def _served(tool: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    key = next((key for key in SERVED if key in tool), None)
+    if key is None:
+        raise UserError(f"data.tools has {dict(tool)}, which names no server; known are {', '.join(SERVED)}.")
+    return SERVED[key](tool)

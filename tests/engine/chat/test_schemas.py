@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rolltree.engine.chat.call_reading import checked
-from rolltree.engine.chat.schemas import MalformedError, read_json, value_of
+from rolltree.engine.chat.schemas import MalformedError, inlined, read_json, value_of
 
 ROOT = {
     "$defs": {"Text": {"type": ["string", "null"]}, "Node": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "array"}]}}
@@ -78,3 +78,34 @@ def test_arguments_are_never_dropped() -> None:
     ):
         with pytest.raises(MalformedError, match=said):
             checked(wrong, {"f": {}})
+
+
+POINT = {"type": "object", "properties": {"x": {"$ref": "#/$defs/Number"}}, "required": ["x"]}
+
+
+@pytest.mark.parametrize(("schema", "inline"), [
+    ({"properties": {"a": {"$ref": "#/$defs/Point", "description": "Where"}}, "$defs": {
+        "Point": POINT, "Number": {"type": "number"}}},
+     {"properties": {"a": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"],
+                           "description": "Where"}}}),
+    ({"properties": {"$ref": {"type": "string"}}}, {"properties": {"$ref": {"type": "string"}}}),
+    ({"properties": {"a": {"anyOf": [{"$ref": "#/definitions/N"}, {"type": "null"}]}}, "definitions": {"N": {}}},
+     {"properties": {"a": {"anyOf": [{}, {"type": "null"}]}}}),
+])  # fmt: skip
+def test_references_are_replaced_by_what_they_name(schema: dict[str, Any], inline: dict[str, Any]) -> None:
+    assert inlined(schema) == inline
+
+
+@pytest.mark.parametrize("schema", [
+    {"properties": {"a": {"$ref": "#/$defs/No"}}, "$defs": {}},
+    {"properties": {"a": {"$ref": "https://elsewhere/x"}}},
+])  # fmt: skip
+def test_references_that_lead_nowhere_stay(schema: dict[str, Any]) -> None:
+    assert inlined(schema) == schema
+
+
+def test_a_schema_in_itself_keeps_its_reference_and_definition() -> None:
+    tree = {"type": "object", "properties": {"left": {"$ref": "#/$defs/Tree"}}}
+    shown = inlined({"properties": {"root": {"$ref": "#/$defs/Tree"}}, "$defs": {"Tree": tree}})
+    assert shown["properties"]["root"] == tree
+    assert shown["$defs"] == {"Tree": tree}

@@ -11,7 +11,8 @@ from concurrent.futures import wait
 import pytest
 
 from rolltree.engine import LeafStatus, SamplingParams
-from rolltree.engine.programs import Call, RolloutProgram
+from rolltree.engine.parts.waiting import waiting
+from rolltree.engine.programs import Call, Finish, RolloutProgram
 from rolltree.engine.record.failures import kind, unsampled
 from rolltree.engine.rollout.calls import CallPool
 
@@ -105,3 +106,56 @@ def test_a_hung_call_does_not_keep_the_process():
 def test_judging_programs_need_a_judge_or_a_run(name):
     with pytest.raises(ValueError, match="needs a judge"):
         engine("qwen3").generate(PROMPTS[:1], SamplingParams(n=2, max_new_tokens=4), name)
+
+
+def test_a_call_that_waits_gives_up_its_place_and_its_time_stands_still():
+    pool, gate, order = CallPool(at_once=1), threading.Event(), []
+
+    def wait_for_the_other():
+        with waiting():
+            assert gate.wait(20)
+            time.sleep(0.3)  # longer than the limit
+        order.append("first")
+
+    def free():
+        order.append("second")
+        gate.set()
+
+    futures = [pool.submit(0.2, wait_for_the_other), pool.submit(20, free)]
+    finish(pool, futures)
+    assert [future.exception() for future in futures] == [None, None]
+    assert order == ["second", "first"]
+    again = pool.submit(0.1, lambda: [waiting().__enter__, time.sleep(0.3)])
+    finish(pool, [again])
+    assert isinstance(again.exception(), TimeoutError)
+    with waiting():  # outside of calls
+        pass
+
+
+class Slow(RolloutProgram):
+    """The first branch's call returns after the second's has been taken."""
+
+    segment_tokens = 4
+
+    def __init__(self, any_order):
+        self.takes_any_order, self.gate, self.taken = any_order, threading.Event(), []
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def decide(self, group, finished):
+        for segment in finished:
+            if segment.status is None:
+                yield Call(segment.branch, self.gate.wait if segment.branch == (0,) else int, (1.0,))
+
+    def returned(self, group, branch, result):
+        self.taken.append(branch)
+        self.gate.set()
+        yield Finish(branch)
+
+
+@pytest.mark.parametrize("any_order", [True, False])
+def test_results_arrive_in_the_order_of_calls_or_as_they_come(any_order):
+    program = Slow(any_order)
+    engine().generate(PROMPTS[:1], SamplingParams(n=2, max_new_tokens=8, ignore_eos=True), program)
+    assert program.taken == ([(1,), (0,)] if any_order else [(0,), (1,)])

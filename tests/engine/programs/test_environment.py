@@ -7,7 +7,7 @@ import io
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.loop.checkpoints import Checkpoints
 from rolltree.engine.programs import EnvironmentTurns, GenerateThenVerify, Observation, RolloutProgram
-from rolltree.engine.programs.chat.toolbox import tool_schema
+from rolltree.engine.programs.chat.toolbox import Tool, tool_schema, tool_schemas
 from rolltree.engine.record.failures import kind, unsampled
 from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.train import checkpoint
@@ -68,15 +68,16 @@ def talk(
     program: RolloutProgram,
     *,
     n: int = 1,
-    tools: tuple[str, ...] = (),
+    tools: Sequence[Tool] = (),
+    row: Mapping[str, Any] | None = None,
     **params: Any,
 ) -> TokenTree:
-    schemas = [tool_schema(name) for name in tools] or None
+    schemas = tool_schemas(tools) or None
     prompt = WORDS.apply_chat_template(
         QUESTION, tools=schemas, add_generation_prompt=True, tokenize=True, return_dict=False
     )
     given = {"max_new_tokens": 300, "prefix_allowed_tokens_fn": spoken(script)} | params
-    context = {"messages": QUESTION, "tools": tools, "answer": "42"}
+    context = {"messages": QUESTION, "tools": tools, "answer": "42", **(row or {})}
     (tree,) = engine.generate([prompt], SamplingParams(n=n, **given), program, contexts=[context])
     return tree
 
@@ -370,3 +371,28 @@ def test_tools_in_the_prompt_are_checked_before_a_run(home: Path, tmp_path: Path
         load(f"{home}/parts.py:bare")
     with pytest.raises(UserError, match="'abacus', which is not known"):
         load("abacus")
+
+
+class Ending:
+    """It rewards the first turn alone, and ends at the second, by its limit or not."""
+
+    def __init__(self, context: Any, truncated: bool) -> None:
+        self.truncated, self.turns, self.opened = truncated, 0, 0
+
+    def open(self, messages: Any, seconds: float) -> None:
+        assert seconds == 60.0
+        self.opened += 1
+
+    def step(self, messages: Any) -> Observation:
+        self.turns += 1
+        assert self.opened == self.turns
+        if self.turns == 1:
+            return Observation([{"role": "user", "content": "on"}], reward=0.5)
+        return Observation(done=True, truncated=self.truncated)
+
+
+@pytest.mark.parametrize("truncated", [True, False])
+def test_an_end_by_a_limit_is_told_and_earlier_rewards_stay(engine: NativeEngine, truncated: bool) -> None:
+    tree = talk(engine, lambda before: "a", EnvironmentTurns(Ending, {"truncated": truncated}))
+    assert list(tree.status) == [LeafStatus.LENGTH if truncated else LeafStatus.STOP]
+    assert tree.meta["given_rewards"] == {0: 0.5}
