@@ -1,9 +1,10 @@
-"""The server of a run's agents: each episode has an address and a key of its own, on this machine alone.
+"""The server of a run's agents, on this machine alone. Each episode has a key of its own, which calls are known by.
 
-    /episodes/ID/v1/chat/completions, /responses, /messages: a call goes to the sampler and comes back as an answer
-    /episodes/ID/reward: the agent's reward
+    /v1/chat/completions, /responses, /messages: a call goes to the sampler and comes back as an answer
+    /reward: the agent's reward
 
-`answering` tells the answer, whole or while it is sampled.
+The address is the same for all, as agents tell it to the model. `answering` tells the answer, whole or while it is
+sampled.
 """
 
 from __future__ import annotations
@@ -74,11 +75,11 @@ class Door:
         self._server: uvicorn.Server | None = None
         self._port = 0
 
-    def address(self, episode: Episode) -> str:
-        """Return the episode's address, without ``/v1``."""
+    def address(self) -> str:
+        """Return the address of all episodes, without ``/v1``."""
         if self._server is None:
             self._listen()
-        return f"http://127.0.0.1:{self._port}/episodes/{episode.id}"
+        return f"http://127.0.0.1:{self._port}"
 
     def open(self, episode: Episode) -> None:
         self.episodes[episode.id] = episode
@@ -115,14 +116,13 @@ class Door:
 
     def app(self) -> Starlette:
         """Return the server's application."""
-        base = "/episodes/{id}"
         app = Starlette(
             routes=[
-                *(Route(base + path, partial(self._chat, path), methods=["POST"]) for path in CHATS),
-                Route(base + COUNT, self._count, methods=["POST"]),
-                Route(base + "/v1/models", self._models),
-                Route(base + "/v1/models/{model:path}", self._models),
-                Route(base + "/reward", self._reward, methods=["POST"]),
+                *(Route(path, partial(self._chat, path), methods=["POST"]) for path in CHATS),
+                Route(COUNT, self._count, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{model:path}", self._models),
+                Route("/reward", self._reward, methods=["POST"]),
             ]
         )
         handle_errors(app)
@@ -131,19 +131,20 @@ class Door:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def _episode(self, http: Request) -> tuple[Episode, str]:
-        """Return the episode that a request may call, and the role of its key.
+        """Return the episode that a request calls by its key, and the role of that.
 
         Raises:
-            RefusedError: the key is not the episode's, or the episode has ended.
+            RefusedError: it is no episode's key, or the episode has ended.
         """
-        id_, key = http.path_params["id"], key_of(http.headers)
+        key = key_of(http.headers)
+        id_ = key.partition(b"-")[0].decode("ascii", "replace")
         episode = self.episodes.get(id_)
         if episode is not None:
             return episode, episode.role(key)
         expected = self._gone.get(id_)
         right = same_key(key.partition(b":")[0], self._no_key if expected is None else expected.encode())
         if expected is not None and right:
-            raise RefusedError("This episode has ended; its address answers no more calls.", 410, "episode_ended")
+            raise RefusedError("This episode has ended; its calls are answered no more.", 410, "episode_ended")
         raise RefusedError(WRONG_KEY, 401, "invalid_api_key")
 
     async def _models(self, http: Request) -> Response:

@@ -148,7 +148,7 @@ class AgentSampler:
             self._running.add(episode)
             episode.began = time.monotonic()
             self._door.open(episode)
-            self._agents.start(episode, self._door.address(episode))
+            self._agents.start(episode, self._door.address())
 
     def step(self, seconds: float) -> list[Flight]:
         self._advance(seconds)
@@ -274,7 +274,7 @@ class AgentSampler:
             episode.seconds += passed
             if episode.seconds > self.program.timeout_s:
                 why = timed_out(self.program.timeout_s)
-                self._agents.stop(episode, why)
+                self._agents.stop(episode)
                 self._end(episode, why)
 
     def _late(self, call: PendingCall, passed: float) -> bool:
@@ -325,7 +325,7 @@ class AgentSampler:
                 del self._group_of[episode]
                 if episode in self._waiting:
                     self._waiting.remove(episode)
-                self._agents.stop(episode, why)
+                self._agents.stop(episode)
                 self._close(episode, why)
 
     def kept(self, flights: Sequence[Flight]) -> list[Kept]:

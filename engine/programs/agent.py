@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..sandbox import no_place
 from .program import Action, GroupState, RolloutProgram, SegmentReport
 
 
@@ -71,6 +72,11 @@ class AgentCalls(RolloutProgram):
         self.call_tokens, self.episode_tokens = call_tokens, episode_tokens
         self.call_timeout_s, self.timeout_s, self.per_call = call_timeout_s, timeout_s, per_call
         self.roles = ("agent", *roles) if roles else ()
+        if command is not None and (why := no_place()):
+            self.note = (
+                f"Commands of episodes work in directories of different names ({why}), so prompts that tell the "
+                "directory share only what is before it"
+            )
 
     def start(self, group: GroupState) -> int:
         self.drawn = self.context.drawn if isinstance(self.context, CallContext) else 0
