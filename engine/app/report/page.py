@@ -10,6 +10,9 @@ from .run_data import RunData, read_run
 from .trees import explorer_data, tokenizer_texts
 from .writing import html, plotly_js, script_json, template, write_page
 
+PARTED = 12
+"""Groups whose parting is shown, the newest ones."""
+
 
 def write_report(run_dir: str | Path) -> Path:
     """Write ``<run_dir>/report.html`` and return its path. The page lists everything that the run did not record.
@@ -53,6 +56,7 @@ def _render(run: RunData) -> str:
         stacked=html(stacked),
         account=figures.account(run),
         explorer_note=explorer["note"],
+        parted=[tree for tree in reversed(explorer["trees"]) if tree["parting"]][:PARTED],
         tree_count=len(explorer["trees"]),
         trees_json=script_json(explorer["trees"]),
         columns_json=script_json(explorer["columns"]),

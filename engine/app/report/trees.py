@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...data.columns import COLUMNS
+from ...data.parting import Begun, parting
 from ...data.store import IDENTITY
 from .time_lines import time_line
 
@@ -31,6 +32,9 @@ FIRST = ("advantage", "behaviour_logprob", "entropy")
 SHOWN = ("loss_mask", "thumbnails", "episode_s", "calls")
 """Columns beyond those of every file that the page shows by themselves, not as values of tokens."""
 
+AROUND = 40
+"""Tokens that are shown before the place where prompts part."""
+
 Row = dict[str, Any]
 TokenTexts = Callable[[Sequence[int]], list[str]]
 """Function from the token ids of one response to the text of each token."""
@@ -39,11 +43,12 @@ TokenTexts = Callable[[Sequence[int]], list[str]]
 def explorer_data(files: Sequence[Path], token_texts: TokenTexts | None, missing: list[str]) -> dict[str, Any]:
     """Return the data that the page embeds: ``{"trees": [...], "columns": {name: meaning}, "note": sentence}``.
 
-    A tree is ``{step, id, task, reward, leaves, nodes, episodes}``, the last of `time_line`; a node ``{parent, tokens,
-    text, mask, values, leaves}``: ``leaves`` are the responses that end there, and ``values`` has for each column of
-    numbers in the file one entry per token, or a single number; both are means over the responses below the node. The
-    first node of a tree may have ``pictures``: URLs that hold the data of thumbnails, empty for pictures that could not
-    be read.
+    A tree is ``{step, id, task, reward, leaves, nodes, episodes, parting}``: ``episodes`` are of `time_line`, and
+    ``parting`` is None or tells where the prompts of episodes differ, ``{shared, of, before, here, there}`` in tokens
+    and texts. A node is ``{parent, tokens, text, mask, values, leaves}``: ``leaves`` are the responses that end there,
+    and ``values`` has for each column of numbers in the file one entry per token, or a single number; both are means
+    over the responses below the node. The first node of a tree may have ``pictures``: URLs that hold the data of
+    thumbnails, empty for pictures that could not be read.
 
     Args:
         files: ``rollouts/*.parquet``.
@@ -117,7 +122,28 @@ def build_tree(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str,
         "leaves": len(rows),
         "nodes": nodes,
         "episodes": [time_line(row) for row in rows if row.get("calls") is not None],
+        "parting": _parting(rows, token_texts),
     }
+
+
+def _parting(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str, Any] | None:
+    """Return where the prompts of the episodes part, with the text there of two of them."""
+    calls = {row["episode"]: row["calls"] for row in rows if row.get("calls") is not None}
+    begun: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
+    for row in rows:
+        if _ids(row) and row.get("call") and row["episode"] in calls:
+            begun[row["episode"]].append((row["call"][0], row["prompt_ids"]))
+    first = parting(Begun(prompts, calls[episode]) for episode, prompts in begun.items())
+    if first is None:
+        return None
+
+    def text(ids: Sequence[int]) -> str:
+        return "".join(token_texts(ids) if token_texts else (f"⟨{i}⟩" for i in ids))
+
+    at = first.shared
+    before = text(first.prompt[max(0, at - AROUND) : at].tolist())
+    here, there = (text(ids[at : at + AROUND // 2].tolist()) for ids in (first.prompt, first.other))
+    return {"shared": at, "of": len(first.prompt), "before": before, "here": here, "there": there}
 
 
 def _url(content: bytes) -> str:
