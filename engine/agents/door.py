@@ -225,14 +225,17 @@ class Door:
         options, ignored = template_options(self.tokenizer, body, tools)
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or episode.job.params.stop)
         form = parsed.form(self.tokenizer, body.model or "policy", stop, episode.session.new_id)
-        params = partial(self._params, episode.job.params, body, stop)
+        sent = {name: value for name in OWN if (value := getattr(body, name)) is not None}
+        if episode.program.sampling == "run":
+            ignored = [*ignored, *(name for name in DRAWN if sent.pop(name, None) is not None)]
+        params = partial(self._params, episode.job.params, body, stop, sent)
         call = episode.begin(number, role, (plain_messages(body), tools, options), params, self.longest)
         return call, form, [*ignored, *parsed.ignored]
 
     def _params(
-        self, run: SamplingParams, body: ChatBody, stop: tuple[str, ...], room: int, seed: int
+        self, run: SamplingParams, body: ChatBody, stop: tuple[str, ...], sent: dict[str, Any], room: int, seed: int
     ) -> SamplingParams:
-        """Return the sampling of a call: the run's, where the body has no own."""
+        """Return the sampling of a call: the run's, where the call has ``sent`` none."""
         most = body.max_completion_tokens or body.max_tokens
         schema = answer_schema(body)
         if schema is not None and self._grammars is None:
@@ -240,7 +243,7 @@ class Door:
                 "Engines in other processes have no answers that keep to a schema or must call a tool; leave out "
                 "`response_format` and a `tool_choice` that requires a call, or set rollout.engines to 0."
             )
-        options = {name: value for name in OWN if (value := getattr(body, name)) is not None}
+        options = dict(sent)
         if options.get("top_k") in (0, -1):
             options["top_k"] = None
         if schema is not None and self._grammars is not None:
@@ -255,6 +258,8 @@ OWN = (
     "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "logit_bias", "allowed_token_ids", "ignore_eos",
 )  # fmt: skip
 """Parameters of sampling that a call may set instead of the run's."""
+DRAWN = ("temperature", "top_p", "top_k", "min_p")
+"""Those that say how an answer is drawn."""
 MOST_GONE = 100_000
 """Ended episodes whose calls are told so."""
 

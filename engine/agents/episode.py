@@ -87,6 +87,7 @@ class Episode:
         failure: None if it did not fail.
         began: its start by the monotonic clock.
         ended: it takes no more calls.
+        greedy: answered calls that asked for temperature 0, where the run has another.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Episode:
         self.outage: Failure | None = None
         self.began = self._over = time.monotonic()
         self.ended = False
-        self.aborted = 0
+        self.aborted = self.greedy = 0
         self.seconds = 0.0
         self.place = job.near
         self._numbers = self._calls_begun = self._sampled = 0
@@ -233,6 +234,7 @@ class Episode:
             self.open.remove(call)
             self.calls.append(SampledCall(tree, call.role, call.number, call.times))
             self._sampled += len(sampled)
+            self.greedy += call.params.temperature == 0 < self.job.params.temperature
             if not call.role:
                 self._out_of_budget = False  # it has gone on with less, such as a summary
                 self._cut = int(tree.status[0]) == LeafStatus.LENGTH

@@ -8,6 +8,7 @@ Agents work in threads and processes of their own, so a call that waits for a to
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections import Counter, deque
@@ -38,6 +39,7 @@ from .session import Session
 from .start import Agents, timed_out
 from .tree import episode_tree
 
+log = logging.getLogger("rolltree.agents")
 WAIT_S = 0.002
 """Seconds that the inner sampler may wait while a call may arrive."""
 LONGEST_STEP_S = 5.0
@@ -84,7 +86,7 @@ class AgentSampler:
         self._running: set[Episode] = set()
         self._calls: dict[Flight, PendingCall] = {}
         self._landed: list[Flight] = []
-        self._numbers = 0
+        self._numbers, self._warned = 0, False
         self._waited = Counter(agent_start_us=0, agent_tools_us=0)
         self._stepped = time.monotonic()
 
@@ -314,8 +316,22 @@ class AgentSampler:
             flight.error = error
         else:
             flight.tree.meta["counts"] = {"aborted_calls": sum(episode.aborted for episode in group.episodes)}
+            self._count_greedy(flight.tree, group)
         flight.place = next((e.place for e in group.episodes if e.place is not None), None)
         self._landed.append(flight)
+
+    def _count_greedy(self, tree: TokenTree, group: _Group) -> None:
+        """Count the calls that asked for temperature 0; warn once where all of a group's have."""
+        greedy, calls = (sum(n) for n in zip(*((e.greedy, len(e.calls)) for e in group.episodes), strict=True))
+        if greedy:
+            tree.meta["agent"]["greedy_calls"] = greedy
+        if greedy == calls > 0 and len(group.episodes) > 1 and not self._warned:
+            self._warned = True
+            log.warning(
+                "Every call of '%s' asks for temperature 0, so that the episodes of a group are alike and nothing is "
+                'trained; set its temperature, or rollout.program_options.sampling = "run" to keep that of the run.',
+                self.program.agent or " ".join(self.program.command or ()),
+            )
 
     def drop(self, flights: Sequence[Flight]) -> None:
         why = Failure("dropped", "its group was dropped")
