@@ -8,13 +8,13 @@ Agents work in threads and processes of their own, so a call that waits for a to
 
 from __future__ import annotations
 
-import logging
 import queue
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -34,12 +34,12 @@ from ..rollout.records import child_seed
 from ..rollout.sampler import Array, Flight, Job, Kept, LostError, Sampler, WeightSource
 from .door import Door
 from .episode import Episode, PendingCall
+from .journal import Journal
 from .records import Failure
 from .session import Session
 from .start import Agents, timed_out
 from .tree import episode_tree
 
-log = logging.getLogger("rolltree.agents")
 WAIT_S = 0.002
 """Seconds that the inner sampler may wait while a call may arrive."""
 LONGEST_STEP_S = 5.0
@@ -64,13 +64,16 @@ class AgentSampler:
         inner: samples the calls.
         program: the agents, with their budgets.
         tokenizer: the model's, with a chat template.
+        journal: file that tells of the episodes under way (`Journal`).
 
     Raises:
         UserError: there is no such agent.
         ValueError: the tokenizer has no chat template.
     """
 
-    def __init__(self, inner: Sampler, program: AgentCalls, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, inner: Sampler, program: AgentCalls, tokenizer: PreTrainedTokenizerBase, journal: Path | None = None
+    ) -> None:
         if tokenizer.chat_template is None:
             raise ValueError("agents need a chat template, and the tokenizer has none; give it one.")
         self.inner, self.program, self.tokenizer = inner, program, tokenizer
@@ -86,7 +89,8 @@ class AgentSampler:
         self._running: set[Episode] = set()
         self._calls: dict[Flight, PendingCall] = {}
         self._landed: list[Flight] = []
-        self._numbers, self._warned = 0, False
+        self._numbers = 0
+        self._journal = Journal(program, journal)
         self._waited = Counter(agent_start_us=0, agent_tools_us=0)
         self._stepped = time.monotonic()
 
@@ -168,6 +172,7 @@ class AgentSampler:
             self._observe()
         self._expire(passed)
         self._start()
+        self._journal.advance(self._running, len(self._waiting))
 
     def _wait(self, seconds: float) -> None:
         """Wait for a call or an end, since there is nothing to sample."""
@@ -316,22 +321,9 @@ class AgentSampler:
             flight.error = error
         else:
             flight.tree.meta["counts"] = {"aborted_calls": sum(episode.aborted for episode in group.episodes)}
-            self._count_greedy(flight.tree, group)
+            self._journal.landed(flight.tree, group.episodes, records)
         flight.place = next((e.place for e in group.episodes if e.place is not None), None)
         self._landed.append(flight)
-
-    def _count_greedy(self, tree: TokenTree, group: _Group) -> None:
-        """Count the calls that asked for temperature 0; warn once where all of a group's have."""
-        greedy, calls = (sum(n) for n in zip(*((e.greedy, len(e.calls)) for e in group.episodes), strict=True))
-        if greedy:
-            tree.meta["agent"]["greedy_calls"] = greedy
-        if greedy == calls > 0 and len(group.episodes) > 1 and not self._warned:
-            self._warned = True
-            log.warning(
-                "Every call of '%s' asks for temperature 0, so that the episodes of a group are alike and nothing is "
-                'trained; set its temperature, or rollout.program_options.sampling = "run" to keep that of the run.',
-                self.program.agent or " ".join(self.program.command or ()),
-            )
 
     def drop(self, flights: Sequence[Flight]) -> None:
         why = Failure("dropped", "its group was dropped")
@@ -402,6 +394,7 @@ class AgentSampler:
         self.drop(list(self._groups))
         self._agents.close()
         self._door.close()
+        self._journal.close()
         self.inner.close()
 
 

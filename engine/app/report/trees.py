@@ -56,7 +56,7 @@ def explorer_data(files: Sequence[Path], token_texts: TokenTexts | None, missing
         missing: receives a sentence for everything that cannot be shown.
     """
     trees: list[dict[str, Any]] = []
-    tokens = total = 0
+    total = 0
     chosen = set(_spread(len(files), MAX_STEPS))
     flat = False
     for index, file in enumerate(files):
@@ -67,27 +67,48 @@ def explorer_data(files: Sequence[Path], token_texts: TokenTexts | None, missing
             missing.append(f"rollouts/{file.name} cannot be read ({' '.join(str(error).split())[:120]}).")
             continue
         flat |= any("node_ids" not in rows[0] for rows in groups or [])
-        for rows in (groups or [])[:TREES_PER_STEP]:
-            if tokens + max(len(_ids(row)) for row in rows) > MAX_TOKENS:
-                continue
-            tree = build_tree(rows, token_texts)
-            size = sum(len(node["tokens"]) for node in tree["nodes"])
-            if tokens + size <= MAX_TOKENS:
-                tokens += size
-                trees.append(tree)
+        trees += _trees(groups or [], token_texts, MAX_TOKENS - _size(trees))
     if flat:
         missing.append(
             "The rollouts have no column node_ids, so each response is drawn whole, shared prefixes repeated."
         )
-    recorded = {name for tree in trees for node in tree["nodes"] for name in node["values"]}
-    names = [*(name for name in FIRST if name in recorded), *sorted(recorded.difference(FIRST))]
-    columns = {name: COLUMNS[name].meaning if name in COLUMNS else name for name in names}
     note = f"All {total} recorded trees are here."
     if len(trees) < total:
         steps = len({tree["step"] for tree in trees})
         note = f"{len(trees)} of {total} recorded trees are embedded ({steps} steps, at most {TREES_PER_STEP} a step); "
         note += f"the other {total - len(trees)} are left out to keep the page light and are in rollouts/*.parquet."
-    return {"trees": trees, "columns": columns, "note": note}
+    return {"trees": trees, "columns": columns_of(trees), "note": note}
+
+
+def step_trees(file: Path, token_texts: TokenTexts | None, most: int) -> list[dict[str, Any]]:
+    """Return trees of a step, as `explorer_data` has them, of at most ``most`` tokens.
+
+    Raises:
+        OSError, ValueError, KeyError: the file cannot be read.
+    """
+    return _trees(_groups(file), token_texts, most)
+
+
+def columns_of(trees: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the columns with values in the trees, and their meanings."""
+    recorded = {name for tree in trees for node in tree["nodes"] for name in node["values"]}
+    names = [*(name for name in FIRST if name in recorded), *sorted(recorded.difference(FIRST))]
+    return {name: COLUMNS[name].meaning if name in COLUMNS else name for name in names}
+
+
+def _trees(groups: Sequence[list[Row]], token_texts: TokenTexts | None, most: int) -> list[dict[str, Any]]:
+    """Return the trees of the first groups, without those with which they would have more than ``most`` tokens."""
+    trees: list[dict[str, Any]] = []
+    for rows in groups[:TREES_PER_STEP]:
+        left = most - _size(trees)
+        if max(len(_ids(row)) for row in rows) <= left:
+            tree = build_tree(rows, token_texts)
+            trees += [tree] if _size([tree]) <= left else []
+    return trees
+
+
+def _size(trees: Sequence[dict[str, Any]]) -> int:
+    return sum(len(node["tokens"]) for tree in trees for node in tree["nodes"])
 
 
 def build_tree(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str, Any]:
@@ -248,7 +269,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _count_groups(file: Path) -> int:
-    return len(pq.read_table(file, columns=["prompt_id"]).column(0).unique())
+    return len(pq.ParquetFile(file).read(columns=["prompt_id"]).column(0).unique())
 
 
 def _spread(count: int, most: int) -> list[int]:
