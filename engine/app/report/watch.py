@@ -155,7 +155,7 @@ class Watched:
     def _journal(self) -> Mapping[str, Any]:
         """Return what the run tells of its episodes under way; nothing where there is none."""
         try:
-            return json.loads((self.run_dir / EPISODES).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+            return json.loads((self.run_dir / EPISODES).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
 
@@ -204,13 +204,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(500, "text/plain", f"{type(error).__name__}: {error}")
 
     def _route(self) -> None:
-        asked = urlsplit(self.path)
+        address = urlsplit(self.path)
         if self.headers.get("Host", "").rpartition(":")[0] not in HOSTS:  # a page of another site, by its own name
             self._answer(403, "text/plain", f"This server is {HOSTS[0]}.")
-        elif asked.path == "/":
+        elif address.path == "/":
             self._answer(200, "text/html", self.run.page())
-        elif asked.path == "/news":
-            fields = parse_qs(asked.query)
+        elif address.path == "/news":
+            fields = parse_qs(address.query)
             if (news := self.run.news(fields["version"][0], int(fields["after"][0]))) is None:
                 self._answer(204, "text/plain", "")
             elif not news:
