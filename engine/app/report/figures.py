@@ -228,7 +228,7 @@ def account_traces(run: RunData) -> list[Trace]:
 
 
 def accuracy_figure(run: RunData) -> go.Figure | None:
-    """Plot held-out accuracy, over steps, and by the buttons of `accuracy_menu` over more; None if none was recorded."""
+    """Plot held-out accuracy, with the buttons of `accuracy_menu`; None if none was recorded."""
     figure = _figure(accuracy_traces(run))
     if figure is None:
         return None

@@ -194,6 +194,35 @@ def test_one_run_is_watched(run_dir: Path, capsys: Any) -> None:
 
 @pytest.mark.check
 @pytest.mark.skipif(browser.PROGRAM is None, reason="there is no Chromium")
+def test_plots_and_choices_stay_where_they_are(tmp_path: Path) -> None:
+    """The axis of accuracy, a step and a colour that were chosen; what was added is drawn."""
+    run_dir = write_fake_run(tmp_path / "run", steps=120)
+    back = cut(run_dir, 80)
+    accuracy = "document.getElementById('plot-accuracy')"
+    with served(run_dir) as address, browser.browser() as page:
+        page.open(address)
+        page.until(f"{accuracy}?.data")
+        before = page.value(f"{accuracy}.calcdata[0].length")
+        page.value(f"Plotly.relayout({accuracy}, 'updatemenus[0].active', 1) && 0")
+        first = page.value("document.querySelector('#step option').value")
+        page.value(f"document.getElementById('step').value = '{first}'; document.getElementById('step').onchange()")
+        page.value("document.getElementById('colour').value = 'entropy'")
+        page.value("window.same = true")
+        back()
+        page.until("document.getElementById('live').textContent.includes('Step 120')")
+        assert page.value("document.getElementById('stopped').hidden")
+        assert page.value("window.same"), "the page was renewed, not loaded again"
+        assert page.value(f"{accuracy}.calcdata[0].length") > before
+        menu = f"{accuracy}.layout.updatemenus[0]"
+        assert page.value(f"{menu}.active") == 1
+        assert page.value(f"{accuracy}.data[0].x.join() === {menu}.buttons[1].args[0].x[0].join()")
+        assert page.value("[...document.querySelectorAll('#step option')].at(-1).value") == "120"
+        assert page.value("document.getElementById('colour').value") == "entropy"
+        assert page.errors == []
+
+
+@pytest.mark.check
+@pytest.mark.skipif(browser.PROGRAM is None, reason="there is no Chromium")
 def test_a_browser_sees_a_run_go_on(tmp_path: Path) -> None:
     """A run of agents, whose episodes wait after the first step until the page is there."""
     toml, go = write_conversations(tmp_path), tmp_path / "go"
