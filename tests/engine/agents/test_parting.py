@@ -33,13 +33,17 @@ async def solve(task, client):
         answer = await client.chat.completions.create(model="m", messages=messages, max_tokens=4)
         return [*said, {"role": "assistant", "content": answer.choices[0].message.content}]
 
+    async def late(call):
+        await asyncio.sleep(0.05)
+        await call
+
     talk = list(task["messages"])
     title = ask("A title.", talk)
     BEGIN
     await ask(SYSTEM, [*talk, {"role": "user", "content": f"and {own}"}])
     return 1.0
 """
-AT_ONCE = "_, talk = await asyncio.gather(title, ask(SYSTEM, talk))"
+AT_ONCE = "talk, _ = await asyncio.gather(ask(SYSTEM, talk), late(title))"  # a call counts that comes before any answer
 BEFORE, AFTER = "await title; talk = await ask(SYSTEM, talk)", "talk = await ask(SYSTEM, talk); await title"
 
 
