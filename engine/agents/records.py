@@ -19,6 +19,14 @@ class Failure(NamedTuple):
     why: str
 
 
+class AgentError(Exception):
+    """An agent failed, as ``failure`` says."""
+
+    def __init__(self, cause: Cause, why: str) -> None:
+        super().__init__(why)
+        self.failure = Failure(cause, why)
+
+
 class Times(NamedTuple):
     """Seconds of a call since its episode began.
 

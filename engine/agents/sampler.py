@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -33,6 +34,7 @@ from ..rollout.records import child_seed
 from ..rollout.sampler import Array, Flight, Job, Kept, LostError, Sampler, WeightSource
 from .door import Door
 from .episode import Episode, PendingCall
+from .journal import Journal
 from .records import Failure
 from .session import Session
 from .start import Agents, timed_out
@@ -62,13 +64,16 @@ class AgentSampler:
         inner: samples the calls.
         program: the agents, with their budgets.
         tokenizer: the model's, with a chat template.
+        journal: file that tells of the episodes under way (`Journal`).
 
     Raises:
         UserError: there is no such agent.
         ValueError: the tokenizer has no chat template.
     """
 
-    def __init__(self, inner: Sampler, program: AgentCalls, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, inner: Sampler, program: AgentCalls, tokenizer: PreTrainedTokenizerBase, journal: Path | None = None
+    ) -> None:
         if tokenizer.chat_template is None:
             raise ValueError("agents need a chat template, and the tokenizer has none; give it one.")
         self.inner, self.program, self.tokenizer = inner, program, tokenizer
@@ -85,6 +90,7 @@ class AgentSampler:
         self._calls: dict[Flight, PendingCall] = {}
         self._landed: list[Flight] = []
         self._numbers = 0
+        self._journal = Journal(program, journal)
         self._waited = Counter(agent_start_us=0, agent_tools_us=0)
         self._stepped = time.monotonic()
 
@@ -148,7 +154,7 @@ class AgentSampler:
             self._running.add(episode)
             episode.began = time.monotonic()
             self._door.open(episode)
-            self._agents.start(episode, self._door.address(episode))
+            self._agents.start(episode, self._door.address())
 
     def step(self, seconds: float) -> list[Flight]:
         self._advance(seconds)
@@ -166,6 +172,7 @@ class AgentSampler:
             self._observe()
         self._expire(passed)
         self._start()
+        self._journal.advance(self._running, len(self._waiting))
 
     def _wait(self, seconds: float) -> None:
         """Wait for a call or an end, since there is nothing to sample."""
@@ -274,7 +281,7 @@ class AgentSampler:
             episode.seconds += passed
             if episode.seconds > self.program.timeout_s:
                 why = timed_out(self.program.timeout_s)
-                self._agents.stop(episode, why)
+                self._agents.stop(episode)
                 self._end(episode, why)
 
     def _late(self, call: PendingCall, passed: float) -> bool:
@@ -314,6 +321,7 @@ class AgentSampler:
             flight.error = error
         else:
             flight.tree.meta["counts"] = {"aborted_calls": sum(episode.aborted for episode in group.episodes)}
+            self._journal.landed(flight.tree, group.episodes, records)
         flight.place = next((e.place for e in group.episodes if e.place is not None), None)
         self._landed.append(flight)
 
@@ -325,7 +333,7 @@ class AgentSampler:
                 del self._group_of[episode]
                 if episode in self._waiting:
                     self._waiting.remove(episode)
-                self._agents.stop(episode, why)
+                self._agents.stop(episode)
                 self._close(episode, why)
 
     def kept(self, flights: Sequence[Flight]) -> list[Kept]:
@@ -386,6 +394,7 @@ class AgentSampler:
         self.drop(list(self._groups))
         self._agents.close()
         self._door.close()
+        self._journal.close()
         self.inner.close()
 
 

@@ -215,6 +215,10 @@ def _report_arguments(report: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--out", type=Path, metavar="FILE", help="where the page on several runs goes (default comparison.html)"
     )
+    report.add_argument(
+        "--watch", action="store_true", help="serve the page on a run to this machine, renewed while the run goes on"
+    )
+    report.add_argument("--port", type=int, default=0, help="of --watch (default: any that is free)")
 
 
 def _kernels_arguments(kernels: argparse.ArgumentParser) -> None:
@@ -385,6 +389,13 @@ def _serve(args: argparse.Namespace, _: list[str]) -> int:
 def _report(args: argparse.Namespace, _: list[str]) -> int:
     from .report import write_comparison, write_report
 
+    if args.watch:
+        if len(args.run_dirs) > 1 or args.out is not None:
+            raise UserError("--watch shows one run and writes no page; give one directory, and no --out.")
+        from .report.watch import watch
+
+        watch(args.run_dirs[0], args.port)
+        return 0
     if len(args.run_dirs) > 1:
         print(write_comparison(args.run_dirs, args.out or Path("comparison.html")))
         return 0

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..data.episodes import Episodes, answers
+from ..data.parting import tree_parting
 from ..data.segment import LeafStatus, Origin
 from ..data.tree import TokenTree
 from ..prompts.group import Group
@@ -63,6 +64,10 @@ def describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> Non
             sums.add("agent/branches", tree.num_leaves, episodes.num_leaves)
             sums.add("agent/shared_ratio", counts["call_tokens"], tree.num_tokens)
             sums.add("agent/tool_s", counts["tool_s"], episodes.num_leaves)
+            if (parted := tree_parting(tree)) is not None:
+                sums.add("agent/first_difference", parted.shared)
+            if "greedy_calls" in counts:
+                sums.count("agent/greedy_calls", counts["greedy_calls"])
             for cause in (name.removeprefix("failed_") for name in counts if name.startswith("failed_")):
                 sums.count(f"agent/failed_{cause}", counts[f"failed_{cause}"])
     sums.count("rollout/sampled_tokens", sum(tree.sampled_tokens for tree in trees))

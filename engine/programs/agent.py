@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from ..sandbox import no_place
 from .program import Action, GroupState, RolloutProgram, SegmentReport
 
 
@@ -29,9 +31,11 @@ class AgentCalls(RolloutProgram):
         timeout_s: after so many seconds of sampling an episode ends as failed.
         per_call: each call is a sequence of its own, though it continues an earlier one.
         roles: names that the key of a call may end with, after a colon, for calls of another role than the agent's own.
+        sampling: "call": temperature, top_p, top_k and min_p of a call hold, where it has them; "run": those of the run
+            always do.
 
     Raises:
-        ValueError: an argument is out of range, or there is not one of ``agent`` and ``command``.
+        ValueError: an argument is out of range or unknown, or there is not one of ``agent`` and ``command``.
     """
 
     answers_held_out = True
@@ -50,6 +54,7 @@ class AgentCalls(RolloutProgram):
         timeout_s: float = 1800.0,
         per_call: bool = False,
         roles: Sequence[str] = (),
+        sampling: Literal["call", "run"] = "call",
     ) -> None:
         if (agent is None) == (command is None):
             raise ValueError('agent needs one of agent = "file.py:function" and command = ["program", ...].')
@@ -66,11 +71,19 @@ class AgentCalls(RolloutProgram):
         named = all(re.fullmatch(r"[A-Za-z][\w.-]{0,63}", role) and role != "agent" for role in roles)
         if isinstance(roles, str) or not named:
             raise ValueError('agent needs roles as a list of names of letters and digits, other than "agent".')
+        if sampling not in ("call", "run"):
+            raise ValueError(f'agent needs sampling = "call" or "run", got {sampling!r}.')
+        self.sampling = sampling
         self.agent, self.command, self.environment = agent, command, dict(environment or {})
         self.episodes, self.at_once, self.calls = episodes, at_once, calls
         self.call_tokens, self.episode_tokens = call_tokens, episode_tokens
         self.call_timeout_s, self.timeout_s, self.per_call = call_timeout_s, timeout_s, per_call
         self.roles = ("agent", *roles) if roles else ()
+        if command is not None and (why := no_place()):
+            self.note = (
+                f"Commands of episodes work in directories of different names ({why}), so prompts that tell the "
+                "directory share only what is before it"
+            )
 
     def start(self, group: GroupState) -> int:
         self.drawn = self.context.drawn if isinstance(self.context, CallContext) else 0

@@ -11,7 +11,9 @@ from pathlib import Path
 from ..errors import UserError
 from ..train import checkpoint
 
-TAKEN_OVER = {".lock", "config.toml", "checkpoints"}
+EPISODES = "episodes.json"
+"""File that tells of agents' episodes under way; there is none after the end of the run."""
+TAKEN_OVER = {".lock", "config.toml", "checkpoints", EPISODES, f".{EPISODES}.partial"}
 """Files of a run that ended before its first checkpoint; a new run may replace them."""
 
 

@@ -1,6 +1,7 @@
 """Restricts a process's requests to the kernel: a seccomp filter, Landlock rules, no capabilities. Linux only.
 
-None of this needs a privilege, and none can be undone. Only `jail.py` loads this file, by its path.
+None of this needs a privilege, and none can be undone. The mounts of a namespace are here too. Only the scripts
+`jail.py` and `mounted.py` load this file, by its path.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_CAPBSET_DROP = 38, 22, 24
 SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION_3 = 0x20080522
+MNT_DETACH = 2
 
 ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 COMMON = {
@@ -93,6 +95,28 @@ def check(result: int, what: str) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
     return result
+
+
+def mount(source: str | None, place: str, kind: str | None, flags: int, data: str = "") -> None:
+    """Mount; the arguments are those of mount(2).
+
+    Raises:
+        OSError: the kernel refuses it.
+    """
+    words = [None if word is None else word.encode() for word in (source, place, kind)]
+    check(libc.mount(*words, ctypes.c_ulong(flags), data.encode()), f"mount {place}")
+
+
+def enter_root(root: str) -> None:
+    """Make the mount ``root`` the root of this namespace, and detach the old one.
+
+    Raises:
+        OSError: the kernel refuses it.
+    """
+    os.chdir(root)
+    check(libc.syscall(NUMBERS[platform.machine()]["pivot_root"], b".", b"."), "pivot_root")
+    check(libc.umount2(b".", MNT_DETACH), "umount")
+    os.chdir("/")
 
 
 def drop_capabilities() -> None:

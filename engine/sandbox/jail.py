@@ -40,8 +40,7 @@ INNER = 1000
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000  # user mount pid net ipc uts
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 8, 4096, 16384, 1 << 18, 2
-PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY = 442, -100, 0x8000, 1 | 2 | 4  # read-only, nosuid, nodev
 
 filters: Any = None
@@ -135,8 +134,8 @@ class Namespaces:
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
     def _new_root(self, root: str, packages: list[str]) -> None:
-        self._mount(None, "/", None, MS_REC | MS_PRIVATE)
-        self._mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+        filters.mount(None, "/", None, MS_REC | MS_PRIVATE)
+        filters.mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
         places = {path: root + path for path in libraries()}
         places |= {path: f"{root}{PACKAGES}/{os.path.basename(path)}" for path in packages}
         for path, place in places.items():
@@ -145,28 +144,21 @@ class Namespaces:
                 os.symlink(os.readlink(path), place)
                 continue
             os.makedirs(place)
-            self._mount(path, place, None, MS_BIND | MS_REC)
+            filters.mount(path, place, None, MS_BIND | MS_REC)
             self._read_only(place, AT_RECURSIVE)
         os.makedirs(f"{root}/dev")
         for name in ("null", "zero", "urandom", "random"):
             place = f"{root}/dev/{name}"
             os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o666))
-            self._mount(f"/dev/{name}", place, None, MS_BIND)
+            filters.mount(f"/dev/{name}", place, None, MS_BIND)
         for name in ("tmp", "proc"):
             os.makedirs(f"{root}/{name}")
-        self._mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+        filters.mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
         self.proc = os.open(f"{root}/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        filters.check(libc.umount2(f"{root}/proc".encode(), MNT_DETACH), "umount")  # programs must not see it
+        filters.check(libc.umount2(f"{root}/proc".encode(), filters.MNT_DETACH), "umount")  # programs must not see it
         self._read_only(root, 0)
-        os.chdir(root)
-        filters.check(libc.syscall(PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
-        filters.check(libc.umount2(b".", MNT_DETACH), "umount")
-        os.chdir("/")
-        self._mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, self.files)
-
-    def _mount(self, source: str | None, place: str, kind: str | None, flags: int, data: str = "") -> None:
-        words = [None if word is None else word.encode() for word in (source, place, kind)]
-        filters.check(libc.mount(*words, ctypes.c_ulong(flags), data.encode()), f"mount {place}")
+        filters.enter_root(root)
+        filters.mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, self.files)
 
     def _read_only(self, place: str, flags: int) -> None:
         attributes = struct.pack("QQQQ", ATTR_RDONLY if flags else 1, 0, 0, 0)
@@ -188,8 +180,8 @@ class Namespaces:
 
     def clear(self) -> None:
         """Delete the files of a program."""
-        filters.check(libc.umount2(b"/tmp", MNT_DETACH), "umount")
-        self._mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, self.files)
+        filters.check(libc.umount2(b"/tmp", filters.MNT_DETACH), "umount")
+        filters.mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, self.files)
 
     def end(self) -> NoReturn:
         os._exit(0)

@@ -219,7 +219,7 @@ def test_hostile_requests(tmp_path: Path, cases: int) -> None:
 def ask_anything(opened: Any, count: int, own: str, seed: int) -> Counter[int]:
     """Make ``count`` requests; how many had which status, 0 for lines that are no HTTP."""
     rng, seen = random.Random(seed), Counter[int]()
-    port = int(opened.made._door.address(opened.episodes[0]).split(":")[2].split("/")[0])
+    port = int(opened.made._door.address().split(":")[2].split("/")[0])
     with httpx.Client(timeout=30) as client:
         for _ in range(count):
             if rng.random() < 0.05:
@@ -228,7 +228,7 @@ def ask_anything(opened: Any, count: int, own: str, seed: int) -> Counter[int]:
                         bytes(rng.randrange(256) for _ in range(rng.randrange(200))) + b"\r\n" * rng.randrange(3)
                     )
                     if rng.random() < 0.5:
-                        line.sendall(b"POST /episodes/x/v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+                        line.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
                 seen[0] += 1
                 continue
             key = rng.choice([None, "", "x", own, opened.episodes[0].key, "x:y:z", f"{own}:"])
@@ -236,12 +236,11 @@ def ask_anything(opened: Any, count: int, own: str, seed: int) -> Counter[int]:
             body, path = rng.choice(BODIES), rng.choice(PATHS[:6] if rng.random() < 0.8 else PATHS)
             body = body if rng.random() < 0.7 else bytes(rng.randrange(256) for _ in range(rng.randrange(40)))
             method = rng.choice(["POST"] * 8 + ["GET", "PUT", "DELETE"])
-            number = rng.choice([0, 1, 1])
-            url = opened.made._door.address(opened.episodes[number]) + path
+            url = opened.made._door.address() + path
             answer = client.request(method, url, content=body, headers=headers)
             assert answer.status_code in (200, 307, 400, 401, 404, 405, 410, 429), (path, body, answer.text)
             assert "Traceback" not in answer.text
-            right = key is not None and key.partition(":")[0] == opened.episodes[number].key
+            right = key is not None and key.partition(":")[0] in [episode.key for episode in opened.episodes]
             if answer.status_code == 200:
                 assert right, (key, path)
             seen[answer.status_code] += 1

@@ -181,7 +181,8 @@ def _sampling(
 ) -> SamplingParts:
     """Return what samples, which parts that ask for ``policy`` see in ``context``."""
     engines = {name: further.engine for name, further in policy.others.items()}
-    sampling = sampling_parts(config, program, policy.sampler, policy.tokenizer, source, rewards, engines)
+    journal = config.run_dir / directory.EPISODES
+    sampling = sampling_parts(config, program, policy.sampler, policy.tokenizer, source, rewards, engines, journal)
     context.policy = _handle(config, sampling, context)
     return sampling
 

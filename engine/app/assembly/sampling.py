@@ -52,12 +52,14 @@ def sampling_parts(
     source: PromptSource,
     rewards: Rewards,
     others: Mapping[str, RolloutEngine] = MappingProxyType({}),
+    journal: Path | None = None,
 ) -> SamplingParts:
     """Make the parts with which `Controller` samples and judges.
 
     Args:
         sampler: the engine of this process, or the engines of others, which sample on their own during updates.
         others: the engines of further policies, by name.
+        journal: file that tells of agents' episodes under way.
 
     Raises:
         UserError: a run of agents lacks a package or has no such agent.
@@ -67,7 +69,7 @@ def sampling_parts(
     program = program.with_verifier(ProgramVerifier(rewards))
     samples: Sampler = LocalSampler(sampler, program) if isinstance(sampler, RolloutEngine) else sampler
     if isinstance(program, AgentCalls):
-        samples = _agents(samples, program, tokenizer)
+        samples = _agents(samples, program, tokenizer, journal)
     return SamplingParts(
         sampler=samples,
         tokenizer=tokenizer,
@@ -84,7 +86,7 @@ def sampling_parts(
     )
 
 
-def _agents(inner: Sampler, program: AgentCalls, tokenizer: PreTrainedTokenizerBase) -> Sampler:
+def _agents(inner: Sampler, program: AgentCalls, tokenizer: PreTrainedTokenizerBase, journal: Path | None) -> Sampler:
     """Return the sampler of episodes, whose calls ``inner`` samples.
 
     Raises:
@@ -95,7 +97,7 @@ def _agents(inner: Sampler, program: AgentCalls, tokenizer: PreTrainedTokenizerB
     from ...agents.sampler import AgentSampler
 
     try:
-        return AgentSampler(inner, program, tokenizer)
+        return AgentSampler(inner, program, tokenizer, journal)
     except ValueError as error:
         raise UserError(f'rollout.program = "agent": {error}') from error
 

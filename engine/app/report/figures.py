@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
+from numpy import array  # plotly checks each element of a list
 
 from ...record.spent import Spent, spent
 from .run_data import RunData
@@ -153,24 +154,28 @@ def account(run: RunData) -> list[dict[str, str]]:
     ]
 
 
-def accuracy_figure(run: RunData) -> go.Figure | None:
-    """Plot held-out accuracy with its 95 % interval (normal approximation, ``evaluation.problems`` draws), over steps,
-    and by buttons over what the run had spent, without evaluations: FLOP, sampled tokens, seconds."""
+Trace = dict[str, Any]
+"""A line or the bars of a plot, by plotly's names."""
+
+
+def accuracy_traces(run: RunData) -> list[Trace]:
+    """Return held-out accuracy with its 95 % interval (normal approximation, ``evaluation.problems`` draws)."""
     steps, accuracy = run.series("eval/accuracy")
     if not accuracy:
-        return None
-    figure = go.Figure()
+        return []
     problems = run.config.get("evaluation", {}).get("problems")
     interval = [1.96 * math.sqrt(a * (1 - a) / problems) for a in accuracy] if problems else None
-    figure.add_scatter(
-        x=steps,
-        y=accuracy,
-        mode="lines+markers",
-        line={"color": GREEN, "width": 2},
-        marker={"size": 8},
-        error_y={"array": interval, "thickness": 1, "width": 3} if interval else None,
-        hovertemplate="%{x}: %{y:.1%}<extra></extra>",
-    )
+    line: Trace = {
+        "type": "scatter", "x": steps, "y": accuracy, "mode": "lines+markers", "line": {"color": GREEN, "width": 2},
+        "marker": {"size": 8}, "hovertemplate": "%{x}: %{y:.1%}<extra></extra>",
+    }  # fmt: skip
+    return [line | ({"error_y": {"array": interval, "thickness": 1, "width": 3}} if interval else {})]
+
+
+def accuracy_menu(run: RunData) -> dict[str, Any]:
+    """Return the buttons that draw accuracy over steps, or over what the run had spent without evaluations: FLOP,
+    sampled tokens, seconds."""
+    steps, _ = run.series("eval/accuracy")
     after = {int(row["step"]): then for row, then in zip(run.rows, spent(run.rows), strict=True)}
     over = {"step": steps} | {name: [getattr(after[s], name) for s in steps] for name in Spent._fields}
     buttons = [
@@ -178,52 +183,83 @@ def accuracy_figure(run: RunData) -> go.Figure | None:
         for name, xs in over.items()
         if any(xs)
     ]
-    menu = {"type": "buttons", "direction": "right", "x": 0, "y": 1.04, "yanchor": "bottom", "buttons": buttons}
+    return {"type": "buttons", "direction": "right", "x": 0, "y": 1.04, "yanchor": "bottom", "buttons": buttons}
+
+
+def is_recorded(run: RunData, curve: Curve) -> bool:
+    """Return whether there is a value of the curve."""
+    return any(math.isfinite(row.get(key, math.nan)) for key, _, _ in curve.lines for row in run.rows)
+
+
+def curve_traces(run: RunData, curve: Curve) -> list[Trace]:
+    """Return the curve's lines that were recorded, faint under a running mean if there is one."""
+    traces: list[Trace] = []
+    drawn = [(name, colour, *run.series(key)) for key, name, colour in curve.lines]
+    for name, colour, steps, values in drawn:
+        if not values:
+            continue
+        smooth = running_mean(values)
+        hover = f"step %{{x}}: %{{y:{'.1%' if curve.percent else '.4~g'}}}<extra>{name}</extra>"
+        line = {"type": "scatter", "x": steps, "name": name}
+        mode = "lines" if len(values) > 1 else "markers"
+        plain = {"color": colour, "width": 1.5 if smooth is None else 1}
+        faint = {"opacity": 1 if smooth is None else 0.35, "showlegend": smooth is None}
+        traces.append({**line, "y": values, "mode": mode, "hovertemplate": hover, "line": plain, **faint})
+        if smooth is not None:
+            thick = {"color": colour, "width": 2}
+            traces.append({**line, "y": smooth, "mode": "lines", "line": thick, "hoverinfo": "skip"})
+    return traces
+
+
+def account_traces(run: RunData) -> list[Trace]:
+    """Return the seconds of each part, step by step."""
+    rows = [r for r in run.rows if "timing_s/step" in r]
+    seconds = {
+        key: [v if math.isfinite(v := r.get(f"timing_s/{key}", 0.0)) else 0.0 for r in rows] for key, *_ in ACCOUNT
+    }
+    return [
+        {
+            "type": "bar", "x": [int(r["step"]) for r in rows], "y": seconds[key], "name": name,
+            "marker": {"color": colour, "line": {"width": 0}}, "hovertemplate": "%{y:.3f} s",
+        }
+        for key, name, colour in ACCOUNT
+        if any(seconds[key])
+    ]  # fmt: skip
+
+
+def accuracy_figure(run: RunData) -> go.Figure | None:
+    """Plot held-out accuracy, with the buttons of `accuracy_menu`; None if none was recorded."""
+    figure = _figure(accuracy_traces(run))
+    if figure is None:
+        return None
     styled(figure, percent=True, height=340)
-    figure.update_layout(updatemenus=[menu], margin={"t": 60})
+    figure.update_layout(updatemenus=[accuracy_menu(run)], margin={"t": 60})
     return figure
 
 
 def curve_figure(run: RunData, curve: Curve) -> go.Figure | None:
-    """Plot the curve's lines, faint under a running mean if there is one; None if nothing was recorded."""
-    figure = go.Figure()
-    drawn = [(name, colour, *run.series(key)) for key, name, colour in curve.lines]
-    drawn = [line for line in drawn if line[3]]
-    for name, colour, steps, values in drawn:
-        smooth = running_mean(values)
-        hover = f"step %{{x}}: %{{y:{'.1%' if curve.percent else '.4~g'}}}<extra>{name}</extra>"
-        figure.add_scatter(
-            x=steps, y=values, name=name, mode="lines" if len(values) > 1 else "markers", hovertemplate=hover,
-            line={"color": colour, "width": 1.5 if smooth is None else 1}, opacity=1 if smooth is None else 0.35,
-            showlegend=smooth is None,
-        )  # fmt: skip
-        if smooth is not None:
-            figure.add_scatter(
-                x=steps, y=smooth, name=name, mode="lines", line={"color": colour, "width": 2}, hoverinfo="skip"
-            )
-    if not drawn:
+    """Plot a curve; None if nothing was recorded."""
+    figure = _figure(curve_traces(run, curve))
+    if figure is None:
         return None
-    figure.update_layout(showlegend=len(drawn) > 1)
+    figure.update_layout(showlegend=len({trace.name for trace in figure.data}) > 1)
     return styled(figure, percent=curve.percent, height=210)
 
 
 def account_figure(run: RunData) -> go.Figure | None:
     """Plot the seconds of each part, stacked, step by step; None if no time was recorded."""
-    rows = [r for r in run.rows if "timing_s/step" in r]
-    if not rows:
+    if not any("timing_s/step" in r for r in run.rows):
         return None
-    figure = go.Figure()
-    for key, name, colour in ACCOUNT:
-        seconds = [r.get(f"timing_s/{key}", 0.0) for r in rows]
-        if any(seconds):
-            figure.add_bar(
-                x=[int(r["step"]) for r in rows], y=seconds, name=name,
-                marker={"color": colour, "line": {"width": 0}}, hovertemplate="%{y:.3f} s",
-            )  # fmt: skip
-    styled(figure, percent=False, height=300)
+    figure = styled(_figure(account_traces(run)) or go.Figure(), percent=False, height=300)
     figure.update_layout(barmode="stack", bargap=0, hovermode="x unified", legend={"traceorder": "normal"})
     figure.update_yaxes(title="seconds")
     return figure
+
+
+def _figure(traces: Sequence[Trace]) -> go.Figure | None:
+    """Return a figure of the traces; None if there are none."""
+    arrays = [{**trace, "x": array(trace["x"]), "y": array(trace["y"])} for trace in traces]
+    return go.Figure(arrays) if arrays else None
 
 
 def running_mean(values: Sequence[float]) -> list[float] | None:
@@ -278,4 +314,4 @@ def styled(figure: go.Figure, *, percent: bool, height: int) -> go.Figure:
 
 
 def _largest(figure: go.Figure) -> float:
-    return max((abs(v) for trace in figure.data for v in trace.y or ()), default=1.0)
+    return max((abs(v) for trace in figure.data if trace.y is not None for v in trace.y), default=1.0)

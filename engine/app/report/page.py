@@ -7,8 +7,12 @@ from typing import Any
 
 from . import figures
 from .run_data import RunData, read_run
-from .trees import explorer_data, tokenizer_texts
+from .trees import TokenTexts, explorer_data, tokenizer_texts
 from .writing import html, plotly_js, script_json, template, write_page
+
+ACCURACY, ACCOUNT = "plot-accuracy", "plot-account"
+PARTED = 12
+"""Groups whose parting is shown, the newest ones."""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -20,44 +24,75 @@ def write_report(run_dir: str | Path) -> Path:
     """
     run = read_run(Path(run_dir))
     target = run.run_dir / "report.html"
-    page = _render(run)
-    write_page(target, page)
+    write_page(target, render(run))
     return target
 
 
-def _render(run: RunData) -> str:
-    missing = list(run.missing)
-    of_agents = figures.OF_AGENTS if run.config.get("rollout", {}).get("program") == "agent" else ()
-    curves = [(curve, figures.curve_figure(run, curve)) for curve in (*figures.CURVES, *of_agents)]
-    accuracy, stacked = figures.accuracy_figure(run), figures.account_figure(run)
-    if run.rows:
-        absent = [curve.title.lower() for curve, figure in curves if figure is None]
-        absent += ["held-out accuracy"] if accuracy is None else []
-        absent += ["step time"] if stacked is None else []
-        if absent:
-            missing.append(f"Not recorded in metrics.jsonl: {', '.join(absent)}.")
+def render(run: RunData) -> str:
+    """Return the page on a run."""
     explorer: dict[str, Any] = {"trees": [], "columns": {}, "note": ""}
     if run.rollout_files:
-        explorer = explorer_data(run.rollout_files, tokenizer_texts(_tokenizers(run), missing), missing)
+        explorer = explorer_data(run.rollout_files, token_texts(run), run.missing)
+    return template("report.html.j2").render(**parts(run, explorer), **drawn(run), live=None)
+
+
+def parts(run: RunData, explorer: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of the template, without the plots; ``explorer`` is of `explorer_data`."""
+    missing = list(run.missing)
+    if run.rows:
+        absent = [curve.title.lower() for curve in curves_of(run).values() if not figures.is_recorded(run, curve)]
+        absent += [] if run.series("eval/accuracy")[1] else ["held-out accuracy"]
+        absent += [] if any("timing_s/step" in row for row in run.rows) else ["step time"]
+        if absent:
+            missing.append(f"Not recorded in metrics.jsonl: {', '.join(absent)}.")
     if explorer["note"] and not explorer["trees"]:
         missing.append(explorer["note"])
-    plotted = accuracy is not None or stacked is not None or any(figure is not None for _, figure in curves)
-    return template("report.html.j2").render(
-        name=run.config.get("name") or run.run_dir.resolve().name,
-        subtitle=_subtitle(run),
-        config_text=run.config_text,
-        missing=missing,
-        cards=figures.headline(run),
-        accuracy=html(accuracy),
-        curves=[(curve, html(figure)) for curve, figure in curves if figure is not None],
-        stacked=html(stacked),
-        account=figures.account(run),
-        explorer_note=explorer["note"],
-        tree_count=len(explorer["trees"]),
-        trees_json=script_json(explorer["trees"]),
-        columns_json=script_json(explorer["columns"]),
-        plotly_js=plotly_js() if plotted else "",
-    )
+    return {
+        "name": run.config.get("name") or run.run_dir.resolve().name,
+        "subtitle": _subtitle(run),
+        "config_text": run.config_text,
+        "missing": missing,
+        "cards": figures.headline(run),
+        "account": figures.account(run),
+        "explorer_note": explorer["note"],
+        "parted": [tree for tree in reversed(explorer["trees"]) if tree["parting"]][:PARTED],
+        "tree_count": len(explorer["trees"]),
+        "trees_json": script_json(explorer["trees"]),
+        "columns_json": script_json(explorer["columns"]),
+    }
+
+
+def drawn(run: RunData) -> dict[str, Any]:
+    """Return the plots of the template."""
+    every = [(curve, html(figures.curve_figure(run, curve), name)) for name, curve in curves_of(run).items()]
+    plots = {
+        "accuracy": html(figures.accuracy_figure(run), ACCURACY),
+        "curves": [(curve, plot) for curve, plot in every if plot],
+        "stacked": html(figures.account_figure(run), ACCOUNT),
+    }
+    return plots | {"plotly_js": plotly_js() if any(plots.values()) else ""}
+
+
+def traces(run: RunData) -> dict[str, list[figures.Trace]]:
+    """Return the traces of the plots that `drawn` has, by the ids of their elements."""
+    of_curves = {name: figures.curve_traces(run, curve) for name, curve in curves_of(run).items()}
+    every = {ACCURACY: figures.accuracy_traces(run), **of_curves, ACCOUNT: figures.account_traces(run)}
+    return {name: of_plot for name, of_plot in every.items() if of_plot}
+
+
+def curves_of(run: RunData) -> dict[str, figures.Curve]:
+    """Return the curves of a run of this kind, by the ids of their elements."""
+    of_agents = run.config.get("rollout", {}).get("program") == "agent"
+    curves = (*figures.CURVES, *(figures.OF_AGENTS if of_agents else ()))
+    return {f"plot-{number}": curve for number, curve in enumerate(curves)}
+
+
+def token_texts(run: RunData) -> TokenTexts | None:
+    """Return what decodes the run's tokens; None, and a sentence in ``run.missing``, where it cannot be had."""
+    places = [run.run_dir / "export", *sorted((run.run_dir / "checkpoints").glob("step_*"), reverse=True)]
+    if path := run.config.get("model", {}).get("path"):
+        places.append(Path(path))
+    return tokenizer_texts([place / "tokenizer.json" for place in places], run.missing)
 
 
 def _subtitle(run: RunData) -> str:
@@ -66,15 +101,7 @@ def _subtitle(run: RunData) -> str:
     tasks = ", ".join(str(task.get("name")) for task in config.get("data", {}).get("tasks", ()))
     source = tasks or config.get("data", {}).get("path")
     rollout, objective = config.get("rollout", {}), config.get("algorithm", {}).get("objective")
-    parts = [f"{objective} on {source}" if objective and source else source]
-    parts.append(f"{rollout['program']} rollouts of {rollout.get('n')}" if rollout.get("program") else None)
-    parts.append(f"model {config['model']['path']}" if config.get("model", {}).get("path") else None)
-    return ", ".join(part for part in parts if part)
-
-
-def _tokenizers(run: RunData) -> list[Path]:
-    """Return the paths at which the run's tokenizer may be, in the order to try them."""
-    places = [run.run_dir / "export", *sorted((run.run_dir / "checkpoints").glob("step_*"), reverse=True)]
-    if path := run.config.get("model", {}).get("path"):
-        places.append(Path(path))
-    return [place / "tokenizer.json" for place in places]
+    words = [f"{objective} on {source}" if objective and source else source]
+    words.append(f"{rollout['program']} rollouts of {rollout.get('n')}" if rollout.get("program") else None)
+    words.append(f"model {config['model']['path']}" if config.get("model", {}).get("path") else None)
+    return ", ".join(word for word in words if word)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,11 @@ class RunData:
         return math.fsum(self.series(key)[1])
 
 
-def read_run(run_dir: Path) -> RunData:
+def read_run(run_dir: Path, metrics: Metrics | None = None) -> RunData:
     """Read a run directory.
+
+    Args:
+        metrics: keeps the rows of metrics.jsonl from one call to the next.
 
     Raises:
         UserError: ``run_dir`` is not a directory, or has no file that a run writes.
@@ -51,7 +55,7 @@ def read_run(run_dir: Path) -> RunData:
         )
     missing: list[str] = []
     config_text, config = _read_config(config_file, missing)
-    rows = _read_metrics(metrics_file, missing)
+    rows = (metrics or Metrics()).read(metrics_file, missing)
     if not rollout_files:
         missing.append("There are no rollouts/*.parquet, so there are no trees to explore.")
     return RunData(run_dir, config, config_text, rows, rollout_files, missing)
@@ -68,30 +72,52 @@ def _read_config(path: Path, missing: list[str]) -> tuple[str, dict[str, Any]]:
     return "", {}
 
 
-def _read_metrics(path: Path, missing: list[str]) -> list[dict[str, float]]:
-    """Return the rows by step; of a step written twice (by a resumed run) the last row counts."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        reason = (
-            "There is no metrics.jsonl" if isinstance(error, FileNotFoundError) else f"metrics.jsonl: {error.strerror}"
-        )
-        missing.append(f"{reason}, so there are no curves and no account of time.")
-        return []
-    rows: dict[int, dict[str, float]] = {}
-    broken: list[int] = []
-    for number, line in enumerate(lines, start=1):
+class Metrics:
+    """The rows of a file metrics.jsonl; when they are read again, only the lines that were added are."""
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._place = self._lines = 0  # bytes and lines that are read for good
+        self._rows: dict[int, dict[str, float]] = {}
+        self._broken: list[int] = []
+
+    def read(self, path: Path, missing: list[str]) -> list[dict[str, float]]:
+        """Return the rows by step; of a step written twice (by a resumed run) the last row counts."""
         try:
-            row = json.loads(line)
-            step = int(row["step"])
-        except (ValueError, KeyError, TypeError):
-            broken.append(number)
-            continue
-        numbers = {k: float(v) for k, v in row.items() if isinstance(v, int | float)}
-        rows[step] = {**numbers, "step": float(step)}
-    if broken:
-        shown = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
-        missing.append(f"{len(broken)} of {len(lines)} lines of metrics.jsonl are not a step's JSON (line {shown}).")
-    if not rows and not broken:
-        missing.append("metrics.jsonl is empty, so there are no curves and no account of time.")
-    return [rows[step] for step in sorted(rows)]
+            with path.open("rb") as file:
+                if path.stat().st_size < self._place:  # another file
+                    self._forget()
+                file.seek(self._place)
+                added = file.read()
+        except OSError as error:
+            absent = isinstance(error, FileNotFoundError)
+            reason = "There is no metrics.jsonl" if absent else f"metrics.jsonl: {error.strerror}"
+            missing.append(f"{reason}, so there are no curves and no account of time.")
+            return []
+        whole, _, rest = added.rpartition(b"\n")
+        self._take(whole.splitlines() if whole else [], self._rows, self._broken)
+        self._place += len(added) - len(rest)
+        self._lines += len(whole.splitlines()) if whole else 0
+        rows, broken, lines = dict(self._rows), list(self._broken), self._lines
+        if rest:  # its end may come
+            self._take([rest], rows, broken)
+            lines += 1
+        if broken:
+            shown = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
+            missing.append(f"{len(broken)} of {lines} lines of metrics.jsonl are not a step's JSON (line {shown}).")
+        if not rows and not broken:
+            missing.append("metrics.jsonl is empty, so there are no curves and no account of time.")
+        return [rows[step] for step in sorted(rows)]
+
+    def _take(self, lines: Sequence[bytes], rows: dict[int, dict[str, float]], broken: list[int]) -> None:
+        for number, line in enumerate(lines, start=self._lines + 1):
+            try:
+                row = json.loads(line)
+                step = int(row["step"])
+            except (ValueError, KeyError, TypeError):
+                broken.append(number)
+                continue
+            numbers = {k: float(v) for k, v in row.items() if isinstance(v, int | float)}
+            rows[step] = {**numbers, "step": float(step)}

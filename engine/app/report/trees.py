@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...data.columns import COLUMNS
+from ...data.parting import Begun, parting
 from ...data.store import IDENTITY
 from .time_lines import time_line
 
@@ -31,6 +32,9 @@ FIRST = ("advantage", "behaviour_logprob", "entropy")
 SHOWN = ("loss_mask", "thumbnails", "episode_s", "calls")
 """Columns beyond those of every file that the page shows by themselves, not as values of tokens."""
 
+AROUND = 40
+"""Tokens that are shown before the place where prompts part."""
+
 Row = dict[str, Any]
 TokenTexts = Callable[[Sequence[int]], list[str]]
 """Function from the token ids of one response to the text of each token."""
@@ -39,11 +43,12 @@ TokenTexts = Callable[[Sequence[int]], list[str]]
 def explorer_data(files: Sequence[Path], token_texts: TokenTexts | None, missing: list[str]) -> dict[str, Any]:
     """Return the data that the page embeds: ``{"trees": [...], "columns": {name: meaning}, "note": sentence}``.
 
-    A tree is ``{step, id, task, reward, leaves, nodes, episodes}``, the last of `time_line`; a node ``{parent, tokens,
-    text, mask, values, leaves}``: ``leaves`` are the responses that end there, and ``values`` has for each column of
-    numbers in the file one entry per token, or a single number; both are means over the responses below the node. The
-    first node of a tree may have ``pictures``: URLs that hold the data of thumbnails, empty for pictures that could not
-    be read.
+    A tree is ``{step, id, task, reward, leaves, nodes, episodes, parting}``: ``episodes`` are of `time_line`, and
+    ``parting`` is None or tells where the prompts of episodes differ, ``{shared, of, before, here, there}`` in tokens
+    and texts. A node is ``{parent, tokens, text, mask, values, leaves}``: ``leaves`` are the responses that end there,
+    and ``values`` has for each column of numbers in the file one entry per token, or a single number; both are means
+    over the responses below the node. The first node of a tree may have ``pictures``: URLs that hold the data of
+    thumbnails, empty for pictures that could not be read.
 
     Args:
         files: ``rollouts/*.parquet``.
@@ -51,7 +56,7 @@ def explorer_data(files: Sequence[Path], token_texts: TokenTexts | None, missing
         missing: receives a sentence for everything that cannot be shown.
     """
     trees: list[dict[str, Any]] = []
-    tokens = total = 0
+    total = 0
     chosen = set(_spread(len(files), MAX_STEPS))
     flat = False
     for index, file in enumerate(files):
@@ -62,27 +67,48 @@ def explorer_data(files: Sequence[Path], token_texts: TokenTexts | None, missing
             missing.append(f"rollouts/{file.name} cannot be read ({' '.join(str(error).split())[:120]}).")
             continue
         flat |= any("node_ids" not in rows[0] for rows in groups or [])
-        for rows in (groups or [])[:TREES_PER_STEP]:
-            if tokens + max(len(_ids(row)) for row in rows) > MAX_TOKENS:
-                continue
-            tree = build_tree(rows, token_texts)
-            size = sum(len(node["tokens"]) for node in tree["nodes"])
-            if tokens + size <= MAX_TOKENS:
-                tokens += size
-                trees.append(tree)
+        trees += _trees(groups or [], token_texts, MAX_TOKENS - _size(trees))
     if flat:
         missing.append(
             "The rollouts have no column node_ids, so each response is drawn whole, shared prefixes repeated."
         )
-    recorded = {name for tree in trees for node in tree["nodes"] for name in node["values"]}
-    names = [*(name for name in FIRST if name in recorded), *sorted(recorded.difference(FIRST))]
-    columns = {name: COLUMNS[name].meaning if name in COLUMNS else name for name in names}
     note = f"All {total} recorded trees are here."
     if len(trees) < total:
         steps = len({tree["step"] for tree in trees})
         note = f"{len(trees)} of {total} recorded trees are embedded ({steps} steps, at most {TREES_PER_STEP} a step); "
         note += f"the other {total - len(trees)} are left out to keep the page light and are in rollouts/*.parquet."
-    return {"trees": trees, "columns": columns, "note": note}
+    return {"trees": trees, "columns": columns_of(trees), "note": note}
+
+
+def step_trees(file: Path, token_texts: TokenTexts | None, most: int) -> list[dict[str, Any]]:
+    """Return trees of a step, as `explorer_data` has them, of at most ``most`` tokens.
+
+    Raises:
+        OSError, ValueError, KeyError: the file cannot be read.
+    """
+    return _trees(_groups(file), token_texts, most)
+
+
+def columns_of(trees: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the columns with values in the trees, and their meanings."""
+    recorded = {name for tree in trees for node in tree["nodes"] for name in node["values"]}
+    names = [*(name for name in FIRST if name in recorded), *sorted(recorded.difference(FIRST))]
+    return {name: COLUMNS[name].meaning if name in COLUMNS else name for name in names}
+
+
+def _trees(groups: Sequence[list[Row]], token_texts: TokenTexts | None, most: int) -> list[dict[str, Any]]:
+    """Return the trees of the first groups, without those with which they would have more than ``most`` tokens."""
+    trees: list[dict[str, Any]] = []
+    for rows in groups[:TREES_PER_STEP]:
+        left = most - _size(trees)
+        if max(len(_ids(row)) for row in rows) <= left:
+            tree = build_tree(rows, token_texts)
+            trees += [tree] if _size([tree]) <= left else []
+    return trees
+
+
+def _size(trees: Sequence[dict[str, Any]]) -> int:
+    return sum(len(node["tokens"]) for tree in trees for node in tree["nodes"])
 
 
 def build_tree(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str, Any]:
@@ -117,7 +143,28 @@ def build_tree(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str,
         "leaves": len(rows),
         "nodes": nodes,
         "episodes": [time_line(row) for row in rows if row.get("calls") is not None],
+        "parting": _parting(rows, token_texts),
     }
+
+
+def _parting(rows: Sequence[Row], token_texts: TokenTexts | None) -> dict[str, Any] | None:
+    """Return where the prompts of the episodes part, with the text there of two of them."""
+    calls = {row["episode"]: row["calls"] for row in rows if row.get("calls") is not None}
+    begun: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
+    for row in rows:
+        if _ids(row) and row.get("call") and row["episode"] in calls:
+            begun[row["episode"]].append((row["call"][0], row["prompt_ids"]))
+    first = parting(Begun(prompts, calls[episode]) for episode, prompts in begun.items())
+    if first is None:
+        return None
+
+    def text(ids: Sequence[int]) -> str:
+        return "".join(token_texts(ids) if token_texts else (f"⟨{i}⟩" for i in ids))
+
+    at = first.shared
+    before = text(first.prompt[max(0, at - AROUND) : at].tolist())
+    here, there = (text(ids[at : at + AROUND // 2].tolist()) for ids in (first.prompt, first.other))
+    return {"shared": at, "of": len(first.prompt), "before": before, "here": here, "there": there}
 
 
 def _url(content: bytes) -> str:
@@ -222,7 +269,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _count_groups(file: Path) -> int:
-    return len(pq.read_table(file, columns=["prompt_id"]).column(0).unique())
+    return len(pq.ParquetFile(file).read(columns=["prompt_id"]).column(0).unique())
 
 
 def _spread(count: int, most: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ...errors import RunError
 TEMPLATES = Path(__file__).parent
 
 
+@cache
 def template(name: str) -> Template:
     """Load a template of this folder; an undefined variable in it is an error."""
     environment = Environment(
@@ -29,12 +31,12 @@ def template(name: str) -> Template:
     return environment.get_template(name)
 
 
-def html(figure: go.Figure | None) -> Markup:
-    """Return the HTML element of a figure; the page needs `plotly_js` before it."""
+def html(figure: go.Figure | None, name: str | None = None) -> Markup:
+    """Return the HTML element of a figure, with the id ``name``; the page needs `plotly_js` before it."""
     if figure is None:
         return Markup("")
     options = {"displayModeBar": False, "responsive": True}
-    return Markup(figure.to_html(full_html=False, include_plotlyjs=False, config=options))
+    return Markup(figure.to_html(full_html=False, include_plotlyjs=False, config=options, div_id=name))
 
 
 def plotly_js() -> Markup:

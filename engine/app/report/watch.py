@@ -1,0 +1,234 @@
+"""Serves the page on a run to this machine's browsers and renews it while the run goes on; it only reads files.
+
+    GET /       the page; after the end of the run the report itself
+    GET /news   what has changed since a version of the page; 204 for nothing, 410 after the end
+
+The page shows trees of the newest steps, and, of agents, the episodes under way.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from ...errors import UserError
+from ...record.directory import EPISODES
+from . import figures
+from .page import ACCURACY, drawn, parts, render, token_texts, traces
+from .run_data import Metrics, RunData, read_run
+from .trees import MAX_TOKENS, TokenTexts, columns_of, step_trees
+from .writing import template
+
+NEWEST_STEPS = 5
+"""Steps whose trees the page has."""
+EVERY_MS = 1000
+"""Milliseconds between two questions of a page for what is new."""
+EXPORTED, NO_REPORT_NS = "export/config.json", 20 * 10**9
+"""File of the exported model, and nanoseconds after it in which the run writes its report, if it does."""
+HOSTS = ("127.0.0.1", "localhost")
+
+
+def watch(run_dir: Path, port: int) -> None:
+    """Serve the page until the process is interrupted.
+
+    Args:
+        port: 0: any that is free.
+
+    Raises:
+        UserError: ``run_dir`` is not the directory of a run, or the port is taken.
+    """
+    watched = Watched(run_dir)
+    watched.page()  # imports what takes long
+
+    class Handler(_Handler):
+        run = watched
+
+    try:
+        server = ThreadingHTTPServer((HOSTS[0], port), Handler)
+    except OSError as error:
+        raise UserError(
+            f"--port {port} cannot be served ({error.strerror}); choose another, or leave it out."
+        ) from error
+    server.daemon_threads = True
+    with server:
+        print(f"http://{HOSTS[0]}:{server.server_address[1]}/ shows '{run_dir}'; Ctrl-C ends it.", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("No longer served.", file=sys.stderr)
+
+
+class Watched:
+    """A run whose files are read again when they change; its methods may be called from any thread.
+
+    Raises:
+        UserError: ``run_dir`` is not the directory of a run.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self._metrics = run_dir, Metrics()
+        read_run(run_dir, self._metrics)
+        self._lock = threading.Lock()
+        self._trees: dict[str, tuple[int, list[dict[str, Any]]]] = {}  # by the file's name, with its time
+        self._texts: TokenTexts | None = None
+
+    def page(self) -> str:
+        """Return the page; of a run that has ended, the report."""
+        with self._lock:
+            version, run = self._version(), read_run(self.run_dir, self._metrics)
+            if self._has_ended(run):
+                report = self.run_dir / "report.html"
+                return report.read_text(encoding="utf-8") if self._is_reported() else render(run)
+            live = _live(run, self._journal()) | {"version": version, "every_ms": EVERY_MS}
+            return template("report.html.j2").render(**parts(run, self._explorer(run)), **drawn(run), live=live)
+
+    def news(self, version: str, after: int) -> dict[str, Any] | None:
+        """Return what a page of ``version`` lacks, whose newest tree is of the step ``after``; None if nothing, and an
+        empty dict if the run has ended."""
+        with self._lock:
+            now = self._version()
+            if now == version:
+                return None
+            run = read_run(self.run_dir, self._metrics)
+            if self._has_ended(run):
+                return {}
+            explorer = self._explorer(run)
+            shown = parts(run, explorer) | {"trees_json": "[]"}
+            no_plots = {"accuracy": "", "curves": [], "stacked": "", "plotly_js": ""}
+            live = _live(run, self._journal()) | {"version": now, "every_ms": EVERY_MS}
+            return {
+                "version": now,
+                "html": template("report.html.j2").render(**shown, **no_plots, live=live),
+                "traces": traces(run),
+                "menus": {ACCURACY: figures.accuracy_menu(run)},
+                "trees": [tree for tree in explorer["trees"] if tree["step"] > after],
+                "steps": sorted({tree["step"] for tree in explorer["trees"]}),
+                "columns": explorer["columns"],
+            }
+
+    def _has_ended(self, run: RunData) -> bool:
+        """Return whether the run has written its report, or exported its model after its last step and writes none."""
+        steps = run.config.get("trainer", {}).get("steps", math.inf)
+        return self._is_reported() or (bool(run.rows) and run.rows[-1]["step"] >= steps and self._is_exported())
+
+    def _is_reported(self) -> bool:
+        """Return whether the report has been written after the last metrics."""
+        report, metrics = _changed(self.run_dir / "report.html"), _changed(self.run_dir / "metrics.jsonl")
+        return report > 0 and report >= metrics
+
+    def _is_exported(self) -> bool:
+        exported = _changed(self.run_dir / EXPORTED)
+        return 0 < exported < time.time_ns() - NO_REPORT_NS
+
+    def _version(self) -> str:
+        names = ("config.toml", "metrics.jsonl", "rollouts", EPISODES, "report.html")
+        return "-".join(map(str, (*(_changed(self.run_dir / name) for name in names), int(self._is_exported()))))
+
+    def _explorer(self, run: RunData) -> dict[str, Any]:
+        """Return the trees of the newest steps, as `explorer_data` does; files that were read before are not again."""
+        kept: dict[str, tuple[int, list[dict[str, Any]]]] = {}
+        if self._texts is None and run.rollout_files:
+            self._texts = token_texts(run)
+        for file in run.rollout_files[-NEWEST_STEPS:]:
+            changed, before = _changed(file), self._trees.get(file.name)
+            if before is None or before[0] != changed:
+                try:
+                    before = changed, step_trees(file, self._texts, MAX_TOKENS // NEWEST_STEPS)
+                except (OSError, ValueError, KeyError) as error:
+                    run.missing.append(f"rollouts/{file.name} cannot be read ({' '.join(str(error).split())[:120]}).")
+                    continue
+            kept[file.name] = before
+        self._trees = kept
+        trees = [tree for _, of_file in kept.values() for tree in of_file]
+        note = f"Trees of the newest {len(kept)} steps; the report has others too." if trees else ""
+        return {"trees": trees, "columns": columns_of(trees), "note": note}
+
+    def _journal(self) -> Mapping[str, Any]:
+        """Return what the run tells of its episodes under way; nothing where there is none."""
+        try:
+            return json.loads((self.run_dir / EPISODES).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+
+
+def _live(run: RunData, journal: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the page shows of a run that goes on: its state, failures, and episodes under way."""
+    metrics = run.run_dir / "metrics.jsonl"
+    last = int(run.rows[-1]["step"]) if run.rows else None
+    step = (
+        "No step has been recorded yet" if last is None else f"Step {last} was recorded at {_clock(_changed(metrics))}"
+    )
+    names = dict.fromkeys(name for row in run.rows for name in row if "/failed" in name)
+    failures = [
+        {"name": name, "last": f"{run.rows[-1].get(name, 0):g}", "total": f"{run.total(name):g}"} for name in names
+    ]
+    episodes = journal.get("episodes", [])
+    note = f"{len(episodes)} episodes, {journal.get('waiting', 0)} that wait for their turn; "
+    return {
+        "status": f"{step}. The page is renewed while the run goes on.",
+        "failures": [row for row in failures if row["total"] != "0"],
+        "reasons": journal.get("failed", []),
+        "episodes": episodes,
+        "episodes_note": note + f"written at {_clock(journal.get('written_ns', 0))}.",
+    }
+
+
+def _clock(nanoseconds: int) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(nanoseconds / 1e9))
+
+
+def _changed(path: Path) -> int:
+    """Return when a file was changed, in nanoseconds; 0 if there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+class _Handler(BaseHTTPRequestHandler):
+    run: Watched
+
+    def do_GET(self) -> None:
+        try:
+            self._route()
+        except Exception as error:  # the page tells it and asks again
+            self._answer(500, "text/plain", f"{type(error).__name__}: {error}")
+
+    def _route(self) -> None:
+        address = urlsplit(self.path)
+        if self.headers.get("Host", "").rpartition(":")[0] not in HOSTS:  # a page of another site, by its own name
+            self._answer(403, "text/plain", f"This server is {HOSTS[0]}.")
+        elif address.path == "/":
+            self._answer(200, "text/html", self.run.page())
+        elif address.path == "/news":
+            fields = parse_qs(address.query)
+            if (news := self.run.news(fields["version"][0], int(fields["after"][0]))) is None:
+                self._answer(204, "text/plain", "")
+            elif not news:
+                self._answer(410, "text/plain", "The run has ended.")
+            else:
+                self._answer(200, "application/json", json.dumps(news, allow_nan=False))
+        else:
+            self._answer(404, "text/plain", "There are / and /news.")
+
+    def _answer(self, status: int, kind: str, text: str) -> None:
+        content = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        with suppress(ConnectionError):  # the page has been closed
+            self.end_headers()
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *values: object) -> None:
+        """Log nothing: a page asks each second."""

@@ -1,0 +1,145 @@
+"""Coding agents of npm, unmodified, with the settings of examples/coding_agents: two steps of a run, tokens exact.
+
+They lie in build/agents/node_modules: `make agents`. A random model chooses between a call of the agent's shell and
+answers, by its real log-probs; a verifier judges the last answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from rolltree.engine.app.assembly.run import build
+from rolltree.engine.app.config import load_config
+from rolltree.engine.app.console import Console
+from rolltree.engine.rollout.local import LocalSampler
+
+from ...support import chat_templates, serving
+from ...support.tiny import ROOT
+from .test_real_agents import call, one_of
+
+pytestmark = [pytest.mark.agents, pytest.mark.timeout(1800)]
+PROGRAMS = Path(os.environ.get("ROLLTREE_CODING_AGENTS", ROOT / "build" / "agents" / "node_modules" / ".bin"))
+LOOK = {"command": "ls -la", "description": "look"}
+AGENTS = {
+    "codex": ("codex", call("exec_command", cmd="ls -la")),
+    "opencode": ("opencode", call("bash", **LOOK)),
+    "qwen_code": ("qwen", call("run_shell_command", **LOOK)),
+}
+TOML = """
+name = "coding"
+output_dir = "{folder}/runs"
+[model]
+path = "{folder}/model"
+dtype = "float32"
+[data]
+path = "{folder}/problems.jsonl"
+chat = true
+[reward]
+verifier = "{folder}/judge.py:judge"
+workers = 1
+[rollout]
+program = "agent"
+program_options = {{ command = ["sh", "{script}"], timeout_s = 300 }}
+n = 4
+temperature = 4.0
+max_new_tokens = 60000
+kv_tokens = 400000
+[algorithm]
+objective = "grpo"
+advantage = "group_norm"
+[trainer]
+steps = 2
+prompts_per_step = 2
+max_tokens = 131072
+[evaluation]
+problems = 0
+"""
+JUDGE = "def judge(response, entry):\n    return float('42' in response)\n"
+ANSWERS = ["It is 42.", "The answer: 42.", "No.", "I do not know."]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Words of English and code, so that prompts have about as many tokens as with a real model's."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    letters, marks = pre_tokenizers.ByteLevel.alphabet(), ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(vocab_size=8000, initial_alphabet=letters, special_tokens=marks, show_progress=False)
+    inner.train([str(path) for path in (*ROOT.glob("docs/*.md"), *ROOT.glob("engine/**/*.py"))], trainer)
+    words = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=marks[2], clean_up_tokenization_spaces=False)
+    words.chat_template = chat_templates.template("qwen2_5")
+    return words
+
+
+def write(folder: Path, name: str) -> tuple[Path, PreTrainedTokenizerFast]:
+    words, config = tokenizer(), serving.model().config
+    config.vocab_size, config.max_position_embeddings = len(words), 131072
+    config.eos_token_id = config.pad_token_id = words.eos_token_id
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    words.save_pretrained(folder / "model")
+    problems = [{"prompt": f"What is {n} times {42 // n}?", "answer": "42"} for n in (1, 2, 3, 6)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    (folder / "judge.py").write_text(JUDGE)
+    script = ROOT / "examples" / "coding_agents" / f"{name}.sh"
+    (folder / "run.toml").write_text(TOML.format(folder=folder, script=script))
+    return folder / "run.toml", words
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_a_coding_agent_that_nobody_here_wrote(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, shell = AGENTS[name]
+    if not (PROGRAMS / program).exists():
+        pytest.skip(f"npm has not installed {program}")
+    monkeypatch.setenv("PATH", f"{PROGRAMS}:{os.environ['PATH']}")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    toml, words = write(tmp_path, name)
+    allowed, sampled = one_of(words, [shell, *ANSWERS]), list[Any]()
+    submit, step = LocalSampler.submit, LocalSampler.step
+
+    def submitted(self: LocalSampler, jobs: Any) -> Any:
+        return submit(
+            self, [replace(job, params=replace(job.params, prefix_allowed_tokens_fn=allowed)) for job in jobs]
+        )
+
+    def stepped(self: LocalSampler, seconds: float) -> Any:
+        done = step(self, seconds)
+        sampled.extend(flight.tree for flight in done)
+        return done
+
+    monkeypatch.setattr(LocalSampler, "submit", submitted)
+    monkeypatch.setattr(LocalSampler, "step", stepped)
+    assert build(load_config(toml, []), console=Console()).run().steps == 2
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "coding" / "metrics.jsonl").read_text().splitlines()][1:]
+    for row in rows:
+        shown = ("agent/calls", "agent/branches", "tree/token_ratio", "agent/shared_ratio", "agent/first_difference")
+        print(name, {key: round(row[key], 3) for key in shown if key in row}, "prompt", row["prompt_length/mean"])
+        assert row["rollout/failed"] == 0
+        assert row["rollout/aborted_calls"] == 0
+        assert "agent/first_difference" not in row, "all episodes of a group begin with the same prompts"
+        assert row["tree/token_ratio"] > 3
+    wanted = [token for tree in sampled for token in tokens(tree.token_id, tree.behaviour_logprob, tree.leaf_prompt[0])]
+    trained = []
+    for file in sorted((tmp_path / "runs" / "coding" / "rollouts").iterdir()):
+        for row in pq.read_table(file).to_pylist():
+            ids, masked = np.array([*row["prompt_ids"], *row["response_ids"]]), np.array(row["loss_mask"], bool)
+            logprobs = np.array([0.0] * len(row["prompt_ids"]) + row["behaviour_logprob"], np.float32)
+            every = tokens(ids, logprobs, len(row["prompt_ids"]))
+            trained += [token for token, is_trained in zip(every, masked, strict=True) if is_trained]
+    assert sorted(trained) == sorted(wanted)
+    print(f"{name}: {len(sampled)} calls, {len(wanted)} tokens sampled and trained")
+
+
+def tokens(ids: Any, logprobs: Any, begin: int) -> list[tuple[int, float, bytes]]:
+    """Each token after ``begin`` with its log-prob and all that is before it."""
+    ids = np.asarray(ids, np.int32)
+    return [(int(ids[i]), float(logprobs[i]), ids[:i].tobytes()) for i in range(int(begin), len(ids))]
