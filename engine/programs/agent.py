@@ -35,6 +35,7 @@ class AgentCalls(RolloutProgram):
     """
 
     answers_held_out = True
+    independent = True
 
     def __init__(
         self,

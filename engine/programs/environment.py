@@ -145,6 +145,7 @@ class EnvironmentTurns(RolloutProgram):
     """
 
     answers_held_out = True
+    independent = True
 
     def __init__(
         self,

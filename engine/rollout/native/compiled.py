@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...errors import UserError
 from .assembly import Step
 from .cache.kv_cache import KvCache
-from .draws import DeviceSamples, Draws, draw
+from .draws import DeviceSamples, Draws, device_samples, draw
 from .step_buffer import StepVector, count_partials
 
 Array = npt.NDArray[Any]
@@ -93,12 +93,19 @@ class DecodeGraphs:
     Args:
         forward: computes the logits [N, V] of all rows of a step.
         never: [K] int64, see `draw`.
+        window: most steps that are replayed before the host looks (`Windows`).
     """
 
     def __init__(
-        self, cache: KvCache, forward: Callable[[StepVector], Tensor], device: torch.device, never: Tensor | None = None
+        self,
+        cache: KvCache,
+        forward: Callable[[StepVector], Tensor],
+        device: torch.device,
+        never: Tensor | None = None,
+        window: int = 1,
     ) -> None:
         self._never = never
+        self._window = window
         self._cache = cache
         self._forward = forward
         self._device = device
@@ -106,7 +113,8 @@ class DecodeGraphs:
         self._pool: Any = None  # memory that all graphs share, as one runs at a time
 
     def decode(self, step: Step, draws: Draws, adapter: Array | None) -> Decoded:
-        """Run a step that only decodes: each of its rows is sampled once; ``adapter`` is as in `StepVector.load`."""
+        """Run the steps of a window that only decodes: each of its rows is sampled once a step; ``adapter`` is as in
+        `StepVector.load`."""
         rows = _bucket(len(step.input_ids), LEAST_ROWS)
         partials = _bucket(count_partials(step, self._device), LEAST_PARTIALS)
         kind = rows, partials, adapter is not None, draws.filters
@@ -114,13 +122,15 @@ class DecodeGraphs:
             self._graphs[kind] = self._capture(self.pad(step, draws, rows, partials, adapter), draws)
         graph, decoded = self._graphs[kind]
         decoded.vector.load(step, draws, self._cache.spare_slot, adapter)
-        graph.replay()
+        for _ in range(step.steps):
+            graph.replay()
         return decoded
 
     def run(self, vector: StepVector, filters: tuple[str, ...]) -> Decoded:
-        """Run the step without a graph."""
+        """Run a step without a graph."""
         logits = self._forward(vector)
-        return Decoded(vector, logits, draw(logits, vector.draws, filters, self._never))
+        out = draw(logits, vector.draws, filters, self._never)
+        return Decoded(vector, logits, device_samples(out) if self._window == 1 else vector.advance(out))
 
     def pad(self, step: Step, draws: Draws, rows: int, partials: int, adapter: Array | None) -> StepVector:
         """Return the step padded to ``rows`` rows and ``partials`` partial results."""
@@ -134,6 +144,7 @@ class DecodeGraphs:
             samples=rows,
             rotary=step.rotary is not None,
             adapted=adapter is not None,
+            window=self._window,
         )
         vector.load(step, draws, self._cache.spare_slot, adapter)
         return vector

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy.typing as npt
 import torch
@@ -34,6 +34,7 @@ from .loop import NativeLoop
 from .runner import Runner
 from .score import prompt_logprobs, score
 from .stops import Stops
+from .windows import MOST_STEPS
 
 Array = npt.NDArray[Any]
 log = logging.getLogger("rolltree.rollout")
@@ -63,6 +64,10 @@ class EngineConfig:
     """
     cuda_graphs: bool = True
     """Replay steps that only decode as CUDA graphs; no effect on a CPU and on models with recurrent layers."""
+    window: int | Literal["auto"] = "auto"
+    """Most decoding steps that the device takes before the host looks at the samples, up to 8. The samples are the
+    same. "auto": 8 where steps are replayed as CUDA graphs, else 1. Steps in which the host must see each token are
+    taken one by one (`windows`)."""
     compile: bool = False
     """Let torch.compile fuse the operations between matrix products; the first steps wait for it."""
     record_routes: bool = False
@@ -78,6 +83,11 @@ class EngineConfig:
             check_integer(f"EngineConfig.{name}", getattr(self, name), 1, INT32)
         for name in ("kv_tokens", "host_kv_tokens", "kept_states"):  # slots are int32
             check_integer(f"EngineConfig.{name}", getattr(self, name), 0, INT32)
+        if self.window != "auto":
+            check_integer("EngineConfig.window", self.window, 1, MOST_STEPS)
+            if self.window > 1 and (self.debug or self.record_routes):
+                other = "debug" if self.debug else "record_routes"
+                raise ValueError(f'EngineConfig.{other} looks at every step; set EngineConfig.window to 1 or "auto".')
         if self.compile and self.debug:
             raise ValueError("EngineConfig.debug looks into every layer, which compiled ones do not allow; choose one.")
         if self.compile and self.record_routes:
@@ -119,6 +129,11 @@ class NativeEngine(RolloutEngine):
                 f"{type(model).__name__} has recurrent layers, which the native engine cannot compile; set "
                 "rollout.compile=false."
             )
+        if has_states and self.config.window not in ("auto", 1):
+            raise UserError(
+                f"{type(model).__name__} has recurrent layers, whose states the host gives to each step; set "
+                'rollout.window to "auto".'
+            )
         if self.config.record_routes:
             routes.install(model)
         drafts = self.config.drafts
@@ -141,6 +156,10 @@ class NativeEngine(RolloutEngine):
         self.end_token_ids = stops.eos
         self.placeholder_ids = placeholders(model)
         self._adapters = RowAdapters(model)
+        graphs = self.config.cuda_graphs and not self.config.debug and self._device.type == "cuda"
+        window = self.config.window
+        if window == "auto":
+            window = MOST_STEPS if graphs and not has_states and not self.config.record_routes else 1
         self.loop = NativeLoop(
             self.cache,
             Runner(
@@ -149,13 +168,16 @@ class NativeEngine(RolloutEngine):
                 self._adapters,
                 compiled=self.config.compile,
                 fused=not self.config.debug,
-                cuda_graphs=self.config.cuda_graphs and not self.config.debug,
+                cuda_graphs=graphs,
+                window=window,
             ),
             stops,
             CostModel.of(model),
             max_batch_rows=self.config.max_batch_rows,
             max_prefill_tokens=self.config.max_prefill_tokens,
             drafts=Drafts(drafts) if drafts else None,
+            window=window,
+            positions=self.longest,
         )
         self._digests: dict[int, str] = {}  # of pictures, by their first token ids, for cached keys tell ids only
 

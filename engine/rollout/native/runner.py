@@ -46,6 +46,7 @@ class Runner:
         fused: on a CPU, run the decoder as one call unless it is compiled.
         cuda_graphs: on a CUDA device, replay steps that only decode, unless the model has recurrent layers or its
             routes are recorded.
+        window: most steps of a window, see `DecodeGraphs`.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Runner:
         compiled: bool = False,
         fused: bool = False,
         cuda_graphs: bool = False,
+        window: int = 1,
     ) -> None:
         self._decoder = decoder_of(model)
         self._head = head_reader(model)
@@ -80,14 +82,14 @@ class Runner:
         self._never = torch.tensor(never, device=self._device) if never else None
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs and self._device.type == "cuda" and cache.states is None and cache.routes is None:
-            self.graphs = DecodeGraphs(cache, self.decode_logits, self._device, self._never)
+            self.graphs = DecodeGraphs(cache, self.decode_logits, self._device, self._never, window)
         self._vector: StepVector | None = None  # of the previous step
         self._draws: Draws | None = None
         self._product: Head | None = None
         self._constraints = Constraints(self.vocabulary, self._device)
 
     def run(self, step: Step, rows: RowTable, samples: Array, seeds: Array) -> Sampled:
-        """Compute a step and return its E samples.
+        """Compute a step and return its E samples, or the steps of a window and the samples of each row in order.
 
         Args:
             rows: table of the branches with their sampling parameters.
@@ -104,9 +106,13 @@ class Runner:
             return self._sampled(step, vector, logits[:taken], drawn, draws, rows)
         least = 2 if self._compiled and self._cache.ready else 1
         vector = StepVector.of(step, draws, self._cache, self._device, adapter, least=least, before=self._vector)
-        hidden = self._fused.run(vector) if self._fused is not None and step.shown is None else None
-        if hidden is None:
-            hidden = self._decode(vector, step.states, step.shown)
+        if step.steps > 1:  # each row is sampled once a step, and nothing else reads the logits
+            for _ in range(step.steps):
+                logits = self.logits(self._hidden(step, vector), vector.head_runs)
+                drawn = vector.advance(draw(logits, vector.draws, draws.filters, self._never))
+            self._vector = vector
+            return Sampled(*drawn.fetch(taken, step.steps))
+        hidden = self._hidden(step, vector)
         if taken == 0:
             self._vector = None  # without a fetch, the copy to the device may still read the vector in the next step
             empty = np.zeros(0, np.float32)
@@ -117,6 +123,10 @@ class Runner:
         if taken > len(samples):
             logits = logits.index_select(0, vector.view("head_row"))
         return self._sampled(step, vector, logits, None, draws, rows)
+
+    def _hidden(self, step: Step, vector: StepVector) -> Tensor:  # [N, H]
+        hidden = self._fused.run(vector) if self._fused is not None and step.shown is None else None
+        return self._decode(vector, step.states, step.shown) if hidden is None else hidden
 
     def forget_graphs(self) -> None:
         """Drop captured graphs, because the weights, the adapters or the pages have moved."""
@@ -184,11 +194,11 @@ class Runner:
             last = step.input_ids[step.sample_rows[draws.head_row]]
             self._constraints.apply(logits, rows, slots, draws.offset, last, draws.constrained, why)
             of_rows = {name: column[: len(slots)] for name, column in columns.items()}
-            drawn = draw(logits, of_rows, draws.filters, self._never)
-            raw = free.log_softmax(-1).gather(1, drawn.out.token.clamp(min=0)[:, None])[:, 0]
-            drawn = device_samples(drawn.out._replace(raw_logprob=raw))
+            out = draw(logits, of_rows, draws.filters, self._never)
+            raw = free.log_softmax(-1).gather(1, out.token.clamp(min=0)[:, None])[:, 0]
+            drawn = device_samples(out._replace(raw_logprob=raw))
         if drawn is None:
-            drawn = draw(logits, columns, draws.filters, self._never)
+            drawn = device_samples(draw(logits, columns, draws.filters, self._never))
         top_id = top_logprob = top_raw = None
         if draws.most_top:
             temperature = columns["temperature"][: len(slots)]
@@ -206,7 +216,7 @@ class Runner:
                 draws.keeping.tolist(), np.split(ids.int().cpu().numpy(), indptr[1:-1].cpu().numpy()), strict=True
             ):
                 kept[i] = of_row
-        fetched = drawn.fetch(len(slots))
+        fetched = drawn.fetch(len(slots), step.steps)
         if why is not None:
             for i in draws.constrained[fetched[0][draws.constrained] < 0].tolist():
                 if why[i] is None and not free[i].isnan().any():

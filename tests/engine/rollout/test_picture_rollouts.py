@@ -21,7 +21,7 @@ from rolltree.engine.programs import RolloutProgram, TreePO
 from rolltree.engine.prompts.archive import Archive
 from rolltree.engine.rollout import DraftConfig, EngineConfig, NativeEngine, SamplingParams
 from rolltree.engine.rollout.local import LocalSampler
-from rolltree.engine.rollout.native import scheduler
+from rolltree.engine.rollout.native import filling
 from rolltree.engine.rollout.native.drafts import Drafts
 from rolltree.engine.rollout.native.pictures import Shown, Towers
 from rolltree.engine.rollout.sampler import Flight, Job
@@ -385,7 +385,7 @@ def test_wrong_attention_of_pictures_shows_in_the_log_probs(
     if wrong == "one way":
         monkeypatch.setattr(Shown, "with_runs", lambda self, *args: self)
     elif wrong == "a cut":
-        monkeypatch.setattr(scheduler, "whole_part", lambda fill, first, budget, whole: min(fill.count, budget))
+        monkeypatch.setattr(filling, "whole_part", lambda fill, first, budget, whole: min(fill.count, budget))
     else:
         native.loop.runner.both_ways = "sliding" if name == "gemma3" else "all"
     assert off(models(name)[1], name, sample(native, name)) > 10 * WRONG
