@@ -18,6 +18,7 @@ from rolltree.kernels.low_rank import Runs, add_low_rank_
 from ...model.attention import Tree, computing, keywords, tree_mask
 from ...model.both_ways import Block
 from ...model.head import decoder_of, head_reader
+from ...model.invariant.install import is_invariant
 from ...model.pictures import FAMILIES, both_ways, placeholders, rotary_input
 from ...model.routes import Record
 from ..failing import NOTHING_LEFT
@@ -28,7 +29,7 @@ from .cache.states import StateStep
 from .compiled import CompiledLayers, DecodeGraphs
 from .constraints import Constraints
 from .draws import DeviceSamples, Draws, device_samples, draw
-from .fused_decoder import FusedDecoder
+from .fused_decoder import FusedDecoder, most_positions
 from .pictures import Shown, Towers
 from .rows import RowTable, Sampled
 from .step_buffer import StepVector
@@ -43,7 +44,7 @@ class Runner:
         adapters: those that rows may have.
         compiled: let torch.compile fuse the operations between a layer's matrix products, including the write of new
             keys.
-        fused: on a CPU, run the decoder as one call unless it is compiled.
+        fused: run the decoder as one call unless it is compiled: on a CPU, and on a GPU in steps that are replayed.
         cuda_graphs: on a CUDA device, replay steps that only decode, unless the model has recurrent layers or its
             routes are recorded.
         window: most steps of a window, see `DecodeGraphs`.
@@ -70,8 +71,11 @@ class Runner:
         self._compiled = compiled
         self._layers = CompiledLayers(self._decoder, cache) if compiled else None
         self._fused: FusedDecoder | None = None
+        self._replayed: FusedDecoder | None = None
         if fused and not compiled and self._device.type == "cpu":
             self._fused = FusedDecoder(self._decoder, cache, adapters)
+        elif fused and not compiled and self._device.type == "cuda" and not is_invariant(self._decoder):
+            self._replayed = FusedDecoder(self._decoder, cache, adapters, most_positions(model, cache))
         family = FAMILIES.get(getattr(model.config, "model_type", ""))
         self.rotary = family is not None and family.grid
         """Steps need rotary positions besides the depth."""
@@ -175,8 +179,9 @@ class Runner:
         return output.last_hidden_state[0]
 
     def decode_logits(self, vector: StepVector) -> Tensor:  # [N, V] fp32
-        """Return the logits of all rows of a step."""
-        return self.logits(self._decode(vector), vector.head_runs)
+        """Return the logits of all rows of a step that is replayed."""
+        hidden = None if self._replayed is None or vector.runs is not None else self._replayed.run(vector)
+        return self.logits(self._decode(vector) if hidden is None else hidden, vector.head_runs)
 
     def _sampled(
         self,

@@ -191,7 +191,8 @@ class StepVector:
     def _next(self, step: Step, columns: Mapping[str, Array], spare_slot: int) -> dict[str, Array]:
         """Return the numbers by which the rows move on; padding stays where it is."""
         next_slots = np.full((self.sizes[5], self.sizes[0]), spare_slot)
-        next_slots[: step.steps - 1, : len(step.input_ids)] = step.next_slots
+        if step.next_slots is not None:
+            next_slots[: step.steps - 1, : len(step.input_ids)] = step.next_slots
         rising = np.full(len(self._columns["rising"]), self._begins["unread"])
         places = rising_places(step.plan, columns, self._begins, rotary=self.sizes[0] * (step.rotary is not None))
         rising[: len(places)] = places
