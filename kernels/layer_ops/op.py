@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from .. import dispatch
 from ..checks import refuse_second_derivative
@@ -46,7 +45,6 @@ def is_plain(*tensors: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
-        and forward_ad._current_level < 0
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
     )

@@ -94,6 +94,7 @@ class DecodeGraphs:
         forward: computes the logits [N, V] of all rows of a step.
         never: [K] int64, see `draw`.
         window: most steps that are replayed before the host looks (`Windows`).
+        places: returns the addresses of the weights and the pages.
     """
 
     def __init__(
@@ -103,7 +104,9 @@ class DecodeGraphs:
         device: torch.device,
         never: Tensor | None = None,
         window: int = 1,
+        places: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
+        self._places_now = places
         self._never = never
         self._window = window
         self._cache = cache
@@ -111,6 +114,7 @@ class DecodeGraphs:
         self._device = device
         self._graphs: dict[tuple[int, int, bool, tuple[str, ...]], tuple[torch.cuda.CUDAGraph, Decoded]] = {}
         self._pool: Any = None  # memory that all graphs share, as one runs at a time
+        self._places: tuple[int, ...] = ()  # of all that the graphs read, when the first was captured
 
     def decode(self, step: Step, draws: Draws, adapter: Array | None) -> Decoded:
         """Run the steps of a window that only decodes: each of its rows is sampled once a step; ``adapter`` is as in
@@ -154,6 +158,11 @@ class DecodeGraphs:
         self._graphs.clear()
         self._pool = None  # torch refuses captures into a pool whose graphs are all gone
 
+    def forget_moved(self) -> None:
+        """Drop all graphs if an address that they read has changed."""
+        if self._graphs and self._places != self._places_now():
+            self.clear()
+
     def _capture(self, vector: StepVector, draws: Draws) -> tuple[torch.cuda.CUDAGraph, Decoded]:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -161,7 +170,7 @@ class DecodeGraphs:
             self.run(vector, draws.filters)
         torch.cuda.current_stream().wait_stream(aside)
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool, self._places = torch.cuda.graph_pool_handle(), self._places_now()
         graph = torch.cuda.CUDAGraph()
         # a trainer in another thread may allocate during the capture
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

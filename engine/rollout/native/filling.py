@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from rolltree.kernels.tree_decode.items import CHUNK
 
 from ..branch import Branch
 from ..failing import TooLongError
@@ -18,6 +22,22 @@ if TYPE_CHECKING:
     from ._host import KvTree
 
 Array = npt.NDArray[Any]
+PREFILL_TOKENS = 2048
+GPU_PREFILL_TOKENS = 8192
+MOST_PARTIALS = 65536
+"""Partial results of attention, each of a token and `CHUNK` keys, in a step with more than `PREFILL_TOKENS`: 1 GiB with
+32 heads of 128."""
+
+
+def prefill_limit(tokens: int | None, device: torch.device) -> Callable[[int], int]:
+    """Return a function that gives, for the longest path of a step, the most tokens of missing keys that it computes.
+
+    Args:
+        tokens: as many whatever the path; None for the device's own number.
+    """
+    if tokens is not None or device.type != "cuda":
+        return lambda longest: tokens or PREFILL_TOKENS
+    return lambda longest: min(max(MOST_PARTIALS // -(-longest // CHUNK), PREFILL_TOKENS), GPU_PREFILL_TOKENS)
 
 
 class TooLargeError(KvExhaustedError):  # type: ignore[misc, unused-ignore]

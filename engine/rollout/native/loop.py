@@ -8,7 +8,7 @@ prompt is a branch that forks first, and a rewind opens such a branch in the mid
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class NativeLoop(Steering):
         cost: CostModel,
         *,
         max_batch_rows: int,
-        max_prefill_tokens: int,
+        prefill: Callable[[int], int],
         drafts: Drafts | None = None,
         window: int = 1,
         positions: int | None = None,
@@ -64,7 +64,7 @@ class NativeLoop(Steering):
             self.requests,
             drafts,
             max_batch_rows=max_batch_rows,
-            max_prefill_tokens=max_prefill_tokens,
+            prefill=prefill,
             rotary=runner.rotary,
             whole_pictures=runner.both_ways is not None,
             window=window,

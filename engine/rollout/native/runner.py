@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,8 @@ class Runner:
         self._never = torch.tensor(never, device=self._device) if never else None
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs and self._device.type == "cuda" and cache.states is None and cache.routes is None:
-            self.graphs = DecodeGraphs(cache, self.decode_logits, self._device, self._never, window)
+            places = partial(_places, model, cache)
+            self.graphs = DecodeGraphs(cache, self.decode_logits, self._device, self._never, window, places)
         self._vector: StepVector | None = None  # of the previous step
         self._draws: Draws | None = None
         self._product: Head | None = None
@@ -136,6 +138,11 @@ class Runner:
         """Drop captured graphs, because the weights, the adapters or the pages have moved."""
         if self.graphs is not None:
             self.graphs.clear()
+
+    def forget_moved_graphs(self) -> None:
+        """Drop captured graphs if a weight or a page has moved since."""
+        if self.graphs is not None:
+            self.graphs.forget_moved()
 
     def _blocks(self, shown: Shown | None) -> tuple[Block, ...]:
         """Return the rows of pictures that attend to each other in both directions, as the cache computes them."""
@@ -251,3 +258,8 @@ class Runner:
 
     def _to_device(self, values: Array) -> Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def _places(model: PreTrainedModel, cache: KvCache) -> tuple[int, ...]:
+    pages = (tensor for kv in cache.pages.values() for tensor in kv)
+    return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers(), *pages))

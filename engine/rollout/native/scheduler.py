@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class Scheduler:
         drafts: Drafts | None = None,
         *,
         max_batch_rows: int,
-        max_prefill_tokens: int,
+        prefill: Callable[[int], int],
         rotary: bool = False,
         whole_pictures: bool = False,
         window: int = 1,
@@ -61,7 +62,7 @@ class Scheduler:
         drafted_rows = 0 if drafts is None else drafts.config.rows
         self.windows = Windows(rows, cache.tree, window, positions=positions, drafted_rows=drafted_rows)
         self.max_batch_rows = max_batch_rows
-        self.max_prefill_tokens = max_prefill_tokens
+        self.prefill = prefill  # see `prefill_limit`
         self.whole_pictures = whole_pictures  # their rows attend to each other in both directions
         self.queue: deque[Request] = deque()
         self.requests = requests  # started and not done
@@ -190,7 +191,7 @@ class Scheduler:
             pages: those that the step's running rows take.
             idle: no branch runs, so the oldest one may take all pages.
         """
-        most = self.max_prefill_tokens
+        most = self.prefill(max(self.cache.length(branch.kv) for branch in self.waiting))
         filling = Filling(self.cache, self.rows, pages=pages, max_tokens=most, whole_pictures=self.whole_pictures)
         for branch in list(self.waiting):
             if not filling.add(branch, alone=idle and not filling.fills):

@@ -23,6 +23,7 @@ from rolltree.engine.rollout import DraftConfig, EngineConfig, NativeEngine, Sam
 from rolltree.engine.rollout.local import LocalSampler
 from rolltree.engine.rollout.native import filling
 from rolltree.engine.rollout.native.drafts import Drafts
+from rolltree.engine.rollout.native.filling import PREFILL_TOKENS
 from rolltree.engine.rollout.native.pictures import Shown, Towers
 from rolltree.engine.rollout.sampler import Flight, Job
 
@@ -350,7 +351,7 @@ def test_two_way_pictures_survive_chunks_preemption_and_the_host(name: str) -> N
     for sizes in ({"max_prefill_tokens": 2, "page_size": 16}, TIGHT, {"host_kv_tokens": 4096, "kv_tokens": 96}):
         native = engine(name, **sizes)
         requests = native.submit(ids, PARAMS, TREEPO, seeds=SEEDS, pictures=pictures)
-        most = max(native.config.max_prefill_tokens, *(shown.rows for (shown, *_) in pictures[:2]))
+        most = max(PREFILL_TOKENS, *(shown.rows for (shown, *_) in pictures[:2]))
         while not all(request.done for request in requests):
             before = native.stats["prefill_tokens"]
             native.step()

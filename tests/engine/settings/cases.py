@@ -220,6 +220,9 @@ OF_KEYS: dict[tuple[str, str], Case] = {
         f"rollout.vllm_options={{seed=1}}  {VLLM}", "set it, or leave them out"),
     ("`rollout.drafts`", '`rollout.backend` = "vllm"'): (f"rollout.drafts.rows=8  {VLLM}", "rollout.drafts.rows=8",
         "set rollout.drafts.rows to 0"),
+    ("`rollout.keep_pages` = true", '`rollout.backend` = "vllm", `placement.layout` = "colocated"'): (
+        f"rollout.keep_pages=true  {VLLM}", "rollout.keep_pages=true",
+        "in the run's own process, which shares the trainer's device; leave it out"),
     ("`rollout.window` above 1", '`rollout.backend` = "vllm"'): (f"rollout.window=8  {VLLM}",
         f"rollout.window=1  {VLLM}",
         "use `rollout.vllm_options`, or leave it out"),
