@@ -7,7 +7,8 @@ others take at most five minutes each::
     make gpu ARGS="--part first --out build/gpu"
 
 ``first``: versions, the native build, each Triton and CUDA kernel against float64 at two shapes, and one row of each op
-(gpu_first.py). ``kernels``: the most important rows and the device's limits; ``first`` twice and ``kernels`` fit into
+(gpu_first.py). ``next``: what was written since a GPU was last at hand, in at most eight minutes (runs/gpu_next.py).
+``kernels``: the most important rows and the device's limits; ``first`` twice and ``kernels`` fit into
 twelve minutes. ``correct``: the tests of tests/gpu. ``tuning``: tiles of each kernel, memory checks, profiles.
 ``training``: whole steps and rollouts. Two more parts without a time limit are ``tests`` (every test file that a GPU
 affects) and ``rows`` (every case of every benchmark).
@@ -56,7 +57,7 @@ from .journal import Journal
 from .schema import REPOSITORY, append_line, commit, read
 from .table import table
 
-PART_SECONDS = {"first": 200.0}
+PART_SECONDS = {"first": 200.0, "next": 480.0}
 OTHER_PART_SECONDS = 300.0
 PACK_SECONDS = 20.0
 TELL_SECONDS = 0.5

@@ -101,6 +101,7 @@ class Setting:
 def parts(to: Setting) -> dict[str, Callable[[], list[Task]]]:
     return {
         "first": lambda: first(to),
+        "next": lambda: upcoming(to),
         "kernels": lambda: kernels(to),
         "correct": lambda: [to.build, to.pytest("correct", "tests/gpu/test_kernels_gpu.py", limit=140.0)],
         "tuning": lambda: tuning(to),
@@ -130,6 +131,21 @@ def first(to: Setting) -> list[Task]:
         task("triton"),
         task("cuda", joins=True),
         task("rows"),
+    ]
+
+
+def upcoming(to: Setting) -> list[Task]:
+    """Return what was written since a GPU was last at hand: figures of decoding, and the tests that need a GPU."""
+    options = ["--device", to.device, "--out", str(to.out), *(["--rehearse"] if to.rehearse else [])]
+    decode = Task(
+        "next decode", to.python("rolltree.bench.runs.gpu_next", "decode", *options), 240.0, "next_decode", each=90.0
+    )
+    graphs, kernels = "tests/engine/rollout/test_graphs.py", "tests/kernels/test_advance.py"
+    return [
+        to.build,
+        decode,
+        to.pytest("next graphs", graphs, "-m", "gpu", limit=120.0, passing=(0, NOTHING_COLLECTED)),
+        to.pytest("next advance", kernels, limit=60.0),
     ]
 
 

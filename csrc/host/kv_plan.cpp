@@ -63,7 +63,8 @@ Plan KvTree::plan(const int64_t* nodes, const int64_t* counts, int64_t n) const 
   return plan;
 }
 
-Arranged KvTree::arrange(const int64_t* nodes, const int64_t* counts, const int64_t* appended, int64_t n, int64_t spare) {
+Arranged KvTree::arrange(const int64_t* nodes, const int64_t* counts, const int64_t* appended, int64_t n, int64_t spare,
+                         int64_t ahead) {
   if (arranged_at_ != clock_ || !std::equal(nodes, nodes + n, arranged_.begin(), arranged_.end())) {
     order_ = depth_first(nodes, n);
     arranged_.assign(nodes, nodes + n);
@@ -74,9 +75,11 @@ Arranged KvTree::arrange(const int64_t* nodes, const int64_t* counts, const int6
   for (int64_t i = 0; i < n; ++i) {
     const int64_t from = order_[i];
     node[i] = nodes[from], rows += count[i] = counts[from];
+    if (ahead != 0 && (ahead < 0 || count[i] != 1 || appended[from] != 1))
+      throw std::invalid_argument("Items that append keys ahead have one row, whose key is appended.");
     if (appended[from] == 0) continue;
     if (appended[from] != count[i]) throw std::invalid_argument("An item appends the keys of all its rows, or of none.");
-    writer.push_back(node[i]), written.push_back(count[i]);
+    writer.push_back(node[i]), written.push_back(count[i] + ahead);
   }
   std::vector<int64_t> slots = append(writer.data(), written.data(), static_cast<int64_t>(writer.size()));
   if (static_cast<int64_t>(slots.size()) < rows) {
@@ -89,7 +92,12 @@ Arranged KvTree::arrange(const int64_t* nodes, const int64_t* counts, const int6
     }
     slots = std::move(all);
   }
-  return {order_, std::move(slots), plan(node.data(), count.data(), n)};
+  Plan rows_plan = plan(node.data(), count.data(), n);
+  // A row's own node is the last that begins with it.
+  for (size_t i = 0; ahead != 0 && i < rows_plan.row_begin.size(); ++i)
+    if (i + 1 == rows_plan.row_begin.size() || rows_plan.row_begin[i + 1] > rows_plan.row_begin[i])
+      rows_plan.node_length[i] -= static_cast<int32_t>(ahead);
+  return {order_, std::move(slots), std::move(rows_plan)};
 }
 
 }  // namespace rolltree

@@ -192,6 +192,15 @@ void KvTree::truncate(int id, int64_t end) {
     if (--page_count_[node.pages.back()] == 0) free_pages_.push_back(node.pages.back());
 }
 
+void KvTree::name(int id, int64_t begin, const int32_t* tokens, int64_t n) {
+  Node& node = nodes_[held(id)];
+  const int64_t at = begin - node.position;
+  if (node.sealed) throw std::invalid_argument("Node " + std::to_string(id) + " is sealed and keeps its tokens.");
+  if (at < 0 || at + n > node.size())
+    throw std::invalid_argument("Node " + std::to_string(id) + " has no tokens at the positions from " + std::to_string(begin) + " on.");
+  std::copy(tokens, tokens + n, node.tokens.begin() + at);
+}
+
 int KvTree::rewind(int id, int64_t position) {
   at(id);
   if (position < 1) throw std::invalid_argument("A rewind keeps at least one token.");

@@ -37,7 +37,7 @@ struct Plan {
 // The rows of a step.
 struct Arranged {
   std::vector<int64_t> order;  // of the items they were made of
-  std::vector<int64_t> slots;  // one a row
+  std::vector<int64_t> slots;  // one a row, and those ahead of it
   Plan plan;
 };
 
@@ -66,6 +66,7 @@ class KvTree {
   void let_go_all();                              // nor does any other
   void extend(int node, const int32_t* tokens, int64_t n);  // further tokens of an open node; their keys are missing
   void truncate(int node, int64_t end);  // forgets the tokens of an open node from position `end` on, and their keys
+  void name(int node, int64_t begin, const int32_t* tokens, int64_t n);  // its tokens from position `begin` on, unknown before
 
   // Slots for the keys of the next counts[i] tokens of nodes[i], in order; nodes must be distinct. All or nothing.
   std::vector<int64_t> append(const int64_t* nodes, const int64_t* counts, int64_t n);
@@ -86,8 +87,9 @@ class KvTree {
   // Rows in that order: counts[i] consecutive rows end their path in nodes[i].
   Plan plan(const int64_t* nodes, const int64_t* counts, int64_t n) const;
   // Puts items in that order, appends the keys of those with appended[i] > 0 (then counts[i]), and plans their rows, which in
-  // other items have the slot `spare`.
-  Arranged arrange(const int64_t* nodes, const int64_t* counts, const int64_t* appended, int64_t n, int64_t spare);
+  // other items have the slot `spare`. With `ahead` each item appends the keys of as many further tokens: their slots follow
+  // those of the item's row, and the plan has their pages but not yet their keys.
+  Arranged arrange(const int64_t* nodes, const int64_t* counts, const int64_t* appended, int64_t n, int64_t spare, int64_t ahead);
 
   int64_t length(int node) const { return at(node).length; }
   int64_t position(int node) const { return at(node).position; }

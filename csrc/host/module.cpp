@@ -26,9 +26,9 @@ py::tuple plan(const KvTree& tree, const Ids& nodes, const Ids& counts) {
   return to_tuple(tree.plan(nodes.data(), counts.data(), same_length(nodes, counts)));
 }
 
-py::tuple arrange(KvTree& tree, const Ids& nodes, const Ids& counts, const Ids& appended, int64_t spare) {
+py::tuple arrange(KvTree& tree, const Ids& nodes, const Ids& counts, const Ids& appended, int64_t spare, int64_t ahead) {
   same_length(counts, appended);
-  rolltree::Arranged a = tree.arrange(nodes.data(), counts.data(), appended.data(), same_length(nodes, counts), spare);
+  rolltree::Arranged a = tree.arrange(nodes.data(), counts.data(), appended.data(), same_length(nodes, counts), spare, ahead);
   return py::make_tuple(to_numpy(std::move(a.order)), to_numpy(std::move(a.slots)), to_tuple(std::move(a.plan)));
 }
 
@@ -92,6 +92,16 @@ PYBIND11_MODULE(_host, m) {
              for (int64_t i = 0; i < n; ++i) tree.truncate(static_cast<int>(nodes.data()[i]), ends.data()[i]);
            },
            py::arg("nodes"), py::arg("ends"))
+      .def("name",
+           [](KvTree& tree, const Ids& nodes, const Ids& begins, const Ids& counts, const Tokens& tokens) {  // counts[i] each
+             const int64_t n = same_length(nodes, counts), *count = counts.data();
+             same_length(nodes, begins);
+             if (tokens.size() != std::accumulate(count, count + n, int64_t{0}) || std::any_of(count, count + n, [](int64_t c) { return c < 0; }))
+               throw std::invalid_argument("There must be as many tokens as the counts add up to.");
+             const int32_t* next = tokens.data();
+             for (int64_t i = 0; i < n; next += count[i++]) tree.name(static_cast<int>(nodes.data()[i]), begins.data()[i], next, count[i]);
+           },
+           py::arg("nodes"), py::arg("begins"), py::arg("counts"), py::arg("tokens"))
       .def("extend_by", [](KvTree& tree, int node, const Tokens& tokens) { tree.extend(node, tokens.data(), tokens.size()); },
            py::arg("node"), py::arg("tokens"))
       .def("missing",
@@ -135,8 +145,16 @@ PYBIND11_MODULE(_host, m) {
       .def("depth_first", [](const KvTree& tree, const Ids& nodes) { return to_numpy(tree.depth_first(nodes.data(), nodes.size())); },
            py::arg("nodes"))
       .def("plan", &plan, py::arg("nodes"), py::arg("counts"))
-      .def("arrange", &arrange, py::arg("nodes"), py::arg("counts"), py::arg("appended"), py::arg("spare"))
+      .def("arrange", &arrange, py::arg("nodes"), py::arg("counts"), py::arg("appended"), py::arg("spare"),
+           py::arg("ahead") = 0)
       .def("length", &KvTree::length, py::arg("node"))
+      .def("lengths",
+           [](const KvTree& tree, const Ids& nodes) {
+             std::vector<int64_t> lengths(nodes.size());
+             for (size_t i = 0; i < lengths.size(); ++i) lengths[i] = tree.length(static_cast<int>(nodes.data()[i]));
+             return to_numpy(std::move(lengths));
+           },
+           py::arg("nodes"))
       .def("position", &KvTree::position, py::arg("node"))
       .def("end", &KvTree::end, py::arg("node"))
       .def("parent", &KvTree::parent, py::arg("node"))

@@ -39,6 +39,7 @@ class AgentCalls(RolloutProgram):
     """
 
     answers_held_out = True
+    independent = True
 
     def __init__(
         self,

@@ -169,6 +169,7 @@ class EnvironmentTurns(RolloutProgram):
 
     answers_held_out = True
     takes_any_order = True
+    independent = True
 
     def __init__(
         self,

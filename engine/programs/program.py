@@ -224,6 +224,9 @@ class RolloutProgram(ABC):
     """Number of likeliest tokens to report at each sampled token."""
     rewinds: bool = False
     """True if the program may rewind leaves; the engine then keeps their keys while there is room."""
+    independent: bool = False
+    """True if the end of a branch, and what follows it, changes no other branch. The native engine then does not put
+    the others back to that step (`rollout.window`)."""
     needs_entropies: bool = False
     """True if the program reads the entropies of reports, which not every backend computes."""
     gives_older: bool = False

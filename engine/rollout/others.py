@@ -25,6 +25,8 @@ SEGMENTS = 1 << 32
 class OneSegment(RolloutProgram):
     """Ends each branch after one segment like those of another program."""
 
+    independent = True
+
     def __init__(self, like: RolloutProgram) -> None:
         self.segment_stop, self.segment_stop_token_ids = like.segment_stop, like.segment_stop_token_ids
         self.top_logprobs, self.needs_entropies = like.top_logprobs, like.needs_entropies

@@ -219,6 +219,12 @@ class RolloutConfig(Section):
     kept_states: Annotated[int, Field(ge=0, lt=2**31)] = 64
     """States of recurrent layers that the native backend keeps besides those of running sequences, for branches that
     fork, go back or were preempted; without one, tokens are computed again. No effect on other models."""
+    keep_pages: Literal[True, False, "auto"] = "auto"
+    """Keep the memory of the native backend's KV cache while the policy is updated, so that CUDA graphs stay. `auto`:
+    on a GPU, if there was room for both in the updates before; on a CPU it is freed."""
+    window: Literal[1, 2, 3, 4, 5, 6, 7, 8, "auto"] = "auto"
+    """Most decoding steps that the native backend takes before it looks at the samples, up to 8. The samples are the
+    same. `auto`: 8 on a GPU, 1 on a CPU; see docs/rollouts.md."""
     compile: bool = False
     """Decode with torch.compile, after some seconds of compilation; on a CPU this is no faster. Not for models with
     recurrent layers."""

@@ -15,16 +15,18 @@ from .. import dispatch
 from ..checks import Arguments
 from ..tree_decode import DecodePlan
 from ..tree_decode.api import check_plan
-from ..tree_decode.schedule import Nodes
+from ..tree_decode.schedule import Nodes, Work
 from . import reference
 from .weights import DTYPES, Adapted, LayerWeights, check_contiguous
 
 _ADD_RMS_NORM: Mapping[str, Callable[..., Tensor]] = {
     "cpu": dispatch.compiled_op("cpu", "add_rms_norm"),
+    "triton": dispatch.imported(__package__, "triton", "add_rms_norm"),
     "reference": reference.add_rms_norm,
 }
 _ROTATE_AND_STORE: Mapping[str, Callable[..., None]] = {
     "cpu": dispatch.compiled_op("cpu", "rotate_and_store"),
+    "triton": dispatch.imported(__package__, "triton", "rotate_and_store"),
     "reference": reference.rotate_and_store,
 }
 LONGEST_HEAD = 1024
@@ -245,7 +247,8 @@ class Decoder:
     ) -> Tensor:  # [N, H]
         """Run like `__call__` with arguments that are known to be right; they are not checked."""
         run = _choose("Decoder", _DECODER, self.embedding)
-        return run(self, input_ids, cos, sin, turns, slots, Nodes(*plan.tensors().values()), adapted)
+        work = plan.work(len(self.layers[0].q) // len(self.layers[0].k))
+        return run(self, input_ids, cos, sin, turns, slots, Nodes(*plan.tensors().values()), work, adapted)
 
 
 def _compiled_decoder(
@@ -256,6 +259,7 @@ def _compiled_decoder(
     turns: Tensor | None,  # [N] int32
     slots: Tensor,  # [N] int32
     nodes: Nodes,
+    work: Work,  # not used here
     adapted: Adapted | None,
 ) -> Tensor:  # [N, H]
     """Like `reference.decoder` in csrc/cpu/decoder_layer.cpp."""
@@ -269,7 +273,11 @@ def _compiled_decoder(
     return out
 
 
-_DECODER: Mapping[str, Callable[..., Tensor]] = {"cpu": _compiled_decoder, "reference": reference.decoder}
+_DECODER: Mapping[str, Callable[..., Tensor]] = {
+    "cpu": _compiled_decoder,
+    "triton": dispatch.imported(__package__, "triton", "decoder"),
+    "reference": reference.decoder,
+}
 
 
 def _below(check: Arguments, name: str, index: Tensor, end: int) -> None:

@@ -47,6 +47,7 @@ def decoder(
     turns: Tensor | None,  # [N] int32
     slots: Tensor,  # [N] int32
     nodes: Nodes,
+    work: Work,  # not used here
     adapted: Adapted | None,
 ) -> Tensor:  # [N, H]
     residual = F.embedding(input_ids, model.embedding)

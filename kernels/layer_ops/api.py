@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..checks import Arguments
-from .op import rms_norm_op, rotate_op, silu_mul_op
+from .op import gated, is_plain, norm, rms_norm_op, rotate_op, silu_mul_op, turned
 
 
 def rms_norm(
@@ -37,7 +37,8 @@ def rms_norm(
     check.floats("x", x)
     check.require(x.dim() > 0 and x.shape[-1] > 0, lambda: f"x must be [..., H], got {list(x.shape)}")
     check.floats("weight", weight, (x.shape[-1],), " like x", (x.dtype,))
-    return rms_norm_op(x, weight, check.number("eps", eps, least=0.0))[0]
+    run = norm if is_plain(x, weight) else rms_norm_op
+    return run(x, weight, check.number("eps", eps, least=0.0))[0]
 
 
 def rotate(
@@ -72,7 +73,7 @@ def rotate(
         )
         check.require(not of.requires_grad, f"{name} takes no gradient; detach it")
     check.require(len(cos) == len(sin), lambda: f"cos is of {len(cos)} sequences and sin of {len(sin)}; give as many")
-    return rotate_op(q, k, cos, sin)
+    return (turned if is_plain(q, k, cos, sin) else rotate_op)(q, k, cos, sin)
 
 
 def silu_mul(
@@ -96,4 +97,4 @@ def silu_mul(
     check = Arguments("silu_mul", "gate", gate)
     check.floats("gate", gate)
     check.floats("up", up, gate.shape, " like gate", (gate.dtype,))
-    return silu_mul_op(gate, up)
+    return (gated if is_plain(gate, up) else silu_mul_op)(gate, up)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import dispatch
 from ..checks import refuse_second_derivative
@@ -35,11 +35,25 @@ def _backend(op: str, x: Tensor) -> Any:
     return dispatch.choose(op, _BACKENDS if x.dtype == torch.float32 else _HALF, x.device)()
 
 
+def is_plain(*tensors: Tensor) -> bool:
+    """Return whether a call records no gradient and nothing traces or transforms it.
+
+    Then the op's function is called directly: the dispatcher takes longer than most of the kernels.
+    """
+    return (
+        not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
 # ---- RMSNorm
 
 
-@torch.library.custom_op("rolltree::rms_norm", mutates_args=())
-def rms_norm_op(
+def norm(
     x: Tensor,  # [..., H]
     weight: Tensor,  # [H]
     eps: float,
@@ -48,6 +62,9 @@ def rms_norm_op(
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out, factor = _backend("rms_norm", x).rms_norm(rows, weight.contiguous(), eps)
     return out.view(x.shape), factor
+
+
+rms_norm_op = torch.library.custom_op("rolltree::rms_norm", norm, mutates_args=())
 
 
 @rms_norm_op.register_fake
@@ -101,8 +118,7 @@ rms_norm_backward_op.register_autograd(lambda *_: refuse_second_derivative("rms_
 # ---- rotary embedding
 
 
-@torch.library.custom_op("rolltree::rotate", mutates_args=())
-def rotate_op(
+def turned(
     q: Tensor,  # [B, Hq, T, D]
     k: Tensor,  # [B, Hkv, T, D]
     cos: Tensor,  # [B or 1, T, D]
@@ -110,6 +126,9 @@ def rotate_op(
 ) -> tuple[Tensor, Tensor]:
     """Return q and k rotated, in the memory layout of `torch.empty_like`."""
     return _rotated(q, k, cos, sin, back=False)
+
+
+rotate_op = torch.library.custom_op("rolltree::rotate", turned, mutates_args=())
 
 
 @torch.library.custom_op("rolltree::rotate_backward", mutates_args=())
@@ -163,12 +182,15 @@ rotate_backward_op.register_autograd(_rotate_again, setup_context=_setup_rotate)
 # ---- the gated unit
 
 
-@torch.library.custom_op("rolltree::silu_mul", mutates_args=())
-def silu_mul_op(
+def gated(
     gate: Tensor,  # [...]
     up: Tensor,  # [...]
 ) -> Tensor:  # [...]
-    return _backend("silu_mul", gate).silu_mul(gate.contiguous(), up.contiguous())
+    out: Tensor = _backend("silu_mul", gate).silu_mul(gate.contiguous(), up.contiguous())
+    return out
+
+
+silu_mul_op = torch.library.custom_op("rolltree::silu_mul", gated, mutates_args=())
 
 
 @silu_mul_op.register_fake

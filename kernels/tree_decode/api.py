@@ -117,10 +117,7 @@ def tree_decode_attention(
     scale = float(q.shape[-1] ** -0.5 if scale is None else check.number("scale", scale))
     # Outside of a compiler the op's own function is called: the dispatcher takes longer than a small step.
     op: Callable[..., tuple[Tensor, Tensor]] = tree_decode_op if torch.compiler.is_compiling() else _decode
-    work = Work(None, None, 0)
-    if plan.schedule is not None:
-        items = plan.schedule.items.get(q.shape[1] // k_pages.shape[2])
-        work = Work(plan.schedule.partial_begin, items, plan.schedule.partials, plan.schedule.parent)
+    work = plan.work(q.shape[1] // k_pages.shape[2])
     with torch.no_grad():
         out, lse = op(q, k_pages, v_pages, *plan.tensors().values(), *work, scale, window, softcap)
         if sink is None:

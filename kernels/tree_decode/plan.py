@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checks import Arguments
 from .items import FIELDS
-from .schedule import HAS_NUMPY, Schedule, columns_of, count_partials
+from .schedule import HAS_NUMPY, Schedule, Work, columns_of, count_partials
 
 if TYPE_CHECKING:
     from .items import Array
@@ -66,6 +66,13 @@ class DecodePlan:
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in TENSORS}
+
+    def work(self, group: int) -> Work:
+        """Return the items for ``group`` query heads a key head, as far as the plan has them."""
+        if self.schedule is None:
+            return Work(None, None, 0)
+        items = self.schedule.items.get(group)
+        return Work(self.schedule.partial_begin, items, self.schedule.partials, self.schedule.parent)
 
     @staticmethod
     def from_host(

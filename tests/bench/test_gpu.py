@@ -23,6 +23,7 @@ from rolltree.bench import gpu, gpu_checks, gpu_first, gpu_tasks, runner, schema
 from rolltree.bench.cli import OPS, load
 from rolltree.bench.journal import Journal
 from rolltree.bench.runner import Bench, Calls, Case, Choice, DeviceLostError
+from rolltree.bench.runs import gpu_next
 from rolltree.kernels.machine import cpu_levels
 
 from ..support.forks import Forks, forked
@@ -399,7 +400,7 @@ def test_every_task_is_listed_once(tmp_path: Path) -> None:
     for to in (setting(tmp_path), gpu_tasks.Setting("cuda", False, 2.0, "", tmp_path)):
         known = gpu_tasks.parts(to)
         short = [name for name in known if name not in gpu_tasks.LONG]
-        assert short == ["first", "kernels", "correct", "tuning", "training"]
+        assert short == ["first", "next", "kernels", "correct", "tuning", "training"]
         assert all("build" in {task.name for task in known[part]()} for part in short)
         assert 2 * gpu.PART_SECONDS["first"] + gpu.OTHER_PART_SECONDS <= 12 * 60
         for name, tasks in known.items():
@@ -408,6 +409,17 @@ def test_every_task_is_listed_once(tmp_path: Path) -> None:
             if name not in gpu_tasks.LONG:
                 seconds = gpu.PART_SECONDS.get(name, 2 * gpu.OTHER_PART_SECONDS / 4)
                 assert all(task.limit <= seconds for task in tasks()), name
+
+
+@pytest.mark.check
+def test_what_comes_next_runs_without_a_gpu(tmp_path: Path) -> None:
+    """Each line has an outcome, and none is measured twice."""
+    options = ["decode", "--device", "cpu", "--rehearse", "--out", str(tmp_path)]
+    for _ in range(2):
+        assert gpu_next.main(options) == 0
+        outcomes = (tmp_path / "next_decode.outcomes.jsonl").read_text().splitlines()
+        assert len(outcomes) == 9
+        assert {json.loads(line)["status"] for line in outcomes} == {"finished"}
 
 
 def test_the_chosen_cases_and_providers_exist(tmp_path: Path) -> None:

@@ -24,11 +24,14 @@ from rolltree.kernels.libraries import load_library
 from rolltree.kernels.linear_logprob.head import Head, few_rows
 from rolltree.kernels.low_rank import Adapters, LowRank, Runs
 
+from .on_device import needs_interpreter
+
 FEW_ROWS = few_rows()
 BACKENDS = [
     pytest.param("reference"),
     pytest.param("cpu", marks=pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")),
 ]
+ALL = [*BACKENDS, pytest.param("triton", marks=needs_interpreter)]
 SHAPES = [(1, 8), (1, 128), (3, 100), (64, 256), (5, 7), (130, 576), (2, 1024), (2, 5000)]
 
 
@@ -43,7 +46,7 @@ def near(out: Tensor, expected: Tensor, scale: Tensor) -> None:
     assert ((out.double() - expected).abs() <= 4 * 2**-23 * scale + 1e-38).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 @pytest.mark.parametrize("magnitude", [1e-12, 1.0, 1e15])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_norm_of_a_sum(backend: Any, shape: tuple[int, int], magnitude: float) -> None:
@@ -75,7 +78,7 @@ def heads(rows: int, heads: int, kv_heads: int, dim: int, pages: int = 7, page: 
     }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("shape", [(1, 4, 2, 32), (33, 6, 2, 8), (20, 3, 3, 10), (16, 2, 1, 128)])
 def test_heads_are_turned_and_stored(backend: Any, shape: tuple[int, int, int, int], normed: bool) -> None:
@@ -102,7 +105,7 @@ def test_heads_are_turned_and_stored(backend: Any, shape: tuple[int, int, int, i
     assert not given["k_pages"].view(values.shape)[untouched].any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_a_row_is_the_same_in_any_batch(backend: Any) -> None:
     given, many = heads(40, 4, 2, 32), torch.randn(600, 256)
     weight, norms = torch.randn(256), {"q_weight": torch.randn(32), "k_weight": torch.randn(32), "eps": 1e-6}

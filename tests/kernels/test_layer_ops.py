@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from rolltree.kernels import use_backend
-from rolltree.kernels.layer_ops import rms_norm, rotate, silu_mul
+from rolltree.kernels.layer_ops import api, rms_norm, rotate, silu_mul
 from rolltree.kernels.layer_ops.op import rms_norm_op, rotate_op, silu_mul_op
 from rolltree.kernels.libraries import load_library
 
@@ -296,6 +298,44 @@ def test_half_precision_is_rounded_where_transformers_rounds(name: str, shape: t
     for got, want in zip(ours, OPS[name].plain(*given), strict=True):
         differ = (got.cpu() != want).float().mean()
         assert differ <= (0.01 if backend == "triton" and name != "rotate" else 0)  # sums and e^x are others
+
+
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rms_norm": lambda x: rms_norm(x, torch.ones(4), EPS),
+    "rotate": lambda x: rotate(x[None, None], x[None, None], torch.ones(1, 3, 4), torch.ones(1, 3, 4))[0],
+    "silu_mul": lambda x: silu_mul(x, x),
+}
+AROUND: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
+    "a gradient": lambda f: f(torch.randn(3, 4, requires_grad=True)),
+    "grad mode": lambda f: f(torch.randn(3, 4)),
+    "a trace": torch.no_grad()(lambda f: make_fx(f)(torch.randn(3, 4))),
+    "a transform": torch.no_grad()(lambda f: torch.func.vmap(f)(torch.randn(2, 3, 4))),
+    "fakes": torch.no_grad()(lambda f: f(FakeTensorMode().from_tensor(torch.randn(3, 4)))),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("around", [*AROUND, "nothing"])
+def test_the_dispatcher_is_left_out_where_nothing_asks_for_it(
+    around: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The functions themselves run where no gradient is recorded and nothing traces, with the same bits."""
+    called: list[str] = []
+    for function in ("norm", "turned", "gated"):
+        own = getattr(api, function)
+        monkeypatch.setattr(api, function, lambda *args, own=own: called.append("function") or own(*args))
+    if around != "nothing":
+        if around != "fakes" or name == "silu_mul":  # the others' weights and angles are no fakes
+            AROUND[around](CALLS[name])
+        assert called == []
+        return
+    x = torch.randn(3, 4)
+    expected = CALLS[name](x)
+    with torch.no_grad():
+        assert torch.equal(CALLS[name](x), expected)
+    with torch.inference_mode():
+        assert torch.equal(CALLS[name](x), expected)
+    assert called == ["function"] * 2
 
 
 WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [

@@ -190,6 +190,8 @@ def make_engine(
             max_batch_rows=rollout.max_batch_rows,
             kept_states=rollout.kept_states,
             record_routes=config.model.replay_routes,
+            keep_pages=rollout.keep_pages,
+            window=rollout.window,
             compile=rollout.compile,
             drafts=DraftConfig(**rollout.drafts.model_dump()) if rollout.drafts.rows else None,
         )

@@ -14,6 +14,7 @@ from .cache.kv_cache import KvCache
 from .cache.states import StateStep
 from .pictures import Shown
 from .rows import Fill, RowTable
+from .windows import to_come
 
 Array = npt.NDArray[Any]
 
@@ -36,6 +37,12 @@ class Step:
     states: StateStep | None = None  # of a model with recurrent layers
     rotary: Array | None = None  # [3, N] int64, of a model whose rotary positions are not the depth (M-RoPE)
     shown: Shown | None = None  # rows of pictures
+    next_slots: Array | None = None  # [steps - 1, N] int64, of the rows' keys in the further steps of a window
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that the rows take before the host looks at the samples."""
+        return 1 if self.next_slots is None else 1 + len(self.next_slots)
 
 
 class Assembly:
@@ -49,12 +56,13 @@ class Assembly:
     def __init__(self, rows: RowTable, cache: KvCache, *, rotary: bool, whole_pictures: bool) -> None:
         self.rows, self.cache, self.rotary, self.whole_pictures = rows, cache, rotary, whole_pictures
 
-    def __call__(self, slots: Array, fills: list[Fill], drafts: tuple[Array, Array] | None) -> Step:
+    def __call__(self, slots: Array, fills: list[Fill], drafts: tuple[Array, Array] | None, steps: int = 1) -> Step:
         """Return a step: one item for each running branch and fill, in depth-first order, expanded to rows.
 
         Args:
             slots: the running branches in the row table.
             drafts: the number of drafted tokens of each, and the tokens; None for none.
+            steps: number of steps of a window; above 1 there are no fills and no drafts.
         """
         rows, tree = self.rows, self.cache.tree
         node, count, sampler = rows.kv_node[slots], np.ones(len(slots), np.int64), slots
@@ -66,7 +74,7 @@ class Assembly:
             last, token = token, np.empty(len(drafted), np.int64)
             token[drafted], token[~drafted] = drafts[1], last
         appended = sampled = count
-        tree.extend(node, count, token)
+        tree.extend(node, count * steps, to_come(token, steps))
         if fills:
             node = _extend(node, [fill.node for fill in fills])
             count = _extend(count, [fill.count for fill in fills])
@@ -77,18 +85,22 @@ class Assembly:
             token = np.concatenate([token, *(tree.tokens(fill.node, fill.begin, fill.count) for fill in fills)])
             position = _extend(position, [tree.position(fill.node) + fill.begin for fill in fills])
         owner = _extend(slots, [fill.branch.slot for fill in fills]) if fills else slots
-        items = np.stack([count, count * position + count * (count + 1) // 2, sampled])
+        computed = count * steps
+        items = np.stack([computed, computed * position + computed * (computed + 1) // 2, sampled * steps])
         work, held_out = Work(*items.sum(1).tolist()), Work(*(items @ rows.held_out[owner]).tolist())
-        order, kv_slots, plan = tree.arrange(node, count, appended, self.cache.spare_slot)
+        order, kv_slots, plan = tree.arrange(node, count, appended, self.cache.spare_slot, steps - 1)
         states = None if self.cache.states is None else self.cache.states.compose(tree, rows, slots, fills, order)
         sampler, adapter = sampler[order], adapter[order]
         if not fills and drafts is None:
             every = np.arange(len(order))
             input_ids, position_ids = token[order], position[order]
             rotary = np.tile(position_ids + rows.moved[sampler], (3, 1)) if self.rotary else None
+            next_slots = None
+            if steps > 1:
+                kv_slots, next_slots = kv_slots[::steps], kv_slots.reshape(-1, steps)[:, 1:].T
             return Step(
                 input_ids, position_ids, kv_slots, plan, every, sampler, every * 0, adapter, [], work, held_out, states,
-                rotary,
+                rotary, next_slots=next_slots,
             )  # fmt: skip
         begin = (np.cumsum(count) - count)[order]
         count, sampled = count[order], sampled[order]

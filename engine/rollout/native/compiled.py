@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...errors import UserError
 from .assembly import Step
 from .cache.kv_cache import KvCache
-from .draws import DeviceSamples, Draws, draw
+from .draws import DeviceSamples, Draws, device_samples, draw
 from .step_buffer import StepVector, count_partials
 
 Array = npt.NDArray[Any]
@@ -93,20 +93,32 @@ class DecodeGraphs:
     Args:
         forward: computes the logits [N, V] of all rows of a step.
         never: [K] int64, see `draw`.
+        window: most steps that are replayed before the host looks (`Windows`).
+        places: returns the addresses of the weights and the pages.
     """
 
     def __init__(
-        self, cache: KvCache, forward: Callable[[StepVector], Tensor], device: torch.device, never: Tensor | None = None
+        self,
+        cache: KvCache,
+        forward: Callable[[StepVector], Tensor],
+        device: torch.device,
+        never: Tensor | None = None,
+        window: int = 1,
+        places: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
+        self._places_now = places
         self._never = never
+        self._window = window
         self._cache = cache
         self._forward = forward
         self._device = device
         self._graphs: dict[tuple[int, int, bool, tuple[str, ...]], tuple[torch.cuda.CUDAGraph, Decoded]] = {}
         self._pool: Any = None  # memory that all graphs share, as one runs at a time
+        self._places: tuple[int, ...] = ()  # of all that the graphs read, when the first was captured
 
     def decode(self, step: Step, draws: Draws, adapter: Array | None) -> Decoded:
-        """Run a step that only decodes: each of its rows is sampled once; ``adapter`` is as in `StepVector.load`."""
+        """Run the steps of a window that only decodes: each of its rows is sampled once a step; ``adapter`` is as in
+        `StepVector.load`."""
         rows = _bucket(len(step.input_ids), LEAST_ROWS)
         partials = _bucket(count_partials(step, self._device), LEAST_PARTIALS)
         kind = rows, partials, adapter is not None, draws.filters
@@ -114,13 +126,15 @@ class DecodeGraphs:
             self._graphs[kind] = self._capture(self.pad(step, draws, rows, partials, adapter), draws)
         graph, decoded = self._graphs[kind]
         decoded.vector.load(step, draws, self._cache.spare_slot, adapter)
-        graph.replay()
+        for _ in range(step.steps):
+            graph.replay()
         return decoded
 
     def run(self, vector: StepVector, filters: tuple[str, ...]) -> Decoded:
-        """Run the step without a graph."""
+        """Run a step without a graph."""
         logits = self._forward(vector)
-        return Decoded(vector, logits, draw(logits, vector.draws, filters, self._never))
+        out = draw(logits, vector.draws, filters, self._never)
+        return Decoded(vector, logits, device_samples(out) if self._window == 1 else vector.advance(out))
 
     def pad(self, step: Step, draws: Draws, rows: int, partials: int, adapter: Array | None) -> StepVector:
         """Return the step padded to ``rows`` rows and ``partials`` partial results."""
@@ -134,6 +148,7 @@ class DecodeGraphs:
             samples=rows,
             rotary=step.rotary is not None,
             adapted=adapter is not None,
+            window=self._window,
         )
         vector.load(step, draws, self._cache.spare_slot, adapter)
         return vector
@@ -143,6 +158,11 @@ class DecodeGraphs:
         self._graphs.clear()
         self._pool = None  # torch refuses captures into a pool whose graphs are all gone
 
+    def forget_moved(self) -> None:
+        """Drop all graphs if an address that they read has changed."""
+        if self._graphs and self._places != self._places_now():
+            self.clear()
+
     def _capture(self, vector: StepVector, draws: Draws) -> tuple[torch.cuda.CUDAGraph, Decoded]:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -150,7 +170,7 @@ class DecodeGraphs:
             self.run(vector, draws.filters)
         torch.cuda.current_stream().wait_stream(aside)
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool, self._places = torch.cuda.graph_pool_handle(), self._places_now()
         graph = torch.cuda.CUDAGraph()
         # a trainer in another thread may allocate during the capture
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

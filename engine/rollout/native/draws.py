@@ -82,21 +82,23 @@ class DeviceSamples(NamedTuple):
     """The sampler's results on the device."""
 
     out: SampleOutput
-    numbers: Tensor | None  # [4, E] float32: the token's bits, logprob, raw_logprob, entropy: fetched by one copy
+    numbers: Tensor | None  # [W, 4, E] float32: token's bits, logprob, raw_logprob, entropy of steps: for one copy
 
-    def fetch(self, samples: int) -> tuple[Array, Array, Array, Array]:
-        """Wait for the results; return token int64, logprob, raw_logprob, entropy [samples] of the first rows."""
+    def fetch(self, samples: int, steps: int = 1) -> tuple[Array, Array, Array, Array]:
+        """Wait for the results; return token int64, logprob, raw_logprob, entropy [samples * steps] of the first rows,
+        those of one row after the other."""
         if self.numbers is None:
             token, logprob, raw_logprob, entropy = (column.numpy()[:samples] for column in self.out[:4])
         else:
-            token, logprob, raw_logprob, entropy = self.numbers[:, :samples].cpu().numpy()
+            of_steps = self.numbers[:steps, :, :samples].cpu().numpy()
+            token, logprob, raw_logprob, entropy = of_steps.transpose(1, 2, 0).reshape(4, -1)
             token = token.view(np.int32).astype(np.int64)
         return token, logprob, raw_logprob, entropy
 
 
 def draw(
     logits: Tensor, columns: Mapping[str, Tensor], filters: tuple[str, ...], never: Tensor | None = None
-) -> DeviceSamples:
+) -> SampleOutput:
     """Sample from logits [E, V] with the parameters ``columns`` [E]; does not synchronise with the device.
 
     Args:
@@ -109,7 +111,7 @@ def draw(
     out = sample_rows(left, temperature, top_k, top_p, min_p, columns["seed"], columns["step"])
     trained = dispatch.named("invariant", logits.device)  # the sampler's sums have another order than a trainer's
     if never is None and not trained:
-        return device_samples(out)
+        return out
     whole = temperature > 0
     for name in filters:
         whole = whole & (columns[name] == FILTERS[name])
@@ -122,7 +124,7 @@ def draw(
         logprob = out.logprob + ((left / scale).logsumexp(-1) - (logits / scale).logsumexp(-1))
         raw_logprob = out.raw_logprob + (left.logsumexp(-1) - logits.logsumexp(-1))
     logprob = torch.where(whole, logprob, out.logprob)
-    return device_samples(out._replace(logprob=logprob, raw_logprob=raw_logprob))
+    return out._replace(logprob=logprob, raw_logprob=raw_logprob)
 
 
 def device_samples(out: SampleOutput) -> DeviceSamples:
@@ -130,4 +132,4 @@ def device_samples(out: SampleOutput) -> DeviceSamples:
     if out.token.device.type == "cpu":  # the host reads them where they are
         return DeviceSamples(out, None)
     token = out.token.int().view(torch.float32)
-    return DeviceSamples(out, torch.stack((token, out.logprob, out.raw_logprob, out.entropy)))
+    return DeviceSamples(out, torch.stack((token, out.logprob, out.raw_logprob, out.entropy))[None])

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy.typing as npt
 import torch
@@ -28,12 +28,15 @@ from ..packed import Changes
 from ..sampling_params import INT32, check_integer
 from .adapters import RowAdapters
 from .cache.kv_cache import KvCache
+from .cache.resting import PagesAtRest
 from .cache.states import StateCache
 from .drafts import DraftConfig, Drafts
+from .filling import PREFILL_TOKENS, prefill_limit
 from .loop import NativeLoop
 from .runner import Runner
 from .score import prompt_logprobs, score
 from .stops import Stops
+from .windows import MOST_STEPS
 
 Array = npt.NDArray[Any]
 log = logging.getLogger("rolltree.rollout")
@@ -55,14 +58,22 @@ class EngineConfig:
     """Tokens of preempted branches whose keys are kept in host memory instead of being computed again."""
     max_batch_rows: int = 512
     """Most branches decoded in one step."""
-    max_prefill_tokens: int = 2048
-    """Most tokens with missing keys computed in the same step, such as those of prompts."""
+    max_prefill_tokens: int | None = None
+    """Most tokens with missing keys computed in the same step, such as those of prompts. None: 2,048, on a GPU up to
+    8,192, but fewer on long paths, whose attention needs memory for each `CHUNK` keys that a token sees."""
     kept_states: int = 64
     """States of recurrent layers that are kept besides those of running branches, for forks, rewinds, preempted and
     resumed branches and later prompts; without one, tokens are computed again. No effect on models without such layers.
     """
     cuda_graphs: bool = True
     """Replay steps that only decode as CUDA graphs; no effect on a CPU and on models with recurrent layers."""
+    keep_pages: bool | Literal["auto"] = "auto"
+    """Keep the memory of the KV cache through `sleep`, so that graphs need not be captured again; "auto": on a GPU, if
+    there was room for both in the updates so far. `sleep(weights=True)` always frees it."""
+    window: int | Literal["auto"] = "auto"
+    """Most decoding steps that the device takes before the host looks at the samples, up to 8. The samples are the
+    same. "auto": 8 where steps are replayed as CUDA graphs, else 1. Steps in which the host must see each token are
+    taken one by one (`windows`)."""
     compile: bool = False
     """Let torch.compile fuse the operations between matrix products; the first steps wait for it."""
     record_routes: bool = False
@@ -75,9 +86,17 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_batch_rows", "max_prefill_tokens"):
-            check_integer(f"EngineConfig.{name}", getattr(self, name), 1, INT32)
+            if name != "max_prefill_tokens" or self.max_prefill_tokens is not None:
+                check_integer(f"EngineConfig.{name}", getattr(self, name), 1, INT32)
         for name in ("kv_tokens", "host_kv_tokens", "kept_states"):  # slots are int32
             check_integer(f"EngineConfig.{name}", getattr(self, name), 0, INT32)
+        if self.keep_pages not in (True, False, "auto"):
+            raise ValueError(f'EngineConfig.keep_pages is {self.keep_pages!r}; give True, False or "auto".')
+        if self.window != "auto":
+            check_integer("EngineConfig.window", self.window, 1, MOST_STEPS)
+            if self.window > 1 and (self.debug or self.record_routes):
+                other = "debug" if self.debug else "record_routes"
+                raise ValueError(f'EngineConfig.{other} looks at every step; set EngineConfig.window to 1 or "auto".')
         if self.compile and self.debug:
             raise ValueError("EngineConfig.debug looks into every layer, which compiled ones do not allow; choose one.")
         if self.compile and self.record_routes:
@@ -119,6 +138,11 @@ class NativeEngine(RolloutEngine):
                 f"{type(model).__name__} has recurrent layers, which the native engine cannot compile; set "
                 "rollout.compile=false."
             )
+        if has_states and self.config.window not in ("auto", 1):
+            raise UserError(
+                f"{type(model).__name__} has recurrent layers, whose states the host gives to each step; set "
+                'rollout.window to "auto".'
+            )
         if self.config.record_routes:
             routes.install(model)
         drafts = self.config.drafts
@@ -141,6 +165,10 @@ class NativeEngine(RolloutEngine):
         self.end_token_ids = stops.eos
         self.placeholder_ids = placeholders(model)
         self._adapters = RowAdapters(model)
+        graphs = self.config.cuda_graphs and not self.config.debug and self._device.type == "cuda"
+        window = self.config.window
+        if window == "auto":
+            window = MOST_STEPS if graphs and not has_states and not self.config.record_routes else 1
         self.loop = NativeLoop(
             self.cache,
             Runner(
@@ -149,14 +177,18 @@ class NativeEngine(RolloutEngine):
                 self._adapters,
                 compiled=self.config.compile,
                 fused=not self.config.debug,
-                cuda_graphs=self.config.cuda_graphs and not self.config.debug,
+                cuda_graphs=graphs,
+                window=window,
             ),
             stops,
             CostModel.of(model),
             max_batch_rows=self.config.max_batch_rows,
-            max_prefill_tokens=self.config.max_prefill_tokens,
+            prefill=prefill_limit(self.config.max_prefill_tokens, self._device),
             drafts=Drafts(drafts) if drafts else None,
+            window=window,
+            positions=self.longest,
         )
+        self._at_rest = PagesAtRest(self._device, self.config.keep_pages)
         self._digests: dict[int, str] = {}  # of pictures, by their first token ids, for cached keys tell ids only
 
     def step(self) -> list[Request]:
@@ -166,7 +198,8 @@ class NativeEngine(RolloutEngine):
         return done
 
     def _score(self, prompts: Sequence[Array], continuations: Sequence[Sequence[Sequence[int]]]) -> list[list[Array]]:
-        logprobs, work = score(self.model, prompts, continuations, max_tokens=max(self.config.max_prefill_tokens, 2048))
+        tokens = max(self.config.max_prefill_tokens or 0, PREFILL_TOKENS)
+        logprobs, work = score(self.model, prompts, continuations, max_tokens=tokens)
         self.loop.counts["scored_flop"] += round(self.loop.cost.forward(work))
         return logprobs
 
@@ -200,6 +233,7 @@ class NativeEngine(RolloutEngine):
             if weights is not None:
                 _copy_weights(self.model, weights)
                 self._adapters_moved()
+            self.loop.runner.forget_moved_graphs()
             self.policy_version = self.loop.version + 1 if version is None else version
             self.loop.runner.towers.forget()  # also where the version stays
             if not keep_kv:
@@ -214,16 +248,23 @@ class NativeEngine(RolloutEngine):
         with self._lock:
             self._paused = True
             self.loop.preempt_all()
-            self.cache.free()
+            keep = not weights and self._at_rest.keeps(self.cache.bytes)
+            self.cache.free(keep_pages=keep)
             self.loop.runner.towers.forget()
             self._adapters_moved()
+            if not keep:
+                self.loop.runner.forget_graphs()  # and free their memory
             if weights:
                 self.model.to("cpu")
+            self._at_rest.begin()
             self._asleep = True
 
     def wake(self) -> None:
         with self._lock:
+            if self._asleep:
+                self._at_rest.end(self.cache.bytes)
             self.model.to(self._device)
+            self.loop.runner.forget_moved_graphs()
             self._asleep = self._paused = False
 
     def forget_prefixes(self) -> None:
@@ -278,8 +319,9 @@ class NativeEngine(RolloutEngine):
             self.loop.runner.forget_graphs()
 
     def _adapters_moved(self) -> None:
-        self._adapters.forget_tables()
-        self.loop.runner.forget_graphs()
+        if self._adapters.numbers:
+            self._adapters.forget_tables()
+            self.loop.runner.forget_graphs()
 
     def _check_adapter(self, name: str) -> int:
         """Return the number of an adapter."""

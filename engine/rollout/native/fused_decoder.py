@@ -1,9 +1,9 @@
-"""A decoder on a CPU as one call of `rolltree.kernels.decoder_layer`.
+"""A decoder as one call of `rolltree.kernels.decoder_layer`: on a CPU, and in the steps that a GPU replays.
 
-A layer is some fifty operators in Transformers, each a pass over rows that are few and short when decoding. Adapters of
-rows are part of the call. If something else replaces a linear layer, such as an adapter that all rows compute with, the
-linear layers run as the model's own modules and only the operations between them are fused. Modules are only read,
-because the trainer uses them too.
+A layer is some fifty operators in Transformers, each a pass over rows that are few and short when decoding; on a GPU it
+is ten kernels. Adapters of rows are part of the call. If something else replaces a linear layer, such as an adapter
+that all rows compute with, the linear layers run as the model's own modules and only the operations between them are
+fused. Modules are only read, because the trainer uses them too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ from .adapters import RowAdapters, Tables
 from .cache.kv_cache import KvCache
 from .step_buffer import StepVector
 
-FAMILIES = ("llama.modeling_llama.Llama", "qwen2.modeling_qwen2.Qwen2", "qwen3.modeling_qwen3.Qwen3")
+FAMILIES = (
+    "llama.modeling_llama.Llama",
+    "mistral.modeling_mistral.Mistral",
+    "qwen2.modeling_qwen2.Qwen2",
+    "qwen3.modeling_qwen3.Qwen3",
+)
 """Transformers' model families whose decoders this module computes."""
 
 STEADY = ("default", "linear", "llama3", "yarn")
@@ -70,10 +75,15 @@ class Snapshot:
 
 
 class FusedDecoder:
-    """The decoder of a model, over the pages of ``cache``."""
+    """The decoder of a model, over the pages of ``cache``.
 
-    def __init__(self, decoder: Any, cache: KvCache, adapters: RowAdapters) -> None:
-        self._decoder, self._cache, self._adapters = decoder, cache, adapters
+    Args:
+        positions: number of positions that the tables of rotations have from the first step on; graphs read the same
+            ones again for later positions.
+    """
+
+    def __init__(self, decoder: Any, cache: KvCache, adapters: RowAdapters, positions: int = 1) -> None:
+        self._decoder, self._cache, self._adapters, self._positions = decoder, cache, adapters, positions
         self._invariant = is_invariant(decoder)
         self._snapshot: Snapshot | None = None
         self._whole: tuple[Snapshot, Any, Decoder] | None = None
@@ -86,12 +96,12 @@ class FusedDecoder:
         """Return the last hidden states of a step; None if the decoder has to run unfused."""
         if self._snapshot is None or not self._snapshot.holds():
             self._snapshot = _snapshot(self._decoder)
-        if not self._snapshot.supported or torch.is_autocast_enabled("cpu"):
+        if not self._snapshot.supported or torch.is_autocast_enabled(self._snapshot.weights[0].device.type):
             return None
         if self._invariant and self._snapshot.layers is None:
             return None  # modules are computed as in training
         decoder, input_ids, positions = self._decoder, vector.view("input_ids"), vector.view("query_position")
-        cos, sin, turns = self._turns(input_ids, positions, vector.positions)
+        cos, sin, turns = self._turns(input_ids, positions, max(vector.positions, self._positions))
         if cos.shape[1] != decoder.layers[0].self_attn.head_dim:
             return None
         if not self._cache.ready:
@@ -152,7 +162,7 @@ class FusedDecoder:
         version = None if frequencies.is_inference() else frequencies._version
         made_of = id(frequencies), version, rotary.attention_scaling
         if self._table is None or self._table[0] != made_of or len(self._table[1]) < positions:
-            every = torch.arange(1 << (positions - 1).bit_length())
+            every = torch.arange(1 << (positions - 1).bit_length(), device=frequencies.device)
             cos, sin = rotary(self._decoder.embed_tokens.weight[None], every[None])
             self._table = made_of, cos[0].contiguous(), sin[0].contiguous(), frequencies
         return self._table[1], self._table[2], position_ids
@@ -175,6 +185,12 @@ class FusedDecoder:
         return residual.add_(mlp.down_proj(F.silu(mlp.gate_proj(x), inplace=True).mul_(mlp.up_proj(x))))
 
 
+def most_positions(model: Any, cache: KvCache) -> int:
+    """Return the number of positions that rows may have: those of the model, as far as the cache has room for them."""
+    room = int(cache.tree.num_pages) * int(cache.tree.page_size)
+    return min(getattr(model.config.get_text_config(), "max_position_embeddings", None) or room, room)
+
+
 def _library_agrees(layers: list[LayerWeights]) -> bool:
     products = [(w, b) for la in layers for w, b in ((la.q, la.q_bias), (la.k, la.k_bias), (la.v, la.v_bias))]
     products += [(w, None) for la in layers for w in (la.o, la.gate, la.up, la.down)]
@@ -182,7 +198,10 @@ def _library_agrees(layers: list[LayerWeights]) -> bool:
 
 
 def _window(layer: Any) -> int | None:
-    return getattr(layer.self_attn, "sliding_window", None)
+    attention = layer.self_attn
+    if type(attention).__name__ == "MistralAttention":  # it has no window of its own
+        return getattr(attention.config, "sliding_window", None)
+    return getattr(attention, "sliding_window", None)
 
 
 def _snapshot(decoder: Any) -> Snapshot:
@@ -197,6 +216,7 @@ def _snapshot(decoder: Any) -> Snapshot:
     parts = [(p._modules, name, part) for p in (*passed_over, decoder.layers) for name, part in p._modules.items()]
     settings = ("scaling", "sliding_window")  # constants of the decoder as one call
     parts += [(vars(la.self_attn), name, vars(la.self_attn).get(name)) for la in decoder.layers for name in settings]
+    parts += [(vars(decoder.config), "sliding_window", vars(decoder.config).get("sliding_window"))]
     off = [p for p in products if hasattr(p, "lora_A") and p.disable_adapters]
     bases = [p.base_layer if p in off else p for p in products]
     weighted = [m for m in (*passed_over, *bases) if m._parameters]

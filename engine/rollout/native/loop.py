@@ -8,7 +8,7 @@ prompt is a branch that forks first, and a rewind opens such a branch in the mid
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,12 @@ from ..steering import Steering
 from .assembly import Step
 from .cache.kv_cache import KvCache
 from .drafts import Drafts, on_path, up_to_end
+from .filling import TooLargeError
 from .rows import RowTable, Samples
 from .runner import Runner
-from .scheduler import Scheduler, TooLargeError
+from .scheduler import Scheduler
 from .stops import END_RESPONSE, END_SEGMENT, GO_ON, Stops
+from .windows import samples_of
 
 Array = npt.NDArray[Any]
 MOST_LOGITS_BYTES = 4 << 30  # of logits of one fork, whose children are sampled in one step
@@ -44,8 +46,10 @@ class NativeLoop(Steering):
         cost: CostModel,
         *,
         max_batch_rows: int,
-        max_prefill_tokens: int,
+        prefill: Callable[[int], int],
         drafts: Drafts | None = None,
+        window: int = 1,
+        positions: int | None = None,
     ) -> None:
         super().__init__(runner.vocabulary)
         self.cache = cache
@@ -60,9 +64,11 @@ class NativeLoop(Steering):
             self.requests,
             drafts,
             max_batch_rows=max_batch_rows,
-            max_prefill_tokens=max_prefill_tokens,
+            prefill=prefill,
             rotary=runner.rotary,
             whole_pictures=runner.both_ways is not None,
+            window=window,
+            positions=positions,
         )
 
     @property
@@ -92,7 +98,7 @@ class NativeLoop(Steering):
         try:
             while (request := self.scheduler.admit()) is not None:
                 self._start(request)
-            step = self.scheduler.schedule()
+            step = self.scheduler.schedule(windows=self.others is None)
             if step is not None:
                 self._compute(step)
         except TooLargeError as error:
@@ -108,14 +114,18 @@ class NativeLoop(Steering):
 
     def _compute(self, step: Step) -> None:
         samples = self._sample_rows(step)
-        drafted = int(np.count_nonzero(samples.offset))
-        queries = np.bincount(samples.slot) if drafted else None
+        several = bool(samples.offset.any())
+        queries = np.bincount(samples.slot) if several else None
+        drafted = 0 if step.steps > 1 else int(np.count_nonzero(samples.offset))
         if drafted:
             samples = samples.only(on_path(samples.sampled.token, step.input_ids[samples.row], samples.offset))
         effect, stop_texts = self._effects(samples)
         samples = samples._replace(effect=effect)
-        if drafted or stop_texts is not None:
+        if several or stop_texts is not None:
             samples = samples.only(up_to_end(effect != GO_ON, samples.offset) & (effect != LOST))
+        if step.steps > 1:
+            samples = self.scheduler.windows.cut(samples)
+            self.scheduler.windows.name_tokens(samples)
         if queries is not None:
             self._rewind_rejected(samples.slot, queries)
         self.rows.push(samples.slot, samples.offset, samples.sampled, self.version)
@@ -124,13 +134,13 @@ class NativeLoop(Steering):
         self._end_segments(samples, stop_texts or {})
 
     def _count(self, step: Step, samples: Samples, drafted: int) -> None:
-        accepted = int(np.count_nonzero(samples.offset))
+        accepted = int(np.count_nonzero(samples.offset)) if drafted else 0
         branches = len(samples.slot) - accepted
         unfinished = sum(len(request.sampling) + len(request.resting) for request in self.requests)
         self.counts.update(
-            steps=1, sampled_tokens=len(samples.slot), drafted_tokens=drafted, accepted_tokens=accepted,
-            row_steps=branches, idle_row_steps=unfinished - branches, flop=round(self.cost.forward(step.work)),
-            held_out_flop=round(self.cost.forward(step.held_out)),
+            steps=step.steps, sampled_tokens=len(samples.slot), drafted_tokens=drafted, accepted_tokens=accepted,
+            row_steps=branches, idle_row_steps=step.steps * unfinished - branches,
+            flop=round(self.cost.forward(step.work)), held_out_flop=round(self.cost.forward(step.held_out)),
         )  # fmt: skip
 
     def _rewind_rejected(self, slots: Array, queries: Array) -> None:
@@ -225,6 +235,7 @@ class NativeLoop(Steering):
             stop_table=self.stops.table(request, self.rows),
             stops_at_text=bool(params.stop or program.segment_stop),
             constrained=params.constrained,
+            independent=program.independent,
             adapter=request.adapter,
             moved=0 if request.media is None else request.media.moved,
             held_out=request.held_out,
@@ -236,7 +247,7 @@ class NativeLoop(Steering):
         forks = self.rows.forks[step.sample_slots]
         if not forks.any():
             sampled = self.runner.run(step, self.rows, np.ones_like(forks), self.rows.seed[step.sample_slots])
-            return Samples(step.sample_slots, step.sample_offset, step.sample_rows, sampled)
+            return samples_of(step.sample_slots, step.sample_offset, step.sample_rows, step.steps, sampled)
         each = np.maximum(forks, 1)  # samples of each row
         sampled = self.runner.run(step, self.rows, each, self._seeds(step.sample_slots, forks, each))
         owners = self._fork(step.sample_slots, forks)

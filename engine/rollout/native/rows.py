@@ -99,6 +99,7 @@ class RowTable:
     stop_table: npt.NDArray[np.int64]
     stops_at_text: npt.NDArray[np.bool_]
     constrained: npt.NDArray[np.bool_]  # has biased or forbidden tokens
+    independent: npt.NDArray[np.bool_]  # see `RolloutProgram.independent`
     adapter: npt.NDArray[np.int64]
     held_out: npt.NDArray[np.bool_]  # answers a held-out problem
     moved: npt.NDArray[np.int64]  # rotary position of sampled tokens minus their depth, because of pictures

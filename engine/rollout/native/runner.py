@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from rolltree.kernels.low_rank import Runs, add_low_rank_
 from ...model.attention import Tree, computing, keywords, tree_mask
 from ...model.both_ways import Block
 from ...model.head import decoder_of, head_reader
+from ...model.invariant.install import is_invariant
 from ...model.pictures import FAMILIES, both_ways, placeholders, rotary_input
 from ...model.routes import Record
 from ..failing import NOTHING_LEFT
@@ -28,7 +30,7 @@ from .cache.states import StateStep
 from .compiled import CompiledLayers, DecodeGraphs
 from .constraints import Constraints
 from .draws import DeviceSamples, Draws, device_samples, draw
-from .fused_decoder import FusedDecoder
+from .fused_decoder import FusedDecoder, most_positions
 from .pictures import Shown, Towers
 from .rows import RowTable, Sampled
 from .step_buffer import StepVector
@@ -43,9 +45,10 @@ class Runner:
         adapters: those that rows may have.
         compiled: let torch.compile fuse the operations between a layer's matrix products, including the write of new
             keys.
-        fused: on a CPU, run the decoder as one call unless it is compiled.
+        fused: run the decoder as one call unless it is compiled: on a CPU, and on a GPU in steps that are replayed.
         cuda_graphs: on a CUDA device, replay steps that only decode, unless the model has recurrent layers or its
             routes are recorded.
+        window: most steps of a window, see `DecodeGraphs`.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Runner:
         compiled: bool = False,
         fused: bool = False,
         cuda_graphs: bool = False,
+        window: int = 1,
     ) -> None:
         self._decoder = decoder_of(model)
         self._head = head_reader(model)
@@ -68,8 +72,11 @@ class Runner:
         self._compiled = compiled
         self._layers = CompiledLayers(self._decoder, cache) if compiled else None
         self._fused: FusedDecoder | None = None
+        self._replayed: FusedDecoder | None = None
         if fused and not compiled and self._device.type == "cpu":
             self._fused = FusedDecoder(self._decoder, cache, adapters)
+        elif fused and not compiled and self._device.type == "cuda" and not is_invariant(self._decoder):
+            self._replayed = FusedDecoder(self._decoder, cache, adapters, most_positions(model, cache))
         family = FAMILIES.get(getattr(model.config, "model_type", ""))
         self.rotary = family is not None and family.grid
         """Steps need rotary positions besides the depth."""
@@ -80,14 +87,15 @@ class Runner:
         self._never = torch.tensor(never, device=self._device) if never else None
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs and self._device.type == "cuda" and cache.states is None and cache.routes is None:
-            self.graphs = DecodeGraphs(cache, self.decode_logits, self._device, self._never)
+            places = partial(_places, model, cache)
+            self.graphs = DecodeGraphs(cache, self.decode_logits, self._device, self._never, window, places)
         self._vector: StepVector | None = None  # of the previous step
         self._draws: Draws | None = None
         self._product: Head | None = None
         self._constraints = Constraints(self.vocabulary, self._device)
 
     def run(self, step: Step, rows: RowTable, samples: Array, seeds: Array) -> Sampled:
-        """Compute a step and return its E samples.
+        """Compute a step and return its E samples, or the steps of a window and the samples of each row in order.
 
         Args:
             rows: table of the branches with their sampling parameters.
@@ -104,9 +112,13 @@ class Runner:
             return self._sampled(step, vector, logits[:taken], drawn, draws, rows)
         least = 2 if self._compiled and self._cache.ready else 1
         vector = StepVector.of(step, draws, self._cache, self._device, adapter, least=least, before=self._vector)
-        hidden = self._fused.run(vector) if self._fused is not None and step.shown is None else None
-        if hidden is None:
-            hidden = self._decode(vector, step.states, step.shown)
+        if step.steps > 1:  # each row is sampled once a step, and nothing else reads the logits
+            for _ in range(step.steps):
+                logits = self.logits(self._hidden(step, vector), vector.head_runs)
+                drawn = vector.advance(draw(logits, vector.draws, draws.filters, self._never))
+            self._vector = vector
+            return Sampled(*drawn.fetch(taken, step.steps))
+        hidden = self._hidden(step, vector)
         if taken == 0:
             self._vector = None  # without a fetch, the copy to the device may still read the vector in the next step
             empty = np.zeros(0, np.float32)
@@ -118,10 +130,19 @@ class Runner:
             logits = logits.index_select(0, vector.view("head_row"))
         return self._sampled(step, vector, logits, None, draws, rows)
 
+    def _hidden(self, step: Step, vector: StepVector) -> Tensor:  # [N, H]
+        hidden = self._fused.run(vector) if self._fused is not None and step.shown is None else None
+        return self._decode(vector, step.states, step.shown) if hidden is None else hidden
+
     def forget_graphs(self) -> None:
         """Drop captured graphs, because the weights, the adapters or the pages have moved."""
         if self.graphs is not None:
             self.graphs.clear()
+
+    def forget_moved_graphs(self) -> None:
+        """Drop captured graphs if a weight or a page has moved since."""
+        if self.graphs is not None:
+            self.graphs.forget_moved()
 
     def _blocks(self, shown: Shown | None) -> tuple[Block, ...]:
         """Return the rows of pictures that attend to each other in both directions, as the cache computes them."""
@@ -165,8 +186,9 @@ class Runner:
         return output.last_hidden_state[0]
 
     def decode_logits(self, vector: StepVector) -> Tensor:  # [N, V] fp32
-        """Return the logits of all rows of a step."""
-        return self.logits(self._decode(vector), vector.head_runs)
+        """Return the logits of all rows of a step that is replayed."""
+        hidden = None if self._replayed is None or vector.runs is not None else self._replayed.run(vector)
+        return self.logits(self._decode(vector) if hidden is None else hidden, vector.head_runs)
 
     def _sampled(
         self,
@@ -184,11 +206,11 @@ class Runner:
             last = step.input_ids[step.sample_rows[draws.head_row]]
             self._constraints.apply(logits, rows, slots, draws.offset, last, draws.constrained, why)
             of_rows = {name: column[: len(slots)] for name, column in columns.items()}
-            drawn = draw(logits, of_rows, draws.filters, self._never)
-            raw = free.log_softmax(-1).gather(1, drawn.out.token.clamp(min=0)[:, None])[:, 0]
-            drawn = device_samples(drawn.out._replace(raw_logprob=raw))
+            out = draw(logits, of_rows, draws.filters, self._never)
+            raw = free.log_softmax(-1).gather(1, out.token.clamp(min=0)[:, None])[:, 0]
+            drawn = device_samples(out._replace(raw_logprob=raw))
         if drawn is None:
-            drawn = draw(logits, columns, draws.filters, self._never)
+            drawn = device_samples(draw(logits, columns, draws.filters, self._never))
         top_id = top_logprob = top_raw = None
         if draws.most_top:
             temperature = columns["temperature"][: len(slots)]
@@ -206,7 +228,7 @@ class Runner:
                 draws.keeping.tolist(), np.split(ids.int().cpu().numpy(), indptr[1:-1].cpu().numpy()), strict=True
             ):
                 kept[i] = of_row
-        fetched = drawn.fetch(len(slots))
+        fetched = drawn.fetch(len(slots), step.steps)
         if why is not None:
             for i in draws.constrained[fetched[0][draws.constrained] < 0].tolist():
                 if why[i] is None and not free[i].isnan().any():
@@ -236,3 +258,8 @@ class Runner:
 
     def _to_device(self, values: Array) -> Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def _places(model: PreTrainedModel, cache: KvCache) -> tuple[int, ...]:
+    pages = (tensor for kv in cache.pages.values() for tensor in kv)
+    return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers(), *pages))

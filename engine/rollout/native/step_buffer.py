@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rolltree.kernels import dispatch
+from rolltree.kernels import SampleOutput, dispatch
+from rolltree.kernels.advance import Turns, advance
 from rolltree.kernels.low_rank import Runs
 from rolltree.kernels.low_rank.runs import tiles_of
 from rolltree.kernels.tree_decode import DecodePlan
@@ -21,9 +22,11 @@ from rolltree.kernels.tree_decode.plan import host_columns, lay_out
 from ...model.both_ways import Block
 from .assembly import Step
 from .cache.kv_cache import KvCache
-from .draws import DTYPES, Draws
+from .draws import DTYPES, DeviceSamples, Draws
+from .windows import MOST_STEPS, rising_places
 
 Array = npt.NDArray[Any]
+_ZERO: Array = np.zeros(1, np.int32)
 
 
 class StepVector:
@@ -39,6 +42,7 @@ class StepVector:
         head_rows: number of rows whose logits are computed; 0 if that is every row, with one sample each.
         rotary: steps have rotary positions besides the depth.
         adapted: rows have adapters.
+        window: most steps that the rows take before the host looks (`Windows`); each row is then sampled once.
 
     Attributes:
         runs: the rows of the present step that have adapters; None if none has.
@@ -60,8 +64,9 @@ class StepVector:
         head_rows: int = 0,
         rotary: bool = False,
         adapted: bool = False,
+        window: int = 1,
     ) -> None:
-        self.sizes = rows, partials, samples, head_rows, adapted
+        self.sizes = rows, partials, samples, head_rows, adapted, window
         self.pages = pages
         self._groups = groups
         self._by_path = dispatch.named("invariant", device)
@@ -76,6 +81,8 @@ class StepVector:
             "page_indptr": nodes + 1,
             **dict.fromkeys(("node_offset", "node_length", "node_position", "row_begin", "row_end"), nodes),
             **({"parent": nodes} if self._by_path else {}),
+            **({"turn": 1, "unread": 1, "next_slots": window * rows} if window > 1 else {}),
+            **({"rising": rows * (2 + 3 * rotary + len(groups))} if window > 1 else {}),
             "partial_begin": rows + 1,
             **{f"items{group}": (1 + partials) * FIELDS for group in groups},
             "page_ids": pages,
@@ -87,14 +94,20 @@ class StepVector:
         self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
         host = self._host.numpy()
         self._columns = {name: host[place] for name, place in places.items()}
+        self._begins = {name: place.start for name, place in places.items()}
         self._taken: Mapping[str, Array] = {}
-        self._page_ids_begin = places["page_ids"].start
         self._views = {name: self._device[place] for name, place in places.items()}
         self.plan = DecodePlan.of_columns(self._views, partials)
         self.draws = {name: self._views[name].view(dtype) for name, dtype in DTYPES.items()}
         """Parameters of the samples, see `Draws.columns`."""
         self.positions = 0
         """Largest position of a row plus one."""
+        self._turns: Turns | None = None
+        if window > 1:
+            numbers = torch.zeros((window, 4, rows), device=device)
+            rising, turn, ids, slots = (self._views[name] for name in ("rising", "turn", "input_ids", "slots"))
+            next_slots = self._views["next_slots"].view(window, rows)
+            self._turns = Turns(self._device, rising, turn, ids, slots, next_slots, self.draws["step"], numbers)
 
     @staticmethod
     def of(
@@ -113,7 +126,8 @@ class StepVector:
         scheduled = device.type == "cuda" or dispatch.named("invariant", device)
         groups = cache.groups if scheduled else ()  # a CPU iterates over nodes without a schedule
         partials = max(count_partials(step, device), nodes) if groups else nodes
-        sizes = rows, partials, len(draws.slots), len(step.sample_rows), adapter is not None
+        window = MOST_STEPS if step.steps > 1 else 1
+        sizes = rows, partials, len(draws.slots), len(step.sample_rows), adapter is not None, window
         if before is None or before.sizes != sizes or before.pages < pages:
             pages += pages // 4  # branches need further pages after some steps
             before = StepVector(
@@ -126,6 +140,7 @@ class StepVector:
                 head_rows=sizes[3],
                 rotary=step.rotary is not None,
                 adapted=sizes[4],
+                window=window,
             )
         before.load(step, draws, cache.spare_slot, adapter)
         return before
@@ -145,6 +160,8 @@ class StepVector:
             "head_row": draws.head_row,
             **columns,
         }
+        if self._turns is not None:
+            values |= self._next(step, columns, spare_slot)
         if step.rotary is not None:  # padding is at the end of each of the three rows
             values["rotary"] = np.pad(step.rotary, ((0, 0), (0, self.sizes[0] - len(step.input_ids)))).ravel()
         self.runs = self.head_runs = None
@@ -168,8 +185,27 @@ class StepVector:
         self._taken = values
         self.positions = int(step.position_ids.max()) + 1
         if self._device is not self._host:
-            used = self._page_ids_begin + len(columns["page_ids"])
+            used = self._begins["page_ids"] + len(columns["page_ids"])
             self._device[:used].copy_(self._host[:used], non_blocking=True)
+
+    def _next(self, step: Step, columns: Mapping[str, Array], spare_slot: int) -> dict[str, Array]:
+        """Return the numbers by which the rows move on; padding stays where it is."""
+        next_slots = np.full((self.sizes[5], self.sizes[0]), spare_slot)
+        if step.next_slots is not None:
+            next_slots[: step.steps - 1, : len(step.input_ids)] = step.next_slots
+        rising = np.full(len(self._columns["rising"]), self._begins["unread"])
+        places = rising_places(step.plan, columns, self._begins, rotary=self.sizes[0] * (step.rotary is not None))
+        rising[: len(places)] = places
+        self._taken = {}  # the device has changed the columns since
+        return {"turn": _ZERO, "unread": _ZERO, "next_slots": next_slots.ravel(), "rising": rising}
+
+    def advance(self, out: SampleOutput) -> DeviceSamples:
+        """Make the rows those of the next step, and return the samples of all steps so far; the host waits for
+        nothing."""
+        assert self._turns is not None
+        advance(self._turns, *out[:4])
+        self.positions += 1
+        return DeviceSamples(out, self._turns.numbers)
 
     def _runs(self, adapter: Array, rows: int, name: str, values: dict[str, Array]) -> Runs:
         """Return the runs of ``rows`` rows, the last of which may be padding, with their tiles on the device."""

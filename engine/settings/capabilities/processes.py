@@ -44,6 +44,10 @@ def _vllm(run: RunKeys) -> bool:
     return run.rollout.backend == "vllm"
 
 
+def _window(run: RunKeys) -> bool:
+    return run.rollout.window not in ("auto", 1)
+
+
 def _colocated(run: RunKeys) -> bool:
     return run.placement.layout == "colocated"
 
@@ -78,6 +82,7 @@ PROCESSES: tuple[Row[RunKeys], ...] = (
             'loop.train_context = "plain"': lambda run: run.loop.train_context == "plain",
             "data.image_key": lambda run: run.data.image_key is not None,
             "model.lora": lambda run: run.model.lora is not None,
+            "rollout.window above 1": _window,
             "model.replay_routes": lambda run: run.model.replay_routes,
             "replay": lambda run: run.replay is not None,
             "roles.critic": lambda run: run.roles.critic is not None,
@@ -104,6 +109,14 @@ PROCESSES: tuple[Row[RunKeys], ...] = (
     Row("`rollout.drafts`", '`rollout.backend` = "vllm"', lambda run: run.rollout.drafts.rows > 0 and _vllm(run),
         "rollout.drafts applies to the native backend only",
         "set rollout.drafts.rows to 0, and give vLLM its own speculative_config in rollout.vllm_options"),
+    Row("`rollout.keep_pages` = true", '`rollout.backend` = "vllm", `placement.layout` = "colocated"',
+        lambda run: run.rollout.keep_pages is True and (_vllm(run) or _colocated(run)),
+        "`rollout.keep_pages` is for the native backend in the run's own process, which shares the trainer's device",
+        "leave it out"),
+    Row("`rollout.window` above 1", '`rollout.backend` = "vllm"', lambda run: _window(run) and _vllm(run),
+        '`rollout.window` is for `rollout.backend` = "native"', "use `rollout.vllm_options`, or leave it out"),
+    Row("`rollout.window` above 1", "`model.replay_routes`", lambda run: _window(run) and run.model.replay_routes,
+        "`model.replay_routes` looks at every step", "set `rollout.window` to 1, or leave it out"),
     Row("`rollout.python`", "no `rollout.engines`", lambda run: bool(run.rollout.python) and not run.rollout.engines,
         "`rollout.python` is for `rollout.engines`", "set this, or leave it out"),
     Row("`rollout.send_changes`", 'no `rollout.engines`, or `rollout.backend` = "vllm"',

@@ -131,7 +131,7 @@ def test_drawn_rows_are_scored_where_nothing_was_filtered(monkeypatch: pytest.Mo
         "top_k": torch.tensor([0, 0, 0, 3], dtype=torch.int32),
         **{name: torch.arange(4) for name in ("seed", "step")},
     }
-    out = draws.draw(torch.randn(4, 11), columns, ("top_k",)).out
+    out = draws.draw(torch.randn(4, 11), columns, ("top_k",))
     assert scored == [[1.0, 0.5, 1.0, 1.0], [1.0] * 4]
     assert out.logprob[:3].tolist() == [-101.0, -101.0, 0.0]  # the third is greedy
     assert -20 < out.logprob[3] < 0  # of the three tokens that were left

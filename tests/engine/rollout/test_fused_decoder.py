@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -39,6 +41,7 @@ MODELS = {
         Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=12, max_window_layers=1)
     ),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "mistral with a window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=9)),
 }
 
 
@@ -186,8 +189,7 @@ def test_weights_that_come_and_go_are_seen(whole: list[int]) -> None:
 
 def test_what_is_not_known_runs_as_it_is(calls: list[bool]) -> None:
     torch.manual_seed(0)
-    mistral = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)).eval()
-    sample(mistral)
+    sample(GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=12)).eval())
     sample(MODELS["qwen3"]().to(torch.float16).eval())
     mixed = made("qwen3", torch.bfloat16)
     mixed.model.norm.float()

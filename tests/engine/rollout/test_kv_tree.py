@@ -316,6 +316,41 @@ def test_what_is_arranged_is_ordered_appended_and_planned(events: list[tuple[str
         whole.tree.arrange(nodes[:1], ids(3), ids(2), 0)
 
 
+@given(events=EVENTS, seed=st.integers(0, 99), ahead=st.integers(1, 7))
+def test_keys_ahead_have_the_slots_that_single_steps_would_read(
+    events: list[tuple[str, int, int]], seed: int, ahead: int
+) -> None:
+    """The plan has a row's keys so far; as its node grows by one a step, the slots are those of its path in order."""
+    traced = Traced(600, 3)
+    for event in [*events, ("insert", 7, 3), ("fork", seed, 3)]:
+        traced.apply(*event)
+    tree, nodes = traced.tree, np.array(sorted(traced.open), np.int64)
+    for node in nodes.tolist():
+        assert traced.compute(node)
+    ones, before = np.ones_like(nodes), tree.lengths(nodes)
+    tree.extend(nodes, (1 + ahead) * ones, np.zeros(len(nodes) * (1 + ahead), np.int64))
+    order, slots, plan = tree.arrange(nodes, ones, ones, 4321, ahead)
+    assert tree.lengths(nodes).tolist() == (before + 1 + ahead).tolist()
+    whole = tree.plan(nodes[order], ones)
+    own = np.searchsorted(plan[5], np.arange(len(nodes)), "right") - 1
+    for i, (found, later) in enumerate(zip(plan, whole, strict=True)):
+        later = later.copy()
+        if i == 3:
+            later[own] -= ahead
+        np.testing.assert_array_equal(found, later)
+    rows = slots.reshape(-1, 1 + ahead)
+    for row, node in zip(rows, own.tolist(), strict=True):
+        at = plan[2][node] + plan[3][node] - 1 + np.arange(1 + ahead)
+        pages = plan[1][plan[0][node] : plan[0][node + 1]]
+        assert row.tolist() == (pages[at // 3] * 3 + at % 3).tolist()
+    ends = np.array([tree.end(node) for node in nodes.tolist()])
+    tree.name(nodes, ends - ahead, ahead * ones, np.arange(len(nodes) * ahead) % 3)
+    for i, node in enumerate(nodes.tolist()):
+        tokens = tree.tokens(node, tree.length(node) - ahead - 1, ahead + 1).tolist()
+        assert tokens == [0, *((np.arange(ahead) + i * ahead) % 3).tolist()]
+    tree.check()
+
+
 def test_an_order_does_not_outlive_its_nodes() -> None:
     """A new node has the number of one that is gone, and comes behind those that stayed."""
     tree = KvTree(9, 4)
@@ -411,6 +446,13 @@ def test_misuse_is_refused_and_changes_nothing() -> None:
         lambda: tree.length(7),
         lambda: tree.insert(0, path()),
         lambda: tree.tokens(child, 0, 2),
+        lambda: tree.name(ids(root), ids(0), ids(1), path(1)),  # sealed
+        lambda: tree.name(ids(child), ids(9), ids(2), path(1, 2)),  # more than it has
+        lambda: tree.name(ids(child), ids(8), ids(1), path(1)),  # above it
+        lambda: tree.name(ids(child), ids(9), ids(1), path(1, 2)),
+        lambda: tree.lengths(ids(child, 7)),
+        lambda: tree.arrange(ids(child), ids(1), ids(0), 0, 1),
+        lambda: tree.arrange(ids(child), ids(1), ids(1), 0, -1),
         lambda: KvTree(0, 4),
     ):
         with pytest.raises(ValueError, match=r"\w"):

@@ -21,8 +21,9 @@ from rolltree.engine.programs import RolloutProgram, TreePO
 from rolltree.engine.prompts.archive import Archive
 from rolltree.engine.rollout import DraftConfig, EngineConfig, NativeEngine, SamplingParams
 from rolltree.engine.rollout.local import LocalSampler
-from rolltree.engine.rollout.native import scheduler
+from rolltree.engine.rollout.native import filling
 from rolltree.engine.rollout.native.drafts import Drafts
+from rolltree.engine.rollout.native.filling import PREFILL_TOKENS
 from rolltree.engine.rollout.native.pictures import Shown, Towers
 from rolltree.engine.rollout.sampler import Flight, Job
 
@@ -350,7 +351,7 @@ def test_two_way_pictures_survive_chunks_preemption_and_the_host(name: str) -> N
     for sizes in ({"max_prefill_tokens": 2, "page_size": 16}, TIGHT, {"host_kv_tokens": 4096, "kv_tokens": 96}):
         native = engine(name, **sizes)
         requests = native.submit(ids, PARAMS, TREEPO, seeds=SEEDS, pictures=pictures)
-        most = max(native.config.max_prefill_tokens, *(shown.rows for (shown, *_) in pictures[:2]))
+        most = max(PREFILL_TOKENS, *(shown.rows for (shown, *_) in pictures[:2]))
         while not all(request.done for request in requests):
             before = native.stats["prefill_tokens"]
             native.step()
@@ -385,7 +386,7 @@ def test_wrong_attention_of_pictures_shows_in_the_log_probs(
     if wrong == "one way":
         monkeypatch.setattr(Shown, "with_runs", lambda self, *args: self)
     elif wrong == "a cut":
-        monkeypatch.setattr(scheduler, "whole_part", lambda fill, first, budget, whole: min(fill.count, budget))
+        monkeypatch.setattr(filling, "whole_part", lambda fill, first, budget, whole: min(fill.count, budget))
     else:
         native.loop.runner.both_ways = "sliding" if name == "gemma3" else "all"
     assert off(models(name)[1], name, sample(native, name)) > 10 * WRONG

@@ -214,6 +214,7 @@ OF_KEYS: dict[tuple[str, str], Case] = {
             'loop.train_context = "plain"': PLAIN,
             "data.image_key": f"{FILE}  data.image_key=i",
             "model.lora": LORA,
+            "rollout.window above 1": "rollout.window=2",
             "model.replay_routes": "model.replay_routes=true",
             "replay": "replay={share=0.5}",
             "roles.critic": "roles.critic={}",
@@ -234,6 +235,14 @@ OF_KEYS: dict[tuple[str, str], Case] = {
         f"rollout.vllm_options={{seed=1}}  {VLLM}", "set it, or leave them out"),
     ("`rollout.drafts`", '`rollout.backend` = "vllm"'): (f"rollout.drafts.rows=8  {VLLM}", "rollout.drafts.rows=8",
         "set rollout.drafts.rows to 0"),
+    ("`rollout.keep_pages` = true", '`rollout.backend` = "vllm", `placement.layout` = "colocated"'): (
+        f"rollout.keep_pages=true  {VLLM}", "rollout.keep_pages=true",
+        "in the run's own process, which shares the trainer's device; leave it out"),
+    ("`rollout.window` above 1", '`rollout.backend` = "vllm"'): (f"rollout.window=8  {VLLM}",
+        f"rollout.window=1  {VLLM}",
+        "use `rollout.vllm_options`, or leave it out"),
+    ("`rollout.window` above 1", "`model.replay_routes`"): ("rollout.window=8  model.replay_routes=true",
+        "rollout.window=1  model.replay_routes=true", "set `rollout.window` to 1, or leave it out"),
     ("`rollout.python`", "no `rollout.engines`"): ("rollout.python=/p", f"rollout.python=/p  {ENGINES}",
         "set this, or leave it out"),
     ("`rollout.send_changes`", 'no `rollout.engines`, or `rollout.backend` = "vllm"'): (

@@ -33,6 +33,7 @@ OPS = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in ("__init__", "ha
 
 
 SAMPLE = (
+    "advance",
     "decode merge D128",
     "decode partial D64 bf16",
     "decode slots of pages of 16",
@@ -45,6 +46,7 @@ SAMPLE = (
     "ppo k3 mask",
     "sample scan bf16",
     "statistics fp32 V=151936",
+    "store 16/8 D128 bf16 normed",
     "tree forward D64 bf16",
 )
 """Cases that the default tests compile, for sm_90; `make aot` compiles all."""

@@ -283,10 +283,22 @@ class KvCache:
             self.tree.take_dropped()
             self._host.clear()
 
-    def free(self) -> None:
-        """Free the memory of the pages; the next `attend` of a layer makes empty ones."""
+    @property
+    def bytes(self) -> int:
+        """Number of bytes of the pages."""
+        return sum(pages.numel() * pages.element_size() for kv in self._pages.values() for pages in kv)
+
+    def free(self, *, keep_pages: bool = False) -> None:
+        """Free the memory of the pages; the next `attend` of a layer makes empty ones. With ``keep_pages`` they stay
+        where they are, and are emptied."""
         self.forget_dropped()
-        self._pages = {}
+        if keep_pages:
+            with torch.inference_mode():  # in which they were made
+                for kv in self._pages.values():
+                    for pages in kv:
+                        pages.zero_()  # as new ones
+        else:
+            self._pages = {}
         if self.states is not None:
             self.states.free()
         if self.routes is not None:
