@@ -137,7 +137,9 @@ def test_a_recipe_that_cannot_run_is_recorded_and_the_others_run(
     def fail(config: Any) -> Any:
         if config.recipe == "grpo":
             raise RunError("It broke.")
-        return [curves.Reading(0, 0.0, 0, 0.25), curves.Reading(2, 3.0, 50, 0.5)], [{"reward/mean": 0.5}]
+        return [curves.Reading(0, 0.0, 0, 0.25), curves.Reading(1, 3.0, 50, 0.5)], [
+            {"reward/mean": 0.5, "perf/flop_so_far": 7.0}
+        ]
 
     toml = write_job(tmp_path)
     monkeypatch.setattr(curves, "train", fail)

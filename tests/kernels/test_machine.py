@@ -23,7 +23,6 @@ READERS = {
     "kernels/machine.py": None,
     "csrc/cpu/machine.cpp": None,
     "engine/sandbox/filters.py": {"platform.machine", "byteorder"},  # numbers of system calls
-    "engine/sandbox/jail.py": {"uname"},
     "engine/app/doctor.py": {"platform.machine", "get_device_properties"},  # what it prints
     "engine/learn/utilization.py": {"get_device_properties"},  # which GPU the driver is asked about
     "bench/gpu.py": {"get_device_properties", 'environ.items() if k != "TRITON_INTERPRET'},  # what it prints; starts

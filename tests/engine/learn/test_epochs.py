@@ -137,7 +137,7 @@ def test_no_sentence_calls_bounds_inert_that_act(toml):
 
 def test_a_lag_is_corrected_against_the_policy_before_the_step(toml):
     config = load_config(toml, ["--loop.staleness=1", "--trainer.epochs=2"])
-    assert [role.column for role in roles(config, None, print)] == ["proximal_logprob"]  # type: ignore[arg-type]
+    assert [role.column for role in roles(config, None, print, None)] == ["proximal_logprob"]  # type: ignore[arg-type]
     assert inert(config) == []
 
 

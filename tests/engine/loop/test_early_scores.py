@@ -162,11 +162,12 @@ class Run:
         (role,) = self.loop.learner.roles  # type: ignore[attr-defined]
         score, update = role.score, self.loop.learner.update
 
-        def scored(trees: Sequence[TokenTree], *given: Any, **options: Any) -> None:
-            score(trees, *given, **options)
+        def scored(trees: Sequence[TokenTree], *given: Any, **options: Any) -> Any:
+            models = score(trees, *given, **options)
             with rewards.changed:
                 self.calls.append([int(tree.group[0]) for tree in trees])
                 rewards.changed.notify_all()
+            return models
 
         def updated(trees: list[TokenTree], *rest: Any) -> bool:
             self.trees += trees
@@ -240,7 +241,7 @@ def test_a_replayed_group_is_scored_again() -> None:
     """Its file may be of a run with another reference."""
     group = Group(0, Prompt("", "", "", [1], {}, ""), 0)
     tree = TokenTree.from_sequences([1], [[2, 3]])
-    tree.meta |= {"scored": True, "entry": {}}
+    tree.meta |= {"scored": True, "entry": {}, "problem": ""}
     group.parts = [Responses(tree, [""], {})]
     ((_, (stored,)),) = ReplayStore.snapshot(None, [group])  # type: ignore[arg-type]
     assert "scored" not in stored.tree.meta

@@ -196,7 +196,7 @@ def test_a_source_gives_no_held_out_problem_and_peeks_without_drawing(toml: Path
     [
         (["--data.source_options={frist=3}"], "data.source = .* has no option 'frist'; did you mean 'first'"),
         (["--data.source_options={}"], "needs the option 'first'"),
-        (["--data.source=Counting"], "is not known; use one of games, verifiers, or name your own"),
+        (["--data.source=Counting"], "is not known; use one of games, verifiers, openenv, or name your own"),
         (["--reward.shaping=[{name='gate', options={gate='format'}}]"], "did you mean 'gated'"),
         (["--reward.shaping=[{name='gated', options={gat='format'}}]"], "no option 'gat'; did you mean 'gate'"),
         (["--reward.shaping=[{name='weighted', options={weights={absent=1.0}}}]"], "every response a reward 'abs"),
