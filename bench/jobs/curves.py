@@ -50,8 +50,8 @@ TUNED = {
     "trainer.steps": "40",
     "evaluation.every": "4",
 }
-"""Sizes of GRPO without a reference and of what is compared with it: half the groups of a step, so twice as many steps.
-One or two updates, and the rate of each recipe of 6e-5 and 1e-4, were chosen on seeds 100 and 101 by the FLOP to 90 %."""
+"""Sizes of GRPO without a reference and of what is compared with it: half the groups of a step, twice as many steps.
+One or two updates, and the rate of each recipe, 6e-5 or 1e-4, were chosen on seeds 100 and 101 by the FLOP to 90 %."""
 RECIPES: dict[str, dict[str, str]] = {
     BASE: {},
     "dapo": {},

@@ -14,6 +14,8 @@ logit of probability zero, and a summand whose probability is zero is zero.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -236,6 +238,12 @@ def _gradient(
     tl.store(out + row * out_stride + columns, g.to(out.dtype.element_ty), mask=columns < out_stride)
 
 
+def _launch_gradient(V: int) -> dict[str, Any]:
+    """Return the launch of `_gradient`: half the columns of the row kernels, as two heads with caps spill with all."""
+    launch = _launch(V)
+    return launch | {"BLOCK": max(1, launch["BLOCK"] // 2)}
+
+
 def divergence(
     student: RowLogits,
     teacher: RowLogits,
@@ -265,5 +273,6 @@ def divergence(
     of_rows = factor.new_empty(5, C).unbind()
     _totals[(C,)](*both, divergence, entropy, teacher_entropy, *of_rows, V, share, **constants)
     if len(out):
+        constants |= _launch_gradient(V)
         grid = (C, triton.cdiv(V, constants["BLOCK"]))
         _gradient[grid](*both, factor, *of_rows, out, _row_stride(out), V, share, **constants)

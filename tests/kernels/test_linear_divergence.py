@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,15 @@ Inputs = dict[str, Any]
 MIXED = {"jsd": {"beta": 0.3}, "skew_forward_kl": {"alpha": 0.2}, "skew_reverse_kl": {"alpha": 0.2}}
 OPTIONS = [{"kind": kind, **MIXED.get(kind, {})} for kind in KINDS]
 TRAINED = ("hidden", "weight", "bias")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Bounds are multiples of plain PyTorch's error, whose sums depend on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def kind_name(options: Inputs) -> str:

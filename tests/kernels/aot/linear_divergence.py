@@ -26,7 +26,7 @@ TOTALS = {**SIDES, **dict.fromkeys(("divergence", "entropy", "teacher_entropy"),
 
 
 def _case(name: str, fn: Any, signature: dict[str, str], V: int, kind: str, options: bool) -> AotCase:
-    launch = triton._launch(V)
+    launch = triton._launch_gradient(V) if fn is triton._gradient else triton._launch(V)
     other = {"num_warps": launch.pop("num_warps"), "fp_fusion": launch.pop("enable_fp_fusion")}
     flags = dict.fromkeys(("HAS_BIAS", "HAS_SOFTCAP", "TEACHER_BIAS", "TEACHER_SOFTCAP"), options)
     whole = {**signature, "V": "i32:16" if V % 16 == 0 else "i32", "share": "fp32"}
