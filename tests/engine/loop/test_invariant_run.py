@@ -89,9 +89,9 @@ def test_old_log_probs_are_the_samplers(toml: Path, tmp_path: Path, monkeypatch:
     scored: list[str] = []
     score = Role.score
 
-    def watched(self: Role, *given: object, **options: object) -> None:
+    def watched(self: Role, *given: object, **options: object) -> object:
         scored.append(self.column)
-        score(self, *given, **options)  # type: ignore[arg-type]
+        return score(self, *given, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Role, "score", watched)
     asked = "--algorithm.old_logprob=recompute"
