@@ -23,7 +23,7 @@ from .checks import Arguments, check_first_derivative
 INPUTS = 5
 """The inputs that have gradients."""
 INSTEAD = {"linear_policy_loss": ", or use linear_logprob and policy_loss, which allow several backwards"}
-"""What allows several backwards, by the public op."""
+"""The option that allows several backward passes, by the public op."""
 
 
 def check_in_forward(check: Arguments, weight: Tensor, weight_grad: Tensor | None) -> None:

@@ -259,7 +259,7 @@ OWN = (
 )  # fmt: skip
 """Parameters of sampling that a call may set instead of the run's."""
 DRAWN = ("temperature", "top_p", "top_k", "min_p")
-"""Those that say how an answer is drawn."""
+"""Fields of a request that set how an answer is drawn."""
 MOST_GONE = 100_000
 """Ended episodes whose calls are told so."""
 

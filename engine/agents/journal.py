@@ -1,4 +1,4 @@
-"""What a run tells of its episodes while they work: a file of those under way, and a warning of temperature 0."""
+"""The file that lists the episodes under way, and the warning of agents that ask for temperature 0."""
 
 from __future__ import annotations
 

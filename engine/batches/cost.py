@@ -21,7 +21,7 @@ ACTIVE = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
 @dataclass(frozen=True)
 class Work:
-    """What a decoder and its head compute in one forward pass."""
+    """The rows and pairs that a decoder computes in one forward pass, and the rows that its head reads."""
 
     rows: float = 0.0
     pairs: float = 0.0  # of a row and a row that it sees, itself included

@@ -1,4 +1,4 @@
-"""Where the prompts with which the episodes of a group begin part from each other: what follows is shared no more."""
+"""The place where the first prompts of a group's episodes differ; no token after it is shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an update leaves out of its trees: responses that only credit reads, and ends that the policy was sure of."""
+"""The parts of trees that an update leaves out: responses that only credit reads, and ends without uncertain tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an update computes: its FLOP, their share of a GPU's peak (MFU), and counters of the GPU's driver (NVML)."""
+"""The FLOP of updates, their share of a GPU's peak (MFU), and counters of the GPU's driver (NVML)."""
 
 from __future__ import annotations
 

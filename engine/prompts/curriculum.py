@@ -64,7 +64,7 @@ class Curriculum:
             UserError: the class failed, or named no problem.
         """
         left = {problem.id: self._candidate(problem, taken) for problem in problems}
-        store = Store(left, np.random.default_rng(seed))
+        store = Store(dict(left), np.random.default_rng(seed))  # which the class may iterate over while it yields
         answer = call(self.what, iter, self._context.call(self.what, self._part.order, store))
         while (chosen := call(self.what, next, answer, None)) is not None:
             if not isinstance(chosen, str) or left.pop(chosen, None) is None:

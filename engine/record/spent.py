@@ -43,7 +43,7 @@ class FlopAccount:
 
 
 class Spent(NamedTuple):
-    """What a run has computed up to a moment, without its evaluations: FLOP, sampled tokens and seconds."""
+    """The FLOP, sampled tokens and seconds of a run up to a moment, without its evaluations."""
 
     flop: float
     tokens: float

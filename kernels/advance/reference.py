@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Turns(NamedTuple):
-    """What changes between the steps of a window of W steps with N rows; all on one device and contiguous."""
+    """The tensors that change between the W steps of a window of N rows; all on one device and contiguous."""
 
     vector: Tensor  # [L] int32, the numbers of a step
     rising: Tensor  # [M] int32, places in ``vector`` of numbers that grow by one each step

@@ -33,7 +33,7 @@ KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl"
 """Kernels get a kind as its place here; csrc/cpu/linear_divergence.cpp and `triton` have the same order."""
 
 CONSTANT = {"reverse_kl": 1.0, "skew_reverse_kl": 1.0}
-"""What `summands` leaves out of g."""
+"""The factor that `summands` leaves out of g."""
 
 DEFAULT_BETA, DEFAULT_ALPHA = 0.5, 0.1
 

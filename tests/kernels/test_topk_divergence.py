@@ -162,7 +162,7 @@ def test_rows_chunks_and_masked_rows(backend: Backend, rest: bool, monkeypatch: 
 
 @of_each_kind
 def test_a_teacher_that_is_sure(kind: Inputs) -> None:
-    """Where its K probabilities round to 1 the rest counts as the least that fp32 resolves: finite."""
+    """The rest counts as the least that fp32 resolves where the K probabilities round to 1."""
     given = inputs(4, 8, 33, 2) | kind | {"weights": torch.ones(4, device=DEVICE), "rest": True}
     given["ids"] = torch.tensor([[3, 5]] * 4, device=DEVICE)
     given["teacher_logprob"] = torch.tensor([[0.0, -40.0]] * 4, device=DEVICE)

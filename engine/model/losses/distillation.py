@@ -26,7 +26,7 @@ TEACHER_PROMPT = "teacher_prompt"
 
 
 class Seen(NamedTuple):
-    """What the divergence reads of a teacher."""
+    """The values of a teacher that the divergence reads."""
 
     hidden: Tensor  # [M, H_t], the state that predicts each target of the batch
     weight: Tensor  # [V, H_t]

@@ -47,7 +47,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Offer:
-    """What a server offers to a model.
+    """The offer of a server to a model.
 
     Attributes:
         tools: descriptions for a chat template; none if the model's text is the action.

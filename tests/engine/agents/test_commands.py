@@ -59,7 +59,7 @@ def engine() -> NativeEngine:
 
 
 def told(engine: NativeEngine, tree: TokenTree) -> list[dict[str, Any]]:
-    """What each episode wrote into its prompt."""
+    """Return the text that each episode wrote into its prompt."""
     words: Any = engine.tokenizer
     prompts = [
         words.decode(tree.token_id[tree.path_rows(leaf)[: int(tree.leaf_prompt[leaf])]])

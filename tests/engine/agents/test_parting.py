@@ -1,4 +1,4 @@
-"""Where the prompts of a group's episodes part: measured, and shown with its text."""
+"""The place where the prompts of a group's episodes differ is measured, and shown with its text."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BEFORE, AFTER = "await title; talk = await ask(SYSTEM, talk)", "talk = await ask
 @pytest.mark.parametrize("begin", [AT_ONCE, BEFORE, AFTER], ids=["at once", "before", "after"])
 @pytest.mark.parametrize("system", ["'Be brief.'", "f'Be brief. It is {own}0 to 9.'"], ids=["same", "a time"])
 def test_where_prompts_part(engine: NativeEngine, tmp_path: Path, begin: str, system: str) -> None:
-    """What episodes sample and say afterwards differs in any case, and calls of different kinds are not compared."""
+    """Later prompts hold sampled text and differ in any case; calls of different kinds are not compared."""
     source = TELLS.replace("BEGIN", begin).replace("SYSTEM", system)
     tree = run(engine, job(engine, n=3, max_new_tokens=400), agent=agent(tmp_path, source), episodes=3)
     assert "errors" not in tree.meta, tree.meta["errors"]

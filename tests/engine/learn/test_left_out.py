@@ -61,7 +61,7 @@ def test_what_follows_the_last_uncertain_token_is_left_out() -> None:
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"])
 def test_the_measured_share_is_that_of_the_gradients(aggregation: Any) -> None:
-    """Of the whole update's gradient and of the one without ends, each computed by itself."""
+    """The whole gradient and the one without ends are each computed by themselves."""
     model = make_model()
     tree = made([0.5, 0.6, 0.99, 0.98], [0.3, 0.99, 0.9, 0.99, 1.0], prompt=3)
     term = TokenTerm(Objective(aggregation=aggregation), length_limit=8)

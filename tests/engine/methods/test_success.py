@@ -13,6 +13,9 @@ from rolltree.engine.methods.candidates import Candidate, Observed, Store
 from rolltree.engine.methods.estimators import beta_norm
 from rolltree.engine.methods.groups import Accept, Drop, More, prune_majority, screening
 from rolltree.engine.methods.success import Greso, Posterior, Sgpo, SuccessRates
+from rolltree.engine.prompts.curriculum import Curriculum
+from rolltree.engine.prompts.prompts import Prompt
+from rolltree.engine.settings import DataConfig
 
 
 def candidate(name: str, taken: int = 0, **entry: Any) -> Candidate:
@@ -86,6 +89,14 @@ def test_greso_passes_over_what_had_no_signal() -> None:
     assert reloaded(curriculum, Greso())._explore == curriculum._explore
     curriculum.observe(group(problems[0], np.nan, np.nan), 5)  # no verdict, nothing learnt
     assert curriculum._seen == [""]
+
+
+@pytest.mark.parametrize("name", ["posterior", "greso", "sgpo"])
+def test_a_run_draws_every_problem_from_them(name: str) -> None:
+    """By the object that a run calls, which notes each problem as it comes."""
+    curriculum = Curriculum(DataConfig(path="rows.jsonl", curriculum=name))
+    problems = [Prompt(str(i), "", "", [1], {}, "") for i in range(6)]
+    assert sorted(curriculum.order(problems, {}, [1, 2])) == [str(i) for i in range(6)]
 
 
 def test_sgpo_profiles_then_goes_from_easy_to_hard() -> None:
