@@ -96,13 +96,13 @@ def headline(run: RunData) -> list[dict[str, str]]:
         cards.append(_card("time", duration(total), f"{total / training_steps(run):.2f} s a step"))
     if flop := _last(run, "perf/flop_so_far"):
         evaluated = run.total("perf/flop_evaluated")
-        cards.append(_card("compute", f"{short(flop)}FLOP", f"and {short(evaluated)} to evaluate" if evaluated else ""))
+        cards.append(_card("FLOP", short(flop), f"and {short(evaluated)} to evaluate" if evaluated else ""))
     for target in run.config.get("evaluation", {}).get("targets", ()):
         name = f"eval/target/{target:g}"
         if flop := _last(run, f"{name}/flop"):
             tokens, seconds = _last(run, f"{name}/tokens") or 0.0, _last(run, f"{name}/seconds") or 0.0
             cards.append(
-                _card(f"to {100 * target:g} %", f"{short(flop)}FLOP", f"{short(tokens)} tokens, {duration(seconds)}")
+                _card(f"FLOP to {100 * target:g} %", short(flop), f"{short(tokens)} tokens, {duration(seconds)}")
             )
     if tokens := logical_tokens(run):
         cards.append(_card("tokens", short(tokens), f"on all paths; {short(tokens / total)} a second" if total else ""))
@@ -183,7 +183,15 @@ def accuracy_menu(run: RunData) -> dict[str, Any]:
         for name, xs in over.items()
         if any(xs)
     ]
-    return {"type": "buttons", "direction": "right", "x": 0, "y": 1.04, "yanchor": "bottom", "buttons": buttons}
+    return {
+        "type": "buttons",
+        "direction": "right",
+        "x": 0,
+        "xanchor": "left",
+        "y": 1.04,
+        "yanchor": "bottom",
+        "buttons": buttons,
+    }
 
 
 def is_recorded(run: RunData, curve: Curve) -> bool:
