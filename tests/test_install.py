@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 INSTALL = runpy.run_path(str(Path(__file__).parents[1] / "install.py"))
 
 
+@pytest.mark.check
 def test_settings_of_pip_are_those_of_uv(tmp_path: Path) -> None:
     """Several values of one; a command's before the rest of a file's, the environment's before both."""
     config = tmp_path / "pip.conf"

@@ -82,6 +82,7 @@ def test_the_weights_are_those_of_a_run_and_so_is_their_accuracy(toml: Path, tmp
     assert accuracies == [summary.accuracy_before, summary.accuracy_after]
 
 
+@pytest.mark.check
 def test_the_command(
     toml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

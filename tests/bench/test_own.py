@@ -166,6 +166,7 @@ def test_what_is_no_checkout_is_refused(other: Path, tmp_path: Path, capsys: pyt
     assert "ceilings has none" in capsys.readouterr().err
 
 
+@pytest.mark.check
 def test_the_processes_end_with_the_run(other: Path) -> None:
     bench = with_shapes(load("policy_loss"), ["M=9"])
     with against.against(bench, other, CPU, True, ["M=9"], False) as both:

@@ -17,6 +17,7 @@ from rolltree.engine.plan.modelled import MeasuredRates
 from rolltree.engine.plan.rates import NETWORK
 
 
+@pytest.mark.check
 def test_the_driver_is_really_driven(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slower controller shows. Times decide nothing but that a pause of 0.1 s is at least as long."""
     found = bench.measure_driver(64, engines=4, batch=16)

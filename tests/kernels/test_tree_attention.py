@@ -166,6 +166,7 @@ def test_single_sequence_is_causal_attention() -> None:
     torch.testing.assert_close(tree_attention(x.q, x.k, x.v, x.subtree_end), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strided_views(backend: str) -> None:
     case = Case(75, 4, 2, 32)
@@ -195,6 +196,7 @@ def test_order_of_packed_trees_does_not_matter(backend: str) -> None:
         torch.testing.assert_close(got, torch.cat(want), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_leaves_under_one_root(backend: str) -> None:
     leaves, case = 700, Case(701, 1, 1, 16)

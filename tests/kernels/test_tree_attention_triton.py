@@ -168,6 +168,7 @@ def test_lists_are_made_once_for_all_layers() -> None:
     assert visible.visible_blocks(x.subtree_end, None, None, tile, 0, by_key=False) is not first
 
 
+@pytest.mark.check
 def test_a_gpu_checks_every_kind_of_tile() -> None:
     """`make gpu` compares attention with float64 first: its trees reach both loops of each kernel, and cut roots."""
     kinds = set()

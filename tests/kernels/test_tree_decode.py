@@ -31,6 +31,7 @@ BACKENDS = [
     pytest.param("triton", marks=needs_triton),
     pytest.param("invariant", marks=needs_triton),
 ]
+INTERPRETED = ("triton", "invariant")
 
 
 @dataclass
@@ -179,7 +180,7 @@ def test_error_is_at_most_twice_plain_pytorchs(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    step = forest(seed=heads, chunk=chunk, longest=40 if backend == "triton" else 90)
+    step = forest(seed=heads, chunk=chunk, longest=40 if backend in INTERPRETED else 90)
     q, k, v = tensors(step, heads, kv_heads, dim, dtype)
     truth = by_paths(q.double(), k.double(), v.double(), step, window, softcap)
     theirs = by_paths(q, k, v, step, window, softcap)
@@ -362,7 +363,7 @@ HEADS_AND_CHUNKS = [(4, 2, 32, 1), (3, 3, 64, 20), (3, 3, 64, 1), (4, 2, 32, 20)
 def test_bits_of_a_row_do_not_depend_on_the_batch(
     backend: str, heads: int, kv_heads: int, dim: int, chunk: int
 ) -> None:
-    few = backend == "triton"  # the interpreter takes its time
+    few = backend in INTERPRETED  # the interpreter takes its time
     step = forest(seed=3, roots=3 if few else 12, chunk=chunk, longest=40 if few else 90)
     q, k, v = tensors(step, heads, kv_heads, dim)
     together = run(backend, q, k, v, step.plan)
@@ -388,7 +389,7 @@ def test_threads_do_not_change_the_result() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_rows_under_one_prompt(backend: str) -> None:
-    rows, prompt = 100 if backend == "triton" else 300, 150
+    rows, prompt = 100 if backend in INTERPRETED else 300, 150
     plan = DecodePlan(
         page_indptr=torch.arange(0, rows + 2).int() + torch.tensor([0] + [9] * (rows + 1)).int(),
         page_ids=torch.arange(rows + 10).int(),

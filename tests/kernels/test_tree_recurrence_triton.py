@@ -148,6 +148,7 @@ def errors(got: list[Tensor], right: list[Tensor]) -> list[float]:
     return [float((g.double() - r).norm() / r.norm()) if r.numel() else 0.0 for g, r in zip(got, right, strict=True)]
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize("case", some(CASES, QUICK))
 def test_error_is_at_most_twice_plain_pytorchs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     use_chunks(case.chunk, monkeypatch)

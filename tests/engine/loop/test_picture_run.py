@@ -116,6 +116,7 @@ def test_pictures_that_attend_both_ways(name: str, tmp_path: Path, monkeypatch: 
     assert max(json.loads(line).get("training/rollout_probs_diff_mean", 0.0) for line in lines) > 1e-4
 
 
+@pytest.mark.check
 def test_a_run_of_smolvlm_has_the_prompts_of_transformers_processor(tmp_path: Path) -> None:
     args = ["train", str(write_run(tmp_path, "smolvlm")), "--trainer.steps", "1", "--evaluation.problems", "0"]
     assert main([*args, "--evaluation.every", "0"]) == 0

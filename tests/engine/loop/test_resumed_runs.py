@@ -263,7 +263,7 @@ CASES: dict[str, Case] = {
     ),
     "several files": Case((*FLAT, "--trainer.prompts_per_step=2"), shards, steps=2),
 }  # fmt: skip
-QUICK = ("open groups", "lora, a reference that follows", "replay")
+QUICK = ("open groups",)
 """Cases of `make test`; `make check` has the others."""
 
 

@@ -168,6 +168,7 @@ def test_two_thousand_draws_are_those_of_the_formula(options: dict[str, Any], gr
     assert drawn == dump(arms, seen, [3, 4], 2000, options)
 
 
+@pytest.mark.check
 def test_a_run_whose_curriculum_observes_nothing_is_another(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,6 +212,7 @@ def parts(toml: Path) -> list[str]:
     ]
 
 
+@pytest.mark.check
 def test_options_change_and_parts_get_what_they_name(asking, tmp_path):
     """Two steps: each number of the second is that of its own step, in the gradient of its second update."""
     steps = take_steps(

@@ -72,6 +72,7 @@ class TestGroupsOfEqualRewards:
 
         check_gradient(steps, nll)
 
+    @pytest.mark.check
     def test_raft_divides_by_what_it_imitates(self, toml, tmp_path):
         steps = take_steps(
             toml, tmp_path, reward(toml, "by_prompt"), "--algorithm.objective=raft", "--algorithm.select=rewarded"
@@ -96,6 +97,7 @@ class TestGroupsOfEqualRewards:
 
         check_gradient(steps, surrogate)
 
+    @pytest.mark.check
     def test_a_kl_reaches_groups_without_credit(self, toml, tmp_path):
         steps = take_steps(
             toml, tmp_path, reward(toml, "right"), "--algorithm.objective=ppo", "--roles.reference={}",
@@ -283,6 +285,7 @@ class TestSequenceRatiosOnTrees:
         assert all(np.isfinite(update.loss) for update in steps.updates)
         assert all(steps.updates[1].gradient["model.norm.weight"].norm() > 0 for _ in [0])
 
+    @pytest.mark.check
     def test_gmpo_with_credit_of_tokens(self, toml, tmp_path):
         """The geometric mean of ratios clipped on the side that acts, a value for each token's credit."""
         steps = take_steps(
@@ -303,6 +306,7 @@ class TestSequenceRatiosOnTrees:
 
         check_gradient(steps, gmpo, update=1)
 
+    @pytest.mark.check
     def test_a_selection_of_tokens(self, toml, tmp_path):
         """A ratio of the whole response, of which only some tokens are in the loss."""
         steps = take_steps(
@@ -524,6 +528,7 @@ def test_each_policy_has_its_own_learning_rate(toml):
     ]
 
 
+@pytest.mark.check
 def test_the_plan_and_the_run_say_when_nothing_is_learnt(toml, tmp_path):
     options = ["--trainer.lr_scale=[[0,1.0],[2,0.0]]", "--trainer.steps=2"]
     steps = take_steps(toml, tmp_path, *options)

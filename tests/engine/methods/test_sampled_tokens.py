@@ -274,6 +274,7 @@ def test_filters_do_not_go_with_tokens_of_older_policies(toml) -> None:
         check_training(config)
 
 
+@pytest.mark.check
 def test_a_source_sees_trained_and_dropped_groups_with_their_credit(toml, tmp_path) -> None:
     steps = take_steps(
         toml, tmp_path, reward(toml, "by_prompt"), "--data.tasks=[]", f"--data.source={toml.parent}/mine.py:Sums",

@@ -138,6 +138,7 @@ def test_the_layer_that_is_not_invariant_is_named() -> None:
         check_sampler(model)
 
 
+@pytest.mark.check
 def test_a_sampler_of_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_invariant(attending("llama"))
     trees = sampled(model)

@@ -87,6 +87,7 @@ def _template(toml: Path) -> str:
     return load_config(toml).data.template
 
 
+@pytest.mark.check
 def test_only_the_table_that_a_term_names_is_trained_on(toml: Path, tmp_path: Path) -> None:
     """The other table's weights are those of another run: its rows change nothing."""
     one = write(tmp_path / "one.jsonl", [{"prompt": "1 + 1 =", "response": "2"}])
@@ -129,6 +130,7 @@ def test_offline_dpo_is_its_formula(toml: Path, tmp_path: Path) -> None:
     assert rows[1]["actor/loss"] < rows[0]["actor/loss"]
 
 
+@pytest.mark.check
 def test_hypo_adds_the_kl_of_rollouts_whatever_their_reward(toml: Path, tmp_path: Path) -> None:
     pairs = [{"prompt": f"{a} + 2 =", "response": f"{a + 2}", "worse": f"{a} {a}"} for a in range(4)]
     table = f'--demonstrations={{path="{write(tmp_path / "pairs.jsonl", pairs)}",per_step=4,rejected_key="worse"}}'

@@ -214,6 +214,7 @@ def options(toml: Path, tmp_path: Path, *more: str) -> list[str]:
     return ["train", str(toml), *(f"--{key}={value}" for key, value in keys.items()), *more]
 
 
+@pytest.mark.check
 def test_the_plan_tells_of_bad_rows(
     toml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

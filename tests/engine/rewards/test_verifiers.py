@@ -175,6 +175,7 @@ def test_the_last_closed_block_of_python_is_the_program(text: str, code: str | N
     assert extract_code(text) == code
 
 
+@pytest.mark.check
 def test_a_program_after_other_blocks_is_run() -> None:
     program = "```python\nprint(int(input()) * 2)\n```\n"
     texts = [
@@ -288,6 +289,7 @@ def test_one_response_fails_no_verifier_and_an_entry_does() -> None:
         bounded("4", {"answer": 0})
 
 
+@pytest.mark.check
 def test_a_response_takes_no_memory_without_bounds() -> None:
     """A list of 8 GB is made by one call, which no time limit interrupts."""
     entry = {

@@ -67,6 +67,7 @@ def test_the_same_samples_as_modules(name: str, dtype: torch.dtype, monkeypatch:
             np.testing.assert_allclose(tree.behaviour_logprob, other.behaviour_logprob, rtol=0, atol=near)
 
 
+@pytest.mark.check
 def test_rotations_of_later_positions_are_those_of_the_first_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph reads the table that it was captured with."""
     model = made("llama")

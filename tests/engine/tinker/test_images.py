@@ -174,6 +174,7 @@ def test_samples_after_an_image_are_those_of_the_adapter(url: str, folder: Path,
     check_samples(client(url).create_sampling_client(base_model="tiny").result(), judge, make_models("qwen3_vl")[1])
 
 
+@pytest.mark.check
 def test_images_that_cannot_be_used_are_refused_alone(url: str, folder: Path) -> None:
     judge = Judge(folder)
     trained = client(url).create_lora_training_client("tiny", 4, seed=1).result()
