@@ -1,9 +1,9 @@
 """``rolltree bench curves CONFIG``: whole runs of recipes, held-out accuracy over sampled tokens and over seconds.
 
 The configuration is one of `rolltree train` without a method; each recipe is added to it, with sizes that fit the job
-(`RECIPES`). Runs follow one another in this process, one for every recipe and seed, after one step of the first that is
-not counted; all begin with the same weights and answer the same held-out problems. An interrupted campaign continues
-with the runs that have not ended.
+(`RECIPES`), or those that ``--tune`` has found and ``--tuned`` takes (`tuning`). Runs follow one another in this
+process, one for every recipe, setting and seed, after one step of the first that is not counted; all begin with the
+same weights and answer the same held-out problems. An interrupted campaign continues with the runs that have not ended.
 
 Tokens are those that the policy sampled for training, with those of groups that were dropped; one that several
 responses share counts once. Seconds are of the processor, summed over the threads of this process, so that other work
@@ -37,7 +37,9 @@ from rolltree.engine.settings import TrainConfig
 from ..journal import Journal
 from ..schema import Context, Row, append_line
 from ..timing import quantiles
+from . import tuning
 from .job import Point
+from .tuning import Setting
 
 BASE = "grpo"
 """The recipe with which the others are compared."""
@@ -72,6 +74,13 @@ RECIPES: dict[str, dict[str, str]] = {
     "efficient": {**TUNED, "trainer.lr": "1e-4"},
     "fifo_replay": TUNED,
     "speed_rl": TUNED,
+    "posterior": {
+        "recipe": "",
+        "algorithm.cut": "0.97",
+        "data.curriculum": "posterior",
+        "data.curriculum_options": '{ by = "metadata.num_terms" }',
+        **TUNED,
+    },
 }
 """Recipes, and keys that differ from the recipe's own and from the campaign's: segments for responses of 48 tokens, as
 in `arithmetic_cpu.toml`, and more steps, as these share tokens; a critic's rate as in `ppo_critic_cpu.toml`; and half
@@ -104,45 +113,95 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("config", metavar="CONFIG", help="TOML file of `rolltree train` that names no method")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), metavar="NAME", help="default: %(default)s")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--tune", nargs="+", default=[], metavar="KEY=VALUE,VALUE", help="try each combination; keep each recipe's best"
+    )
+    parser.add_argument("--tuned", type=Path, metavar="FILE", help="sizes of each recipe that --tune has chosen")
     parser.add_argument("--within", type=float, metavar="S", help="begin no run after so many seconds")
     parser.add_argument("--out", type=Path, default=Path("runs/curves"), metavar="DIR", help="default %(default)s")
     args, overrides = parser.parse_known_args(argv)
     begin = time.perf_counter()
     journal = Journal("recipes", args.out)
     try:
+        settings = tuning.grid(args.tune) if args.tune else [{}]
+        tuned = tuning.read(args.tuned, args.recipes) if args.tuned else {}
         plan = [
-            (recipe, load_config(args.config, [*_keys(recipe, seed), *overrides]))
+            Planned(
+                recipe,
+                setting,
+                load_config(
+                    args.config,
+                    [*_keys(recipe, seed), *tuning.flags(tuned.get(recipe, {})), *tuning.flags(setting), *overrides],
+                ),
+            )
             for seed in args.seeds
             for recipe in args.recipes
+            for setting in settings
         ]
-        left = [(recipe, config) for recipe, config in plan if not journal.known(case_of(config), recipe)]
-        if left and left[0][1].evaluation.problems == 0:
+        left = [planned for planned in plan if not journal.known(planned.case, planned.recipe)]
+        if plan and plan[0].config.evaluation.problems == 0:
             raise UserError(f"'{args.config}' holds no problems out; set evaluation.problems.")
+        if args.tune and not plan[0].config.evaluation.targets:
+            raise UserError(f"'{args.config}' has no targets to tune for; set evaluation.targets.")
         if left:
-            prepare_model(left[0][1])
-            _warm_up(left[0][1])
+            prepare_model(left[0].config)
+            _warm_up(left[0].config)
     except UserError as error:
         print(f"rolltree bench: {error}", file=sys.stderr)
         return 2
-    for number, (recipe, config) in enumerate(left):
+    for number, planned in enumerate(left):
         if args.within is not None and time.perf_counter() - begin > args.within:
             print(f"Not run yet: {len(left) - number}. The same command continues with them.")
             break
-        _one(config, recipe, journal)
+        _one(planned, journal)
+    else:
+        if args.tune:
+            _choose(plan, settings, args.out)
     if journal.problems:
         print(f"{len(journal.problems)} failed:", *journal.problems, sep="\n  ")
     return 1 if journal.problems else 0
+
+
+class Planned(NamedTuple):
+    """A run of the campaign."""
+
+    recipe: str
+    setting: Setting
+    config: TrainConfig
+
+    @property
+    def case(self) -> str:
+        """The name of the campaign, the setting if one is tried, and the seed."""
+        return ", ".join([*filter(None, [self.config.name, tuning.said(self.setting)]), f"seed {self.config.seed}"])
+
+
+def _choose(plan: Sequence[Planned], settings: Sequence[Setting], out: Path) -> None:
+    """Print the settings of each recipe and write the best."""
+    lines = (out / CURVES).read_text(encoding="utf-8").splitlines()
+    of_run: dict[tuple[str, str], list[Point]] = {}
+    for point in (Point(**json.loads(line)) for line in lines):
+        of_run.setdefault((point.case, point.provider), []).append(point)
+    tries: dict[str, dict[str, list[list[Point]]]] = {}
+    for planned in plan:
+        runs = tries.setdefault(planned.recipe, {}).setdefault(tuning.said(planned.setting), [])
+        runs.append(of_run.get((planned.case, planned.recipe), []))
+    targets = plan[0].config.evaluation.targets
+    best = tuning.choose(tries, targets)
+    for recipe, of_recipe in tries.items():
+        for name, runs in of_recipe.items():
+            missed, flop = tuning.score(runs, targets)[:2]
+            reached = f"{len(runs) - missed:g} of {len(runs)} reach {100 * max(targets):g} %"
+            mark = "  <- best" if name == best[recipe] else ""
+            print(f"{recipe}, {name}: {reached}" + (f" after {flop / 1e9:.3g} GFLOP" if flop else "") + mark)
+    of_name = {tuning.said(setting): setting for setting in settings}
+    path = tuning.write({recipe: of_name[name] for recipe, name in best.items()}, out)
+    print(f"Written to {path}; give it to --tuned, with other seeds.")
 
 
 def _keys(recipe: str, seed: int) -> Iterator[str]:
     for key, value in {"recipe": recipe, "seed": str(seed), **RECIPES.get(recipe, {})}.items():
         if value:
             yield from (f"--{key}", value)
-
-
-def case_of(config: TrainConfig) -> str:
-    """Return the name of the campaign and the seed, which all recipes share."""
-    return f"{config.name}, seed {config.seed}"
 
 
 def _warm_up(config: TrainConfig) -> None:
@@ -152,9 +211,10 @@ def _warm_up(config: TrainConfig) -> None:
         train(config.model_copy(update={"output_dir": directory, "trainer": trainer}))
 
 
-def _one(config: TrainConfig, recipe: str, journal: Journal) -> None:
-    """Run one recipe with one seed and write its points and rows into the files of ``journal``."""
-    case, out, context = case_of(config), journal.directory, Context.of(choose_device(config.model.device))
+def _one(planned: Planned, journal: Journal) -> None:
+    """Take a run and write its points and rows into the files of ``journal``."""
+    recipe, _, config = planned
+    case, out, context = planned.case, journal.directory, Context.of(choose_device(config.model.device))
     assert out is not None
     directory = out / f"{recipe}-{config.seed}"
     shutil.rmtree(directory, ignore_errors=True)
@@ -167,12 +227,13 @@ def _one(config: TrainConfig, recipe: str, journal: Journal) -> None:
     for step, seconds, tokens, accuracy in readings:
         point = Point(case, recipe, step, seconds, tokens, accuracy, config.evaluation.problems, **asdict(context))
         flop = steps[step - 1]["perf/flop_so_far"] if step else 0.0
-        append_line(asdict(replace(point, flop=flop)), out / CURVES)
+        append_line(asdict(replace(point, flop=flop, targets=config.evaluation.targets)), out / CURVES)
     journal.finish(case, _acts(case, recipe, steps, context), recipe)
     shutil.rmtree(directory)
     accuracies = " ".join(f"{100 * reading.accuracy:.1f}" for reading in readings)
     last = readings[-1]
-    print(f"{recipe}, seed {config.seed}: {accuracies} % in {last.seconds:.1f} s, {last.tokens} tokens", flush=True)
+    which = ", ".join(filter(None, [recipe, tuning.said(planned.setting), f"seed {config.seed}"]))
+    print(f"{which}: {accuracies} % in {last.seconds:.1f} s, {last.tokens} tokens", flush=True)
 
 
 def _acts(case: str, recipe: str, steps: Sequence[Mapping[str, float]], context: Context) -> Iterator[Row]:

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Literal
 
-from rolltree.engine.record.spent import Spent, crossing
+from rolltree.engine.record.spent import crossing
 
 from ..schema import Row
 from .curves import BASE
 from .job import Point
+from .tuning import readings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 Axis = Literal["tokens", "seconds"]
 AXES: tuple[Axis, ...] = ("tokens", "seconds")
 TARGETS = (0.5, 0.75, 0.9)
+"""Accuracies of a campaign whose configuration names none."""
 TUNED = "grpo_tuned"
 """The recipe with which FLOP and seconds to a target are compared."""
 PARTS = (0.25, 1.0)
@@ -129,26 +131,26 @@ def _difference(accuracies: dict[str, dict[str, float]], recipe: str) -> str:
 
 
 def targets(points: Sequence[Point]) -> str:
-    """Return a table of each campaign whose FLOP were counted: for each target of `TARGETS` the GFLOP, and the seconds
-    of a core, at which the runs of a recipe reached and held it, and ratios to those of `TUNED` with the same seed."""
+    """Return a table of each campaign whose FLOP were counted: for each of its targets the GFLOP, and the seconds of a
+    core, at which the runs of a recipe reached and held it, and ratios to those of `TUNED` with the same seed."""
     counted = [point for point in points if point.flop is not None]
     return "\n".join(_targets(name, runs) for name, runs in campaigns(counted).items())
 
 
 def _targets(name: str, runs: dict[Run, list[Point]]) -> str:
-    heads = [name, "seeds"]
-    for target in TARGETS:
+    heads, shares = [name, "seeds"], next(iter(runs.values()))[0].targets or TARGETS
+    for target in shares:
         heads += [f"GFLOP to {100 * target:g} %", f"against {TUNED}", "seconds", f"against {TUNED}"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     spent = {
-        (recipe, case, target): crossing(_readings(of_run), target, ended=True)
+        (recipe, case, target): crossing(readings(of_run), target, ended=True)
         for (case, recipe), of_run in runs.items()
-        for target in TARGETS
+        for target in shares
     }
     for recipe in dict.fromkeys(recipe for _, recipe in runs):
         cases = [case for case, of_recipe in runs if of_recipe == recipe]
         cells = [recipe, str(len(cases))]
-        for target in TARGETS:
+        for target in shares:
             then = {case: at for case in cases if (at := spent[recipe, case, target]) is not None}
             base = {case: at for case in then if (at := spent.get((TUNED, case, target))) is not None}
             few = "" if len(then) == len(cases) else f", {len(then)} of {len(cases)}"
@@ -159,10 +161,6 @@ def _targets(name: str, runs: dict[Run, list[Point]]) -> str:
                 cells.append(_spread(ratios, digits=2) if ratios and recipe != TUNED else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _readings(points: Sequence[Point]) -> list[tuple[Spent, float]]:
-    return [(Spent(point.flop or 0.0, point.tokens, point.seconds), point.accuracy) for point in points]
 
 
 def actions(rows: Sequence[Row], metrics: Sequence[str] = SHOWN) -> str:

@@ -61,6 +61,7 @@ class Point:
     commit: str
     time: str  # UTC, ISO 8601
     flop: float | None = None  # computed so far, without evaluations; None where the provider does not count them
+    targets: Sequence[float] = ()  # `evaluation.targets` of the configuration
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..data.tree import TokenTree
+from ..errors import UserError
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,19 @@ class Candidate:
     """Number of its responses that were judged and observed."""
     mean_reward: float | None
     """Mean of their rewards before shaping, which is the success rate for rewards of 0 and 1; None without any."""
+
+    def column(self, name: str) -> Any:
+        """Return the value of a column; ``a.b`` is the field ``b`` of the column ``a``.
+
+        Raises:
+            UserError: the problem has no such column.
+        """
+        value: Any = self.entry
+        for part in (name,) if name in self.entry else name.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                raise UserError(f"the curriculum reads the column '{name}', and a problem has {sorted(self.entry)}.")
+            value = value[part]
+        return value
 
 
 @dataclass(frozen=True)

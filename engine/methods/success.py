@@ -69,7 +69,7 @@ class SuccessRates:
     def _value(self, problem: Candidate) -> str:
         if self._by is None:
             return ""
-        return problem.task if self._by == "task" else str(problem.entry.get(self._by))
+        return problem.task if self._by == "task" else str(problem.column(self._by))
 
     def state_dict(self) -> dict[str, Any]:
         """Return all counts."""
@@ -90,8 +90,9 @@ class Posterior:
     proportional (as in PCL, Prompt Curriculum Learning, which chooses p near 1/2). All defaults are inferred.
 
     Args:
-        by: column, or ``task``, whose values share counts; None: only the mean over all problems is shared. Where
-            problems come once or twice, nothing is learnt of a problem alone, and a column must tell which are alike.
+        by: column, or ``task``, whose values share counts; ``a.b`` is the field ``b`` of the column ``a``. None: only
+            the mean over all problems is shared. Where problems come once or twice, nothing is learnt of a problem
+            alone, and a column must tell which are alike.
         decay, prior, pool: see `SuccessRates`.
 
     Raises:

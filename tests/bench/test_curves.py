@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rolltree.bench.cli import main
-from rolltree.bench.jobs import curves, curves_table
+from rolltree.bench.jobs import curves, curves_table, tuning
 from rolltree.bench.jobs.job import Point
 from rolltree.bench.schema import read
 from rolltree.engine.errors import RunError
@@ -129,6 +129,59 @@ def test_a_campaign_counts_training_alone_and_continues(
     assert ("raft", "actor/kl_loss") not in rows
     text = curves_table.actions(read(out / "recipes.jsonl"), ["actor/kl_loss"])
     assert text.splitlines()[2:] == [f"| grpo | {rows['grpo', 'actor/kl_loss']:.3g} |", "| raft |  |"]
+
+
+def runs_of(*accuracies: tuple[float, ...]) -> list[list[Point]]:
+    """One run for each tuple: its accuracies at evaluations a GFLOP apart."""
+    return [
+        [replace(p, flop=1e9 * p.step) for p in points("grpo", seed, *((i, 10 * i, a) for i, a in enumerate(of_run)))]
+        for seed, of_run in enumerate(accuracies)
+    ]
+
+
+def test_settings_are_chosen_by_how_many_runs_reach_the_end_then_by_flop() -> None:
+    fast = runs_of((0.1, 0.8, 0.8, 0.8), (0.1, 0.8, 0.9, 0.9))  # one of two reaches 0.85, early
+    sure = runs_of((0.1, 0.2, 0.5, 0.9), (0.1, 0.2, 0.5, 0.9))
+    slow = runs_of((0.1, 0.2, 0.2, 0.9), (0.1, 0.2, 0.2, 0.9))
+    tries = {"grpo": {"slow": slow, "fast": fast, "sure": sure}, "raft": {"slow": slow[:1], "failed": [[]]}}
+    assert tuning.choose(tries, [0.5, 0.85]) == {"grpo": "sure", "raft": "slow"}
+    assert tuning.choose(tries, [0.5, 0.95])["grpo"] == "fast"  # none reaches the last target
+    assert tuning.score(fast, [0.85])[0] == 1
+
+
+def test_a_grid_is_tried_and_its_best_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Larger rates end higher here; the reported run has the rate that the tries chose, and the key of the grid."""
+    rates: list[tuple[int, float]] = []
+
+    def learn(config: Any) -> Any:
+        rates.append((config.seed, config.trainer.lr))
+        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+        end = 0.5 + 1e3 * config.trainer.lr
+        return [curves.Reading(0, 0.0, 0, 0.25), curves.Reading(1, 3.0, 50, end)], [{"perf/flop_so_far": 2e9}]
+
+    monkeypatch.setattr(curves, "train", learn)
+    toml, out = write_job(tmp_path, **NO_METHOD), tmp_path / "out"
+    command = ["curves", str(toml), "--recipes", "grpo", "--out", str(out)]
+    trying = [*command, "--seeds", "7", "8", "--tune", "trainer.lr=1e-5,2e-4"]
+    assert main(trying) == 2
+    assert "no targets to tune for; set evaluation.targets" in capsys.readouterr().err
+    assert main([*trying, "--evaluation.targets", "[0.6]", "--evaluation.every", "1"]) == 0
+    assert sorted(rates[1:]) == [(7, 1e-5), (7, 2e-4), (8, 1e-5), (8, 2e-4)]
+    said = capsys.readouterr().out
+    assert "grpo, trainer.lr 1e-5: 0 of 2 reach 60 %\n" in said
+    assert "grpo, trainer.lr 2e-4: 2 of 2 reach 60 % after 1.56 GFLOP  <- best" in said
+    rates.clear()
+    assert main([*command, "--seeds", "3", "--tuned", str(out / "tuned.json")]) == 0
+    assert rates[1:] == [(3, 2e-4)]
+    for wrong, error in (
+        (["--tune", "trainer.lr"], "--tune takes KEY=VALUE,VALUE"),
+        (["--tuned", str(tmp_path / "none.json")], "has no settings that --tune has written"),
+        (["--recipes", "raft", "--tuned", str(out / "tuned.json")], "has no setting for raft; tune them first"),
+    ):
+        assert main([*command, *wrong]) == 2
+        assert error in capsys.readouterr().err
 
 
 def test_a_recipe_that_cannot_run_is_recorded_and_the_others_run(

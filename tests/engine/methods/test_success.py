@@ -57,6 +57,15 @@ def test_the_posterior_pools_decays_and_is_saved() -> None:
     assert rates._of_problem["a"] == [0.75, 1.25]
 
 
+def test_a_column_may_lie_within_another_and_must_be_there() -> None:
+    rates = SuccessRates("about.terms", decay=1.0, prior=2.0, pool=8.0)
+    short, long = (candidate(name, about={"terms": n}) for name, n in (("short", 2), ("long", 9)))
+    rates.observe(group(short, 1, 1, 1, 1), step=1)
+    assert np.divide(*rates.posterior(candidate("other", about={"terms": 2}))) > np.divide(*rates.posterior(long))
+    with pytest.raises(UserError, match=r"reads the column 'about.terms', and a problem has \['kind'\]"):
+        rates.posterior(candidate("else", kind="x"))
+
+
 def test_problems_with_signal_come_first() -> None:
     curriculum = Posterior(by="kind", prior=0.5)
     kinds = {kind: candidate(kind, kind=kind) for kind in ("solved", "even", "never")}
