@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -123,8 +123,11 @@ def measured_on(rows: Sequence[Row]) -> str:
 
 
 def jobs(rows: Sequence[Row]) -> str:
-    """Return a table with a line for each job and provider: step time, job time, memory, accuracy."""
-    lines = ["| job | | a step | speedup | all steps | memory | accuracy |", "|---|---|---|---|---|---|---|"]
+    """Return a table with a line for each job and provider: step time, job time, times to targets, memory, accuracy."""
+    lines = [
+        "| job | | a step | speedup | all steps | to targets | memory | accuracy |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     of: dict[tuple[str, str], dict[tuple[str, str], Row]] = {}
     for row in rows:
         of.setdefault((row.case, row.provider), {})[row.direction, row.metric] = row
@@ -137,11 +140,19 @@ def jobs(rows: Sequence[Row]) -> str:
             f"{_number(step.value)} ms ({_number(step.p20)} to {_number(step.p80)})",
             "" if speedup is None else f"{speedup.value:.2f} x",
             f"{whole.value / 1e3:.0f} s",
+            ", ".join(_to_targets(measured)),
             f"{_number(measured['job', 'peak_memory_mib'].value)} MiB",
             f"{100 * accuracy.value:.1f} %",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", measured_on(rows)]) + "\n"
+
+
+def _to_targets(measured: Mapping[tuple[str, str], Row]) -> Iterator[str]:
+    for (direction, metric), row in measured.items():
+        if direction.startswith("to ") and metric == "time_ms":
+            gain = measured.get((direction, "speedup"))
+            yield f"{direction[3:]}: {row.value / 1e3:.0f} s" + ("" if gain is None else f" ({gain.value:.1f} x)")
 
 
 def summary(folder: str) -> str:

@@ -15,8 +15,7 @@ from rolltree.engine.record.spent import crossing
 
 from ..schema import Row
 from .curves import BASE
-from .job import Point
-from .tuning import readings
+from .job import Point, readings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,10 +20,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from rolltree.engine.record.spent import Spent, crossing
 
 from ..journal import Journal
 from ..schema import Context, Row, append_line, rows_at
@@ -35,12 +37,13 @@ PROVIDERS = {
     "trl+rolltree": ("trl",),
     "trl+vllm": ("trl", "vllm"),
     "rolltree_flat": (),
+    "rolltree_efficient": (),
     "rolltree_tree": (),
     "rolltree_s1": (),
 }
 """The trainers, and the packages that each needs in addition to this project's."""
 BASE = "trl"
-"""The provider whose step time is divided by the others' for rows of metric "speedup"."""
+"""The provider whose times are divided by the others' for rows of metric "speedup"."""
 SIGMAS = 0.8416
 """Distance from the median of a normal distribution to its 80th percentile, in standard deviations."""
 
@@ -62,6 +65,11 @@ class Point:
     time: str  # UTC, ISO 8601
     flop: float | None = None  # computed so far, without evaluations; None where the provider does not count them
     targets: Sequence[float] = ()  # `evaluation.targets` of the configuration
+
+
+def readings(points: Sequence[Point]) -> list[tuple[Spent, float]]:
+    """Return what a run had spent at each evaluation, and its accuracy there; 0 FLOP where they were not counted."""
+    return [(Spent(point.flop or 0.0, point.tokens, point.seconds), point.accuracy) for point in points]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -166,8 +174,9 @@ def one(config: Any, provider: str, journal: Journal, context: Context, limit: f
             flush=True,
         )
     if problem is None:
-        base = base_of(case, _recorded(journal))
-        journal.finish(case, _rows(case, provider, lines, points, base, context), provider)
+        recorded = _recorded(journal)
+        rows = list(_rows(case, provider, lines, points, context))
+        journal.finish(case, [*rows, *speedups(rows, recorded)], provider)
         shutil.rmtree(directory)
 
 
@@ -209,8 +218,11 @@ def _points(
     ]
     measured = accuracies(config, [file for *_, file in kept]) if len(kept) > 1 else []
     for (step, seconds, tokens, _), accuracy in zip(kept, measured, strict=False):
-        problems = config.evaluation.problems
-        yield Point(case_of(config), provider, step, seconds, tokens, accuracy, problems, **asdict(context))
+        evaluation = config.evaluation
+        point = Point(
+            case_of(config), provider, step, seconds, tokens, accuracy, evaluation.problems, **asdict(context)
+        )
+        yield replace(point, targets=evaluation.targets)
 
 
 def accuracies(config: Any, files: Sequence[Path | None]) -> Iterator[float]:
@@ -257,34 +269,33 @@ def _recorded(journal: Journal) -> list[Row]:
     return rows_at(file) if file.exists() else []
 
 
-def base_of(case: str, rows: Sequence[Row]) -> Row | None:
-    """Return the last recorded step time of `BASE`, if it has run."""
-    steps = [row for row in rows if (row.case, row.provider, row.metric) == (case, BASE, "time_ms")]
-    return next((row for row in reversed(steps) if row.direction == "step"), None)
+def speedups(rows: Sequence[Row], recorded: Sequence[Row]) -> Iterator[Row]:
+    """Yield the ratio of the time of `BASE`, as last recorded, to each time of another provider's ``rows``."""
+    for row in rows:
+        if row.metric == "time_ms" and row.provider != BASE:
+            same = (row.case, BASE, row.direction, row.metric)
+            times = [r for r in recorded if (r.case, r.provider, r.direction, r.metric) == same]
+            if times:
+                low, middle, high = (times[-1].value / ms for ms in (row.p80, row.value, row.p20))
+                yield replace(row, metric="speedup", p20=low, value=middle, p80=high)
 
 
 def _rows(
-    case: str,
-    provider: str,
-    lines: Sequence[dict[str, Any]],
-    points: Sequence[Point],
-    base: Row | None,
-    context: Context,
+    case: str, provider: str, lines: Sequence[dict[str, Any]], points: Sequence[Point], context: Context
 ) -> Iterator[Row]:
-    """Return step time, job time, peak memory, and the last accuracy with its sampling error."""
+    """Yield step time, job time, the time to each target that was reached, peak memory, and the last accuracy with its
+    sampling error."""
 
     def row(direction: str, metric: str, p20: float, value: float, p80: float) -> Row:
         return Row("job", case, provider, direction, metric, value, p20, p80, None, **asdict(context))
 
     ends = [0.0] + [line["seconds"] for line in lines if not line["weights"]]
-    steps = quantiles([1e3 * (b - a) for a, b in pairwise(ends)])
-    yield row("step", "time_ms", *steps)
-    if base is not None and provider != BASE:
-        yield row("step", "speedup", *(base.value / ms for ms in reversed(steps)))
+    yield row("step", "time_ms", *quantiles([1e3 * (b - a) for a, b in pairwise(ends)]))
     last = points[-1]
-    whole = 1e3 * last.seconds
-    yield row("job", "time_ms", whole, whole, whole)
-    peak = max(line["peak_memory_mib"] for line in lines)
-    yield row("job", "peak_memory_mib", peak, peak, peak)
+    yield row("job", "time_ms", *[1e3 * last.seconds] * 3)
+    for target in last.targets:
+        if (then := crossing(readings(points), target, ended=True)) is not None:
+            yield row(f"to {100 * target:g} %", "time_ms", *[1e3 * then.seconds] * 3)
+    yield row("job", "peak_memory_mib", *[max(line["peak_memory_mib"] for line in lines)] * 3)
     error = SIGMAS * math.sqrt(last.accuracy * (1 - last.accuracy) / last.problems)
     yield row("job", "accuracy", last.accuracy - error, last.accuracy, last.accuracy + error)

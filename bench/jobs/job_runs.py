@@ -153,6 +153,13 @@ def flat(config: TrainConfig, recorder: Recorder) -> None:
     rolltree(config, recorder, rollout={"program": "flat", "program_options": {}})
 
 
+def efficient(config: TrainConfig, recorder: Recorder) -> None:
+    """Run the job without branches and with the recipe `efficient`, which no other trainer here has."""
+    algorithm = {"advantage": "beta_norm", "cut": 0.97}
+    rollout = {"program": "flat", "program_options": {}}
+    rolltree(config, recorder, rollout=rollout, algorithm=algorithm, loop={"callback": "prune_majority"})
+
+
 def tree(config: TrainConfig, recorder: Recorder) -> None:
     rolltree(config, recorder, rollout=branching(config))
 
@@ -342,6 +349,7 @@ PROVIDERS: dict[str, Callable[[TrainConfig, Recorder], None]] = {
     "trl+rolltree": lambda config, recorder: trl(config, recorder, accelerated=True),
     "trl+vllm": lambda config, recorder: trl(config, recorder, vllm=True),
     "rolltree_flat": flat,
+    "rolltree_efficient": efficient,
     "rolltree_tree": tree,
     "rolltree_s1": stale,
 }

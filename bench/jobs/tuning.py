@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import mean
 
 from rolltree.engine.errors import UserError
-from rolltree.engine.record.spent import Spent, crossing
+from rolltree.engine.record.spent import crossing
 
-from .job import Point
+from .job import Point, readings
 
 Setting = dict[str, str]
 """Values of keys of the configuration."""
@@ -45,11 +45,6 @@ def flags(setting: Mapping[str, str]) -> list[str]:
 def said(setting: Mapping[str, str]) -> str:
     """Return the setting as a part of a case's name."""
     return ", ".join(f"{key} {value}" for key, value in setting.items())
-
-
-def readings(points: Sequence[Point]) -> list[tuple[Spent, float]]:
-    """Return what a run had spent at each evaluation, and its accuracy there."""
-    return [(Spent(point.flop or 0.0, point.tokens, point.seconds), point.accuracy) for point in points]
 
 
 def score(runs: Sequence[Sequence[Point]], targets: Sequence[float]) -> tuple[float, ...]:

@@ -364,9 +364,13 @@ def test_the_table_of_jobs() -> None:
         job,
         replace(job, metric="peak_memory_mib", value=800.0),
         replace(job, metric="accuracy", value=0.8512),
+        replace(job, direction="to 50 %", value=30000.0),
+        replace(job, direction="to 50 %", metric="speedup", value=2.04),
+        replace(job, direction="to 80 %", value=45000.0),
     ]
     line = readme.jobs(rows).splitlines()[2]
-    assert line == "| sums | rolltree_tree | 970 ms (960 to 980) | 2.50 x | 62 s | 800 MiB | 85.1 % |"
+    targets = "50 %: 30 s (2.0 x), 80 %: 45 s"
+    assert line == f"| sums | rolltree_tree | 970 ms (960 to 980) | 2.50 x | 62 s | {targets} | 800 MiB | 85.1 % |"
 
 
 def test_a_table_says_what_it_was_measured_on() -> None:

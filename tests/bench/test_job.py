@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from safetensors.torch import load_file
 
 from rolltree.bench.cli import main
 from rolltree.bench.jobs import job, job_runs
+from rolltree.bench.jobs.job import Point
 from rolltree.bench.jobs.job_runs import Recorder, weights_of
 from rolltree.bench.runner import UnsupportedError
-from rolltree.bench.schema import Row, rows_at
+from rolltree.bench.schema import Context, Row, rows_at
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.assembly.sampling import prepare_model
 from rolltree.engine.app.config import load_config
@@ -129,14 +131,28 @@ def test_the_command_in_processes_of_their_own(toml: Path, tmp_path: Path) -> No
     assert why.startswith("KeyError: 'nobody' (exit status 1; ")
 
 
-def test_speedups_are_over_the_last_steps_of_the_same_case() -> None:
+def test_speedups_are_over_the_last_times_of_the_same_case() -> None:
     def row(case: str, provider: str, direction: str, value: float) -> Row:
         return Row("job", case, provider, direction, "time_ms", value, value, value, None, "cpu", {}, "commit", "time")
 
-    rows = [row("a", job.BASE, "step", 3.0), row("a", job.BASE, "step", 2.0), row("a", job.BASE, "job", 80.0)]
-    rows += [row("b", job.BASE, "step", 5.0), row("a", "rolltree_flat", "step", 1.0)]
-    assert job.base_of("a", rows) == rows[1]
-    assert job.base_of("c", rows) is None
+    recorded = [row("a", job.BASE, "step", 3.0), row("a", job.BASE, "step", 2.0), row("b", job.BASE, "job", 80.0)]
+    recorded.append(row("a", job.BASE, "to 50 %", 9.0))
+    mine = [row("a", "rolltree_flat", direction, 1.0) for direction in ("step", "job", "to 50 %", "to 60 %")]
+    over = [(row.direction, row.metric, row.value) for row in job.speedups(mine, recorded)]
+    assert over == [("step", "speedup", 2.0), ("to 50 %", "speedup", 9.0)]
+    assert not list(job.speedups(recorded, recorded))
+
+
+def test_the_time_to_a_target_is_recorded_where_it_is_reached() -> None:
+    context = Context("cpu", {}, "commit", "time")
+    points = [
+        replace(Point("a", "p", i, 10.0 * i, 0, accuracy, 100, **asdict(context)), targets=(0.5, 0.8))
+        for i, accuracy in enumerate((0.2, 0.4, 0.6))
+    ]
+    lines = [{"seconds": 10.0 * i, "weights": False, "peak_memory_mib": 7.0} for i in (1, 2)]
+    rows = {(r.direction, r.metric): r.value for r in job._rows("a", "p", lines, points, context)}
+    assert rows["to 50 %", "time_ms"] == pytest.approx(15e3)
+    assert ("to 80 %", "time_ms") not in rows
 
 
 @pytest.mark.parametrize(
