@@ -194,7 +194,11 @@ def figure(runs: dict[Run, list[Point]], axis: Axis) -> Figure:
     columns = min(4, len(others))
     rows = -(-len(others) // columns)
     canvas = Figure(figsize=(2.6 * columns, 2.1 * rows + 0.3), layout="constrained")
-    panels = canvas.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
+    panels = list(canvas.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
+    for panel in panels[len(others) :]:
+        panel.set_visible(False)
+    for panel in panels[len(others) - columns : len(others)]:
+        panel.tick_params(labelbottom=True)  # the lowest of its column
     limit = reached(runs, axis)
     for panel, recipe in zip(panels, others, strict=False):
         for which, colour in ((BASE, GREY), (recipe, BLUE)):
