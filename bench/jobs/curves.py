@@ -74,13 +74,6 @@ RECIPES: dict[str, dict[str, str]] = {
     "efficient": {**TUNED, "trainer.lr": "1e-4"},
     "fifo_replay": TUNED,
     "speed_rl": TUNED,
-    "posterior": {
-        "recipe": "",
-        "algorithm.cut": "0.97",
-        "data.curriculum": "posterior",
-        "data.curriculum_options": '{ by = "metadata.num_terms" }',
-        **TUNED,
-    },
 }
 """Recipes, and keys that differ from the recipe's own and from the campaign's: segments for responses of 48 tokens, as
 in `arithmetic_cpu.toml`, and more steps, as these share tokens; a critic's rate as in `ppo_critic_cpu.toml`; and half
