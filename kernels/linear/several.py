@@ -112,6 +112,6 @@ def _launch(
         x, *[*weights, weights[-1]][:3], *[*added, added[-1]][:3], out, rows, depth,
         N0=widths[0], N1=widths[1], N2=widths[2], HAS_BIAS=biases[0] is not None, EVEN=depth % tile.depth == 0,
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=GROUP,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out

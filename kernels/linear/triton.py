@@ -108,6 +108,6 @@ def product(
         x, weight, out if bias is None else bias, out, rows, width, depth, out.stride(0),
         HAS_BIAS=bias is not None, EVEN=depth % tile.depth == 0,
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=GROUP,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -75,7 +75,7 @@ def tree_decode(
     slots = work.items.new_empty(room * CHUNK)
     slots_kernel[(room,)](
         nodes.page_indptr, nodes.page_ids, nodes.node_offset, nodes.node_position, work.parent, work.items, slots,
-        PAGE=page, CHUNK=CHUNK, FIELDS=FIELDS, num_warps=4,
+        PAGE=page, CHUNK=CHUNK, FIELDS=FIELDS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     keys, values = (x.flatten(0, 1)[:, None] for x in (k_pages, v_pages))
     return attend(q, keys, values, slots, nodes.query_position, work, scale, window, softcap)

@@ -223,12 +223,12 @@ def attend(
         *q.stride()[:2], *k_pages.stride()[:3], scale, window or 0, softcap or 0.0,
         PAGE=k_pages.shape[1], HEADS=heads, GROUP=group, DIM=dim, WIDTH=width, QUERIES=queries,
         KEYS=keys, FIELDS=FIELDS, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-        num_warps=warps, num_stages=3,
+        num_warps=warps, num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip
     together = min(8, triton.next_power_of_2(heads))
     merge_kernel[(rows, triton.cdiv(heads, together))](
         partial_out, partial_lse, partial_begin, out, lse,
-        HEADS=heads, SOME=together, DIM=dim, WIDTH=width, num_warps=4,
+        HEADS=heads, SOME=together, DIM=dim, WIDTH=width, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
 
