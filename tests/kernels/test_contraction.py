@@ -106,7 +106,7 @@ def test_every_launch_says_whether_products_are_contracted() -> None:
     launches = silent = 0
     for file in KERNELS.rglob("*.py"):
         source = file.read_text()
-        says = {"options", "sizes", "launch", "tile"} if "enable_fp_fusion\": " in source else set()
+        says = {"options", "sizes", "launch", "tile"} if 'enable_fp_fusion": ' in source else set()
         for node in ast.walk(ast.parse(source)):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)):
                 continue
