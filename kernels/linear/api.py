@@ -84,6 +84,13 @@ PRODUCTS: dict[str, Product] = {"cpu": _on_a_cpu, "triton": dispatch.imported(__
 """Backends, for contiguous operands: [M, K], [N, K], [N] -> [M, N]."""
 
 
+def compare_tiles(weight: Tensor) -> None:
+    """Compare the tiles of products with a weight ``[N, K]`` on its GPU, before a step is captured as a CUDA graph."""
+    from .tiles import agreeing, order_of
+
+    agreeing(order_of(*weight.shape, weight.dtype), weight.shape[1], weight.dtype, weight.device)
+
+
 def library_agrees(width: int, depth: int, dtype: torch.dtype, biased: bool) -> bool:
     """Return whether torch's products of more than `few_rows` rows with a weight ``[width, depth]`` have the bits of
     csrc/cpu/products/few_rows.cpp, as two products of random numbers have shown; their first use costs these."""

@@ -32,6 +32,7 @@ from .chunked import RowInputs
 
 MAX_BLOCK = 4096
 ROW_MULTIPLE = 16
+SHARES_ROWS = True  # see `statistics`
 UNALIGNED = (
     "temperature", "start", "target", "logprob", "logsumexp", "correction", "entropy", "sum_p2", "grad_logprob",
     "constant", "per_log", "per_p",
@@ -122,9 +123,10 @@ def _statistics(
     SUM_P2: tl.constexpr,
     BLOCK: tl.constexpr,
     TARGETS: tl.constexpr,
+    EACH: tl.constexpr,  # rows that have the same logits, one after the other
 ):
     row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
+    logits += row // EACH * stride
     inverse = 1.0 / tl.load(temperature + row * temperature_stride)
 
     most, e_sum, ed_sum, e2_sum = _row_sums(
@@ -219,9 +221,10 @@ def statistics(
     entropy: Tensor,  # [C] or [0]
     sum_p2: Tensor,  # [C] or [0]
 ) -> None:
-    """Like `reference.statistics`."""
+    """Like `reference.statistics`; C may be a multiple of the rows of logits. Each is then scored several times, by
+    programs that follow each other and find it in the cache."""
     logits, bias, temperature, softcap, start, target = rows
-    C, V = logits.shape
+    C, V = len(logsumexp), logits.shape[1]
     _statistics[(C,)](
         logits,
         _row_stride(logits),
@@ -242,6 +245,7 @@ def statistics(
         ENTROPY=len(entropy) > 0,
         SUM_P2=len(sum_p2) > 0,
         TARGETS=16,
+        EACH=C // max(len(logits), 1),
         **_launch(V),
     )
 

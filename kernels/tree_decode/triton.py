@@ -219,7 +219,7 @@ def attend(
             "tree_decode_attention: k_pages and v_pages must have the same strides; one address serves both."
         )
     group = heads // kv_heads
-    partial_begin, items, partials, _ = work
+    partial_begin, items, partials, *_ = work
     partial_out = q.new_empty((partials, heads, dim), dtype=torch.float32)
     partial_lse = q.new_empty((partials, heads), dtype=torch.float32)
     width, queries = padded_width(dim), queries_of(group)

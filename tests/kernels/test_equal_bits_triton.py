@@ -281,3 +281,7 @@ def test_drawn_tokens_are_scored_as_they_are_trained(V: int) -> None:
             own = slice(2, 2 + rows)
             scored = score_rows(logits[own], target[own], temperature[own])
             assert torch.equal(scored.nan_to_num(7.0), whole[own].nan_to_num(7.0))
+            both = score_rows(logits[own], target[own], torch.stack((torch.ones_like(scored), temperature[own]), 1))
+            assert torch.equal(both[:, 1].nan_to_num(7.0), scored.nan_to_num(7.0))
+            ones = score_rows(logits[own], target[own], torch.ones_like(scored))
+            assert torch.equal(both[:, 0].nan_to_num(7.0), ones.nan_to_num(7.0))

@@ -38,7 +38,7 @@ def _statistics(V: int, options: bool, logits: str = "fp32") -> AotCase:
     flags = dict.fromkeys(("HAS_BIAS", "HAS_SOFTCAP", "ENTROPY", "SUM_P2"), options)
     signature = {**STATISTICS, "logits": f"*{logits}"}
     name = f"statistics {logits}{' options' if options else ''}"
-    return _case(name, triton._statistics, signature, V, TARGETS=16, **flags)
+    return _case(name, triton._statistics, signature, V, TARGETS=16, EACH=1, **flags)
 
 
 def _gradient(V: int, options: bool, out: str, logits: str = "fp32") -> AotCase:
