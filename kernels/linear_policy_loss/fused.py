@@ -18,6 +18,7 @@ from ..linear_logprob import chunked
 from ..linear_logprob.chunked import RowInputs, RowKernels
 from ..linear_logprob.head import Head, HeadGradient
 from ..linear_logprob.targets import Targets, sum_by_row
+from .exponentials import Stored, add_gradient, fits
 from .terms import TermEvaluator
 
 
@@ -30,7 +31,10 @@ class Cuts(NamedTuple):
 
 
 class Evaluator(Protocol):
-    """A loss of the log-probs: what `TermEvaluator.derivatives` says."""
+    """A loss of the log-probs: what `TermEvaluator` says."""
+
+    @property
+    def needs_entropy(self) -> bool: ...
 
     def derivatives(
         self, targets: slice, paths: slice, logprob: Tensor, entropy: Tensor, add_paths: bool = True
@@ -61,6 +65,7 @@ def one_pass(
     scores, nothing = tile.new_empty(2, len(targets.target)), tile.new_empty(0)
     logprob = scores[0]
     d_hidden = hidden.new_zeros(hidden.shape if need_hidden else 0, dtype=gradient_dtype(hidden))
+    by_exponentials = fits(rows, head, softcap, need, targets) and not terms.needs_entropy
     shared = SharedRows(rows, inputs, cuts) if cuts.row[0] else None
     if shared is not None:
         assert isinstance(terms, TermEvaluator)
@@ -71,12 +76,21 @@ def one_pass(
         start = targets.start[c.start : c.stop + 1]
         logsumexp, correction, entropy = tile.new_empty(3, n)
         tile_rows = RowInputs(logits, head.bias, temperature[c], softcap, start, targets.target)
-        rows.statistics(tile_rows, logprob, logsumexp, correction, entropy, nothing)
+        stored = None
+        if by_exponentials:
+            stored = Stored(d_tile[:n], torch.empty_like(entropy), logsumexp, correction)
+            rows.exponentials(tile_rows, logprob, logsumexp, correction, entropy, stored.base, stored.exponentials)  # type: ignore[attr-defined]
+        else:
+            rows.statistics(tile_rows, logprob, logsumexp, correction, entropy, nothing)
 
         local = Targets(start - here.start, targets.target[here], None, targets.one_a_row)
         paths = slice(*cuts.path[2 * k : 2 * k + 2]) if cuts.path else here
         scores[1, here] = of_targets(entropy, local)
         a, b_of_target = terms.derivatives(here, paths, logprob[here], scores[1, here], add_paths=shared is None)
+        if stored is not None:
+            of_hidden = d_hidden[c] if need_hidden else None
+            add_gradient(head, need, hidden[c], local, temperature[c], a, stored, of_hidden)
+            continue
         b, constant = nothing, torch.zeros_like(entropy)
         if b_of_target is not None:
             b = sum_by_row(local, b_of_target)

@@ -4,8 +4,8 @@ The other backends count chunks from the first key of a node, so the order of a 
 cut into nodes: a prompt is a node of its own where responses share it, and a part of a longer one in a sequence alone.
 
 One kernel writes the slots of every item's keys to a table, once a step (`DecodePlan.located`): it goes from the node
-of the last key to its parents. `triton.partial_kernel` then reads the table as the ids of pages of one key. Attention of
-training (tree_attention/triton_paths.py) has the same chunks and the same arithmetic.
+of the last key to its parents. `triton.partial_kernel` then reads the table as the ids of pages of one key. Training
+(tree_attention/triton_paths.py) has the same chunks and the same arithmetic.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

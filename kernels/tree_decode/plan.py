@@ -76,8 +76,8 @@ class DecodePlan:
         return Work(self.schedule.partial_begin, items, self.schedule.partials, self.schedule.parent, slots)
 
     def located(self, page: int) -> DecodePlan:
-        """Return the plan of a step with the slots of its items' keys, in pages of ``page``, which backend ``invariant``
-        then finds once, and not in each layer; the plan itself if it has no such items."""
+        """Return the plan of a step with the slots of its items' keys, in pages of ``page``, so that backend
+        ``invariant`` does not find them in each layer; the plan itself if it has no such items."""
         schedule = self.schedule
         if schedule is None or schedule.parent is None:
             return self
