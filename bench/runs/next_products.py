@@ -15,7 +15,7 @@ import torch
 
 from rolltree.kernels import Objective, PolicyFields, linear_policy_loss
 from rolltree.kernels.linear.cancelling import cancelling
-from rolltree.kernels.linear.tiles import agreeing, order_of, tiles_for
+from rolltree.kernels.linear.tiles import order_of, tiles_for
 
 from ..gpu_first import Run
 from ..schema import Row
@@ -48,34 +48,36 @@ def products(x: Measured) -> Iterator[tuple[str, Run]]:
 
 def _bits(x: Measured, width: int, depth: int) -> tuple[list[Row], str]:
     """Compare all tiles, and the library's product at each number of rows with that of the most."""
+    from rolltree.kernels.linear.triton import agreeing
+
     order, dtype = order_of(width, depth, torch.bfloat16), torch.bfloat16
     kept, tiles = agreeing(order, depth, dtype, x.device), tiles_for(order, dtype, depth)
     rows, weight, _ = cancelling(max(_row_numbers(x)), min(width, 4096), depth, dtype, x.device)
     whole = rows @ weight.T
     same = [torch.equal(rows[:n] @ weight.T, whole[:n]) for n in _row_numbers(x)]
     case = f"bits of {width} x {depth}"
-    found = [
+    shares = [
         x.row(case, "tiles", "share", [len(kept) / len(tiles)]),
         x.row(case, "library", "share", [sum(same) / len(same)]),
     ]
     numbers = [str(n) for n, agrees in zip(_row_numbers(x), same, strict=True) if not agrees]
-    return found, f"{len(kept)} of {len(tiles)} tiles agree; the library differs at {', '.join(numbers) or 'no'} rows"
+    return shares, f"{len(kept)} of {len(tiles)} tiles agree; the library differs at {', '.join(numbers) or 'no'} rows"
 
 
 def _times(x: Measured, width: int, depth: int) -> tuple[list[Row], str]:
     from rolltree.kernels.linear.triton import by_tile
 
     order = order_of(width, depth, torch.bfloat16)
-    found = []
+    times = []
     for n in _row_numbers(x):
         rows, weight = (torch.randn(m, depth, device=x.device).bfloat16() for m in (n, width))
         case = f"{n} rows of {width} x {depth}"
         calls: dict[str, Callable[[], object]] = {"library": partial(torch.mm, rows, weight.T)}
         for tile in tiles_for(order, torch.bfloat16, depth):
             calls[f"{tile.rows} x {tile.columns}"] = partial(by_tile, rows, weight, order, tile)
-        found += [x.row(case, name, "time_ms", _timed(x, call)) for name, call in calls.items()]
-    best = min((row for row in found if row.provider != "library"), key=lambda row: row.value)
-    return found, f"{len(found)} times, the shortest of a tile {best.value:.3g} ms for {best.case}"
+        times += [x.row(case, name, "time_ms", _timed(x, call)) for name, call in calls.items()]
+    best = min((row for row in times if row.provider != "library"), key=lambda row: row.value)
+    return times, f"{len(times)} times, the shortest of a tile {best.value:.3g} ms for {best.case}"
 
 
 def _head(x: Measured, width: int) -> tuple[list[Row], str]:

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rolltree.engine import CostModel, TokenTree, TreeBatch, batch_loss, fuse_layers, pack
 from rolltree.engine.model import varlen
-from rolltree.engine.model.checkpointing import checkpoint_layers
+from rolltree.engine.train.checkpointing import checkpoint_layers
 from rolltree.kernels import Objective, linear_policy_loss
 
 from .. import workloads

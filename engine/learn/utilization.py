@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..batches.cost import CostModel, Work
-from ..model.checkpointing import checkpointed_share, keeps_attention
+from ..train.checkpointing import checkpointed_share, keeps_attention
 from ..train.phases import HEAD, MODEL, OPTIMIZER
 
 PEAK_TFLOP_S = {

@@ -28,7 +28,7 @@ def linear(
 
     On a CPU csrc/cpu/products/few_rows.cpp multiplies up to `few_rows` rows. More rows are the library's where its
     product of this width and depth was found to have the same bits (`library_agrees`), and its own elsewhere. On a
-    GPU kernels of Triton multiply any number of rows, in tiles whose bits were compared (`tiles.agreeing`). Gradients
+    GPU kernels of Triton multiply any number of rows, in tiles whose bits were compared (`triton.agreeing`). Gradients
     are products of the library, whose bits may depend on the number of rows.
 
     Args:
@@ -86,7 +86,8 @@ PRODUCTS: dict[str, Product] = {"cpu": _on_a_cpu, "triton": dispatch.imported(__
 
 def compare_tiles(weight: Tensor) -> None:
     """Compare the tiles of products with a weight ``[N, K]`` on its GPU, before a step is captured as a CUDA graph."""
-    from .tiles import agreeing, order_of
+    from .tiles import order_of
+    from .triton import agreeing
 
     agreeing(order_of(*weight.shape, weight.dtype), weight.shape[1], weight.dtype, weight.device)
 
@@ -101,7 +102,7 @@ def library_agrees(width: int, depth: int, dtype: torch.dtype, biased: bool) -> 
 def _agrees(width: int, depth: int, dtype: torch.dtype, biased: bool, threads: int) -> bool:
     most = few_rows()
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        rows, weight, some = cancelling(3 * most + 5, width, depth, dtype, torch.device("cpu"))
-        bias = some if biased else None
+        rows, weight, added = cancelling(3 * most + 5, width, depth, dtype, torch.device("cpu"))
+        bias = added if biased else None
         invariant = _own(rows, weight, bias)
         return all(torch.equal(F.linear(rows[:n], weight, bias), invariant[:n]) for n in (most + 1, len(rows)))

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import machine
-from .tiles import order_of, tile_of
-from .triton import GROUP, place_of, sums_of
+from .tiles import order_of
+from .triton import GROUP, place_of, sums_of, tile_of
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -10,13 +10,20 @@ adds to what another has computed. Then the bias is added. So a row's bits do no
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from .. import machine
-from .tiles import Order, Tile, order_of, tile_of
+from .cancelling import cancelling
+from .tiles import Order, Tile, order_of, tiles_for
+
+_log = logging.getLogger("rolltree.kernels")
 
 GROUP = 8  # tiles of rows whose programs follow each other, so that they find a weight's columns in the cache
 ADDED = 1024  # numbers that a program of add_kernel takes
@@ -169,3 +176,43 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, order: 
             HAS_BIAS=bias is not None, PARTS=order.parts, BLOCK=ADDED, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return out
+
+
+def tile_of(order: Order, width: int, depth: int, dtype: torch.dtype, rows: int, device: torch.device) -> Tile:
+    """Return the tile for ``rows`` rows: that whose programs, in rounds of one a processor, read the least. Few rows
+    take the smallest."""
+    tiles, processors = agreeing(order, depth, dtype, device), machine.gpu_processors(device)
+
+    def read(tile: Tile) -> float:
+        parts = order.parts if tile.apart else 1
+        programs = -(-rows // tile.rows) * -(-width // tile.columns) * parts
+        return -(-programs // processors) * (tile.rows + tile.columns) / parts
+
+    return tiles[0] if rows <= tiles[0].rows else min(tiles, key=read)
+
+
+@functools.cache
+def agreeing(order: Order, depth: int, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
+    """Return the tiles whose sums have the same bits on this device; others are named in the log, and not used.
+
+    They are compared on sums whose terms cancel, for more rows and columns than any tile has, once a depth, and not
+    for the first time within a CUDA graph that is being captured. A tile that needs more shared memory than the device
+    has is left out likewise.
+    """
+    first, *others = tiles_for(order, dtype, depth)
+    if not others:
+        return (first,)
+    rows, weight, _ = cancelling(300, 300, depth, dtype, device)
+    expected, kept = by_tile(rows, weight, order, first), [first]
+    for tile in others:
+        try:
+            reason = (
+                "" if torch.equal(by_tile(rows, weight, order, tile), expected) else f"its bits differ from {first}"
+            )
+        except OutOfResources as error:
+            reason = str(error)
+        if reason:
+            _log.warning("linear: %s of depth %d is not used on %s: %s.", tile, depth, device, reason)
+        else:
+            kept.append(tile)
+    return tuple(kept)

@@ -94,13 +94,13 @@ def exponentials(
     row, here = _row_of_targets(rows.start)
     target = rows.target[here]
     inside = (target >= 0) & (target < z.shape[1])
-    own = torch.full_like(z[:, 0], -torch.inf).index_reduce_(
+    highest = torch.full_like(z[:, 0], -torch.inf).index_reduce_(
         0, row[inside], z[row[inside], target[inside]], "amax", include_self=True
     )
-    own = torch.where(own.isfinite(), own, 0)
+    highest = torch.where(highest.isfinite(), highest, 0)
     most, sound = z.amax(-1), ~logsumexp.isnan()
     finite = torch.where(most.isfinite(), most, 0)
-    chosen = torch.where(sound, torch.where(most - own > 30, finite, own), 0)
+    chosen = torch.where(sound, torch.where(most - highest > 30, finite, highest), 0)
     base.copy_(chosen)
     out.copy_(torch.where(sound[:, None], (z - chosen[:, None]).exp(), 0))
 

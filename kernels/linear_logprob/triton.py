@@ -181,16 +181,16 @@ def _statistics(
             logits, stride, bias, V, inverse, softcap, HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_P2, BLOCK
         )
     else:
-        own = _base_of(logits, bias, target, first, last, V, inverse, HAS_BIAS, TARGETS)
+        reference = _base_of(logits, bias, target, first, last, V, inverse, HAS_BIAS, TARGETS)
         out += row * out_stride
         most, e_sum, ed_sum, e2_sum = _row_sums(
             logits, stride, bias, V, inverse, softcap, HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_P2, BLOCK,
-            out, out_stride, own,
+            out, out_stride, reference,
         )  # fmt: skip
-        own = _stored_again(
-            logits, stride, bias, V, inverse, own, most, e_sum, out, out_stride, HAS_BIAS, BLOCK
+        reference = _stored_again(
+            logits, stride, bias, V, inverse, reference, most, e_sum, out, out_stride, HAS_BIAS, BLOCK
         )  # fmt: skip
-        tl.store(base + row, own)
+        tl.store(base + row, reference)
     shift = tl.where(most == float("-inf"), 0.0, most)
     log_sum = tl.log(e_sum)
     rounded = shift + log_sum

@@ -1,4 +1,4 @@
-"""Blocks of rows of backend ``invariant``, and the chunks of keys on their paths; made on the host once a tree.
+"""Blocks of rows of backend ``invariant``, and the chunks of keys on their paths; table on the host once a tree.
 
 A path's chunk c has the keys at positions ``CHUNK c`` to ``CHUNK (c + 1) - 1``, as in decoding
 (tree_decode/path_chunks.py). Rows of a block are of one node, so they have the same chunks. A list names a chunk's
@@ -49,19 +49,19 @@ def path_blocks(ends: Array, rows: int, size: int, window: int | None) -> PathBl
         while above and above[-1].end <= begin:
             above.pop()
         parent = above[-1] if above else _root()
-        own = np.arange(begin, stop if inside[begin] else begin)
-        path = _below(parent, own, int(ends[begin]), counts[0])
+        fresh = np.arange(begin, stop if inside[begin] else begin)
+        path = _below(parent, fresh, int(ends[begin]), counts[0])
         place = counts[1]
         keys.append(path.new_keys)
         chunks.append(path.chunks)
         counts[0] += len(path.new_keys)
         counts[1] += len(path.chunks)
-        if len(own):
+        if len(fresh):
             above.append(path)
         first = np.arange(max(begin, before), stop, size)
         if len(first):
             last = np.minimum(first + size, stop) - 1
-            low, high = (parent.length + (token - begin if len(own) else -1) + 0 * token for token in (first, last))
+            low, high = (parent.length + (token - begin if len(fresh) else -1) + 0 * token for token in (first, last))
             skipped = 0 * low if window is None else np.maximum(low - window + 1, 0) // CHUNK
             skipped = np.minimum(skipped, high // CHUNK + 1)
             blocks.append(
@@ -69,12 +69,12 @@ def path_blocks(ends: Array, rows: int, size: int, window: int | None) -> PathBl
                     [first - before, last - first + 1, low, skipped, place + skipped, high // CHUNK + 1 - skipped], 1
                 )
             )
-    made = np.concatenate([np.zeros((0, FIELDS), np.int64), *blocks])
-    made = made[np.argsort(-made[:, 5], kind="stable")]
+    table = np.concatenate([np.zeros((0, FIELDS), np.int64), *blocks])
+    table = table[np.argsort(-table[:, 5], kind="stable")]
     return PathBlocks(
         np.concatenate([np.zeros(0, np.int64), *keys]).astype(np.int32),
         np.concatenate([np.zeros((0, 2), np.int64), *chunks]).astype(np.int32),
-        made.astype(np.int32),
+        table.astype(np.int32),
     )
 
 
@@ -88,15 +88,15 @@ class _Path(NamedTuple):
     new_keys: Array  # of the chunks that no earlier path has
 
 
-def _below(parent: _Path, own: Array, end: int, keys: int) -> _Path:
+def _below(parent: _Path, fresh: Array, end: int, keys: int) -> _Path:
     """Return the path of tokens below another; its new chunks' keys begin at ``keys``."""
     import numpy as np
 
-    new = np.concatenate([parent.tail, own])
+    new = np.concatenate([parent.tail, fresh])
     full = parent.chunks[: parent.length // CHUNK]
     begin = np.arange(0, len(new), CHUNK)
     chunks = np.concatenate([full, np.stack([keys + begin, np.minimum(len(new) - begin, CHUNK)], 1)])
-    return _Path(parent.length + len(own), end, chunks, new[len(new) // CHUNK * CHUNK :], new)
+    return _Path(parent.length + len(fresh), end, chunks, new[len(new) // CHUNK * CHUNK :], new)
 
 
 def _root() -> _Path:

@@ -63,11 +63,14 @@ def paths_kernel(
         # A row sees the existing keys up to its own position; both are counted from the chunk's first key.
         age = tl.where(live, position - (number + i) * CHUNK, -1)
         newest = tl.where(live, tl.minimum(age, count - 1), -1)
-        part, part_lse = attend_keys(
+        part, largest, weight = attend_keys(
             query, k_from, v_from, keys, begin, count, begin + count - 1, newest, age, k_stride, 0, scale, window,
             softcap, 1, DIM, WIDTH, VALUES, QUERIES, KEYS, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
-        acc, top, total = add_part(acc, top, total, part, part_lse)
+        saw = weight != 0.0
+        part = part * (1.0 / tl.where(saw, weight, 1.0))[:, None]
+        log_sum = tl.where(saw, largest + tl.log2(tl.where(saw, weight, 1.0)), -float("inf"))
+        acc, top, total = add_part(acc, top, total, part, log_sum)
     saw = total != 0.0
     acc = acc * (1.0 / tl.where(saw, total, 1.0))[:, None]
     to = out + row[:, None] * (HEADS * DIM) + head[:, None] * DIM + value_columns[None, :]

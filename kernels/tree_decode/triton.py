@@ -41,9 +41,9 @@ def attend_keys(
     PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Return an item's partial result for each query: its values, weighted by exp2(score - largest) over the sum of the
-    weights, and the log of that sum in the log2 domain, [QUERIES, VALUES] and [QUERIES]. VALUES are WIDTH, or a number
-    of columns that divides DIM."""
+    """Return the values of an item's keys, weighted by exp2(score - largest), the largest score of each query in the
+    log2 domain, and the sum of weights: [QUERIES, VALUES], [QUERIES], [QUERIES]. VALUES are WIDTH, or a number of
+    columns that divides DIM."""
     columns = tl.arange(0, WIDTH)
     page = tl.load(pages + slots_of(slot, last, KEYS) // PAGE)
     top = tl.full([QUERIES], -float("inf"), tl.float32)
@@ -74,9 +74,7 @@ def attend_keys(
             value = tl.load(v_from + at, mask=(columns < DIM)[None, :], other=0.0)
         acc = tl.dot(probability.to(value.dtype), value, acc * keep[:, None], input_precision="ieee")
         top = new_top
-    saw = total != 0.0
-    acc = acc * (1.0 / tl.where(saw, total, 1.0))[:, None]
-    return acc, tl.where(saw, top + tl.log2(tl.where(saw, total, 1.0)), -float("inf"))
+    return acc, top, total
 
 
 @triton.jit
@@ -128,12 +126,15 @@ def partial_kernel(
         age = tl.load(query_position + row, mask=live, other=-1) - position
         newest = tl.where(live, tl.minimum(age, count - 1), -1)
         last = slot + count - 1
-        acc, log_sum = attend_keys(
+        acc, top, total = attend_keys(
             query, k_from, v_from, pages, slot, count, last, newest, age, page_stride, slot_stride, scale, window,
             softcap, PAGE, DIM, WIDTH, WIDTH, QUERIES, KEYS, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
+        saw = total != 0.0
         to = (tl.load(partial_begin + row, mask=live, other=0) + before).to(tl.int64) * HEADS + head
+        acc = acc * (1.0 / tl.where(saw, total, 1.0))[:, None]
         tl.store(out + to[:, None] * DIM + columns[None, :], acc, mask=inside)
+        log_sum = tl.where(saw, top + tl.log2(tl.where(saw, total, 1.0)), -float("inf"))
         tl.store(lse + to, log_sum, mask=live)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rolltree.kernels import DecodePlan, machine, sample_tokens, tree_attention, tree_decode_attention, use_backend
 from rolltree.kernels.layer_ops import rms_norm, silu_mul
-from rolltree.kernels.linear import linear, tiles
+from rolltree.kernels.linear import linear
 from rolltree.kernels.linear import triton as backend
 from rolltree.kernels.linear.cancelling import cancelling
 from rolltree.kernels.linear.tiles import Order, Tile, order_of, tiles_for
@@ -84,7 +84,7 @@ def test_no_program_shares_a_sum(depth: int, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(backend, "linear_kernel", Kernel())
     monkeypatch.setattr(backend, "add_kernel", Kernel())
-    monkeypatch.setattr(tiles, "agreeing", lambda order, depth, dtype, _: tiles_for(order, dtype, depth))
+    monkeypatch.setattr(backend, "agreeing", lambda order, depth, dtype, _: tiles_for(order, dtype, depth))
     for rows in ROWS:
         backend.linear(torch.empty(rows, depth).bfloat16(), torch.empty(200, depth).bfloat16(), None)
     orders = {(of["DEPTH"], of["PARTS"]) for _, of in grids if "DEPTH" in of}
@@ -102,8 +102,8 @@ def test_tiles_have_the_same_bits(parts: int, depth: int, monkeypatch: pytest.Mo
     """On sums that cancel; a tile with another order is named and not used, and parts are added in their order."""
     order, device = Order(16, parts), device_of("triton")
     choices = tiles_for(order, torch.bfloat16, depth)
-    tiles.agreeing.cache_clear()
-    assert tiles.agreeing(order, depth, torch.bfloat16, device) == choices
+    backend.agreeing.cache_clear()
+    assert backend.agreeing(order, depth, torch.bfloat16, device) == choices
     x, weight, bias = cancelling(70, 130, depth, torch.bfloat16, device)
     expected = backend.by_tile(x, weight, order, choices[0])
     size = backend.part_of(order, depth)
@@ -122,23 +122,23 @@ def test_tiles_have_the_same_bits(parts: int, depth: int, monkeypatch: pytest.Mo
         return other if tile == choices[-1] else expected
 
     monkeypatch.setattr(backend, "by_tile", wrong)
-    tiles.agreeing.cache_clear()
+    backend.agreeing.cache_clear()
     logged: list[Any] = []
-    monkeypatch.setattr(tiles._log, "warning", lambda *message: logged.append(message))
+    monkeypatch.setattr(backend._log, "warning", lambda *message: logged.append(message))
     try:
-        assert tiles.agreeing(order, depth, torch.bfloat16, device) == choices[:-1]
+        assert backend.agreeing(order, depth, torch.bfloat16, device) == choices[:-1]
         assert logged[0][1] == choices[-1]
     finally:
-        tiles.agreeing.cache_clear()
+        backend.agreeing.cache_clear()
 
 
 def test_few_rows_take_the_smallest_tile_and_many_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "agreeing", lambda order, depth, dtype, _: tiles_for(order, dtype, depth))
-    monkeypatch.setattr(tiles.machine, "gpu_processors", lambda _: 132)
+    monkeypatch.setattr(backend, "agreeing", lambda order, depth, dtype, _: tiles_for(order, dtype, depth))
+    monkeypatch.setattr(backend.machine, "gpu_processors", lambda _: 132)
 
     def chosen(width: int, depth: int, rows: int) -> tuple[int, int, bool]:
         order = order_of(width, depth, torch.bfloat16)
-        tile = tiles.tile_of(order, width, depth, torch.bfloat16, rows, torch.device("cpu"))
+        tile = backend.tile_of(order, width, depth, torch.bfloat16, rows, torch.device("cpu"))
         return tile.rows, tile.columns, tile.apart
 
     assert chosen(151936, 1024, 64) == chosen(4096, 1024, 1) == (64, 64, False)

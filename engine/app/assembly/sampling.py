@@ -23,7 +23,6 @@ from ...loop.sampling import SamplingParts
 from ...methods.groups import GROUP_CALLBACKS, GroupCallback, HintLadder
 from ...methods.schedules import Schedule, at_step, find_schedule, scheduled
 from ...model import routes
-from ...model.checkpointing import checkpoint_layers
 from ...model.invariant.install import make_invariant
 from ...model.loading import choose_device, load_model, load_tokenizer
 from ...model.lora import add_lora
@@ -42,6 +41,7 @@ from ...rollout.local import LocalSampler
 from ...rollout.sampler import Sampler
 from ...settings import LoopConfig, LoraConfig, RolloutConfig, TrainConfig
 from ...tasks import Problem
+from ...train.checkpointing import checkpoint_layers
 from . import preflight
 
 

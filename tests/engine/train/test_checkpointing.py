@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from rolltree.engine import TokenTree, batch_loss, pack, skip_check
-from rolltree.engine.model import checkpointing
-from rolltree.engine.model.checkpointing import (
+from rolltree.engine.model.invariant.install import make_invariant
+from rolltree.engine.train import checkpointing
+from rolltree.engine.train.checkpointing import (
     checkpoint_layers,
     checkpointed_share,
     checkpointing_layers,
     keeps_attention,
     layers_to_checkpoint,
 )
-from rolltree.engine.model.invariant.install import make_invariant
 from rolltree.kernels import Objective
 from rolltree.kernels.tree_attention import op
 
 from ...kernels.on_device import needs_known_order
-from .test_tree_equals_flat import make_models
+from ..model.test_tree_equals_flat import make_models
 
 
 def gradients(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.Tensor], int]:
