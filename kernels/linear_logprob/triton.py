@@ -160,16 +160,11 @@ def _statistics(
     base,  # [C], or None without `out`
     out,  # [C, V], or None: exponentials are not stored
     out_stride,
-    V,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    SUM_P2: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TARGETS: tl.constexpr,
+    V, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SUM_P2: tl.constexpr,
+    BLOCK: tl.constexpr, TARGETS: tl.constexpr,
     EACH: tl.constexpr,  # rows that have the same logits, one after the other
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row // EACH * stride
     inverse = 1.0 / tl.load(temperature + row * temperature_stride)

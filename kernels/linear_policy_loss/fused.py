@@ -74,12 +74,10 @@ def one_pass(
         c, here = slice(cuts.row[k], cuts.row[k + 1]), slice(cuts.target[k], cuts.target[k + 1])
         logits = head.logits(hidden[c], tile[:n])
         start = targets.start[c.start : c.stop + 1]
-        logsumexp, correction, entropy = tile.new_empty(3, n)
+        logsumexp, correction, entropy, base = tile.new_empty(4, n)
         tile_rows = RowInputs(logits, head.bias, temperature[c], softcap, start, targets.target)
-        stored = None
         if by_exponentials:
-            stored = Stored(d_tile[:n], torch.empty_like(entropy), logsumexp, correction)
-            rows.exponentials(tile_rows, logprob, logsumexp, correction, entropy, stored.base, stored.exponentials)  # type: ignore[attr-defined]
+            rows.exponentials(tile_rows, logprob, logsumexp, correction, entropy, base, d_tile[:n])  # type: ignore[attr-defined]
         else:
             rows.statistics(tile_rows, logprob, logsumexp, correction, entropy, nothing)
 
@@ -87,37 +85,57 @@ def one_pass(
         paths = slice(*cuts.path[2 * k : 2 * k + 2]) if cuts.path else here
         scores[1, here] = of_targets(entropy, local)
         a, b_of_target = terms.derivatives(here, paths, logprob[here], scores[1, here], add_paths=shared is None)
-        if stored is not None:
-            of_hidden = d_hidden[c] if need_hidden else None
+        of_hidden = d_hidden[c] if need_hidden else None
+        if by_exponentials:
+            stored = Stored(d_tile[:n], base, logsumexp, correction)
             add_gradient(head, need, hidden[c], local, temperature[c], a, stored, of_hidden)
-            continue
-        b, constant = nothing, torch.zeros_like(entropy)
-        if b_of_target is not None:
-            b = sum_by_row(local, b_of_target)
-            constant, _, _ = chunked.coefficients(entropy, nothing, constant, b, nothing)
-
-        on_cpu = hidden.device.type == "cpu"
-        alive = chunked.rows_with_gradient(local, a, constant, b, nothing) if on_cpu else None
-        x, row_temperature, out = hidden[c], temperature[c], d_tile[:n]
-        if alive is not None:
-            alive = to_front(logits, alive)
-            local, place = local.of_rows(alive)
-            logits, x, out = logits[: len(alive)], x[alive], out[: len(alive)]
-            a, constant, logsumexp, correction = a[place], constant[alive], logsumexp[alive], correction[alive]
-            b = b[alive] if len(b) else b
-            row_temperature = row_temperature[alive]
-        tile_rows = RowInputs(logits, head.bias, row_temperature, softcap, local.start, local.target)
-        rows.gradient(tile_rows, logsumexp, correction, a, constant, b, nothing, out)
-        if need_hidden:
-            d_x = d_hidden[c] if alive is None else torch.empty_like(x, dtype=d_hidden.dtype)
-            head.to_hidden(out, d_x)
-            if alive is not None:
-                d_hidden[c].index_copy_(0, alive, d_x)
-        need.add(out, x)
+        else:
+            chunk = Inputs(hidden[c], head, local, temperature[c], softcap)
+            _add_gradient_of_logits(
+                rows, chunk, logits, (logsumexp, correction, entropy), a, b_of_target, d_tile[:n], of_hidden, need
+            )
     if shared is not None:
         assert isinstance(terms, TermEvaluator)
         shared.add_gradient(terms, need_hidden, need, d_hidden)
     return d_hidden, scores
+
+
+def _add_gradient_of_logits(
+    rows: RowKernels,
+    chunk: Inputs,
+    logits: Tensor,  # [n, V]
+    statistics: tuple[Tensor, Tensor, Tensor],  # logsumexp, correction, entropy [n]
+    a: Tensor,  # [p]
+    b_of_target: Tensor | None,  # [p]
+    out: Tensor,  # [n, V], may be logits
+    d_hidden: Tensor | None,  # [n, H]
+    need: HeadGradient,
+) -> None:
+    """Write the gradient of the logits, add that of the head to ``need``, and fill ``d_hidden``."""
+    x, head, local, temperature, softcap = chunk
+    logsumexp, correction, entropy = statistics
+    nothing = entropy[:0]
+    b, constant = nothing, torch.zeros_like(entropy)
+    if b_of_target is not None:
+        b = sum_by_row(local, b_of_target)
+        constant, _, _ = chunked.coefficients(entropy, nothing, constant, b, nothing)
+    on_cpu = x.device.type == "cpu"
+    alive = chunked.rows_with_gradient(local, a, constant, b, nothing) if on_cpu else None
+    if alive is not None:
+        alive = to_front(logits, alive)
+        local, place = local.of_rows(alive)
+        logits, x, out = logits[: len(alive)], x[alive], out[: len(alive)]
+        a, constant, logsumexp, correction = a[place], constant[alive], logsumexp[alive], correction[alive]
+        b = b[alive] if len(b) else b
+        temperature = temperature[alive]
+    tile_rows = RowInputs(logits, head.bias, temperature, softcap, local.start, local.target)
+    rows.gradient(tile_rows, logsumexp, correction, a, constant, b, nothing, out)
+    if d_hidden is not None:
+        d_x = d_hidden if alive is None else torch.empty_like(x, dtype=d_hidden.dtype)
+        head.to_hidden(out, d_x)
+        if alive is not None:
+            d_hidden.index_copy_(0, alive, d_x)
+    need.add(out, x)
 
 
 def to_front(tile: Tensor, rows: Tensor) -> Tensor:

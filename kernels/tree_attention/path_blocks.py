@@ -1,4 +1,4 @@
-"""Blocks of rows of backend ``invariant``, and the chunks of keys on their paths; table on the host once a tree.
+"""Blocks of rows of backend ``invariant``, and the chunks of keys on their paths; made on the host once a tree.
 
 A path's chunk c has the keys at positions ``CHUNK c`` to ``CHUNK (c + 1) - 1``, as in decoding
 (tree_decode/path_chunks.py). Rows of a block are of one node, so they have the same chunks. A list names a chunk's
