@@ -6,6 +6,8 @@ With e = exp(z - base), p = e exp(base - lse) and a the derivative by the log-pr
 
 so the products read e as it is, with a factor for each row, and the one-hot part is added in fp32: rows of the weight
 to dL/dhidden, rows of hidden states to dL/dweight. No second pass reads logits, and the one-hot part is not rounded.
+
+A CPU keeps the gradient of the logits: there the second pass takes about a hundredth of the products' time.
 """
 
 from __future__ import annotations
