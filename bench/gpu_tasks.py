@@ -135,7 +135,8 @@ def first(to: Setting) -> list[Task]:
 
 
 def upcoming(to: Setting) -> list[Task]:
-    """Return what was written since a GPU was last at hand: figures of decoding, and the tests that need a GPU."""
+    """Return what was written since a GPU was last at hand: figures of decoding, products and steps, and the tests that
+    need a GPU."""
     options = ["--device", to.device, "--out", str(to.out), *(["--rehearse"] if to.rehearse else [])]
     decode = Task(
         "next decode", to.python("rolltree.bench.runs.gpu_next", "decode", *options), 240.0, "next_decode", each=90.0

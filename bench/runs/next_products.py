@@ -72,7 +72,8 @@ def _times(x: Measured, width: int, depth: int) -> tuple[list[Row], str]:
     for n in _row_numbers(x):
         rows, weight = (torch.randn(m, depth, device=x.device).bfloat16() for m in (n, width))
         case = f"{n} rows of {width} x {depth}"
-        calls: dict[str, Callable[[], object]] = {"library": partial(torch.mm, rows, weight.T)}
+        wide: dict[str, Any] = {"out_dtype": torch.float32} if x.device.type == "cuda" else {}  # as the tiles write
+        calls: dict[str, Callable[[], object]] = {"library": partial(torch.mm, rows, weight.T, **wide)}
         for tile in tiles_for(order, torch.bfloat16, depth):
             calls[f"{tile.rows} x {tile.columns}"] = partial(by_tile, rows, weight, order, tile)
         times += [x.row(case, name, "time_ms", _timed(x, call)) for name, call in calls.items()]
