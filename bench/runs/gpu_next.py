@@ -11,7 +11,7 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -39,10 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
-    todo = {"decode": decoding, "products": products, "steps": steps}[args.kind]
+    kinds: dict[str, Callable[[Decoding], Iterator[tuple[str, Run]]]]
+    kinds = {"decode": decoding, "products": products, "steps": steps}
     journal = Journal(f"next_{args.kind}", args.out)
     try:
-        tell_all(args.kind, todo(Decoding(device, args.rehearse, Context.of(device))), journal, device)
+        tell_all(args.kind, kinds[args.kind](Decoding(device, args.rehearse, Context.of(device))), journal, device)
     except DeviceLostError as error:
         print(error, file=sys.stderr)
         return 3

@@ -28,9 +28,10 @@ ROWS = (1, 17, 64, 256, 300, 2048, 12288)
 class Measured(Protocol):
     """`gpu_next.Decoding`, as far as it is needed here."""
 
-    device: torch.device
-    small: bool
-
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def small(self) -> bool: ...
     def row(self, case: str, provider: str, metric: str, values: Sequence[float]) -> Row: ...
     def wait(self) -> None: ...
 

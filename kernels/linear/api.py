@@ -89,7 +89,8 @@ def compare_tiles(weight: Tensor) -> None:
     from .tiles import order_of
     from .triton import agreeing
 
-    agreeing(order_of(*weight.shape, weight.dtype), weight.shape[1], weight.dtype, weight.device)
+    width, depth = weight.shape
+    agreeing(order_of(width, depth, weight.dtype), depth, weight.dtype, weight.device)
 
 
 def library_agrees(width: int, depth: int, dtype: torch.dtype, biased: bool) -> bool:

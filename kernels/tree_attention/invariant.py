@@ -47,7 +47,7 @@ def tree_attention_forward(
     )
     if k.stride() != v.stride():
         k, v = k.contiguous(), v.contiguous()
-    return attend_paths(q, k, v, *blocks, queries, scoring)
+    return attend_paths(q, k, v, blocks, queries, scoring)
 
 
 def _blocks(scoring: Scoring, rows: int, size: int) -> tuple[Tensor, ...]:

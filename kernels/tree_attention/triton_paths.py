@@ -12,6 +12,8 @@ Reads q once for each of these, and for each block of rows the keys and values o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -84,13 +86,12 @@ def attend_paths(
     q: Tensor,  # [T, Hq, D]
     k: Tensor,  # [N, Hkv, D]
     v: Tensor,  # [N, Hkv, D], of the strides of k
-    keys: Tensor,
-    chunks: Tensor,
-    blocks: Tensor,
+    lists: Sequence[Tensor],
     queries: int,
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of the blocks of `PathBlocks`, which have ``queries`` queries of a key head each."""
+    """Return the attention of the blocks of ``lists``, the tensors of `PathBlocks`; they have ``queries`` queries of a
+    key head each."""
     _, _, scale, window, softcap = scoring
     (rows, heads, dim), kv_heads = q.shape, k.shape[1]
     out, lse = q.new_empty(q.shape), q.new_empty((heads, rows), dtype=torch.float32)
@@ -99,8 +100,8 @@ def attend_paths(
     width = padded_width(dim)
     tile, warps = tile_of(width, queries, q.dtype)
     values = values_of(dim)
-    paths_kernel[(kv_heads, len(blocks), triton.cdiv(dim, values))](
-        q, k, v, keys, chunks, blocks, out, lse, rows, *q.stride()[:2], *k.stride()[:2], scale, window or 0,
+    paths_kernel[(kv_heads, len(lists[2]), triton.cdiv(dim, values))](
+        q, k, v, *lists, out, lse, rows, *q.stride()[:2], *k.stride()[:2], scale, window or 0,
         softcap or 0.0,
         HEADS=heads, GROUP=heads // kv_heads, DIM=dim, WIDTH=width, VALUES=values, QUERIES=queries, KEYS=tile,
         CHUNK=CHUNK, FIELDS=FIELDS, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
