@@ -115,10 +115,10 @@ def timed(device: torch.device, small: bool, seconds: float) -> Iterator[tuple[s
         bench = load(op)
         name = next(case.name for case in bench.cases(device, small) if small or re.search(pattern, case.name))
         choice = Choice(small, re.compile(f"^{re.escape(name)}$"), re.compile("^rolltree$"), seconds)
-        yield f"{op} {name}", partial(_time, bench, device, choice)
+        yield f"{op} {name}", partial(timed_once, bench, device, choice)
 
 
-def _time(bench: Bench, device: torch.device, choice: Choice) -> tuple[list[Row], str]:
+def timed_once(bench: Bench, device: torch.device, choice: Choice) -> tuple[list[Row], str]:
     journal = Journal(bench.op, None)
     rows = list(run(bench, device, choice, journal, print))
     if journal.problems:

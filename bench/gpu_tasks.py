@@ -135,10 +135,17 @@ def first(to: Setting) -> list[Task]:
 
 
 def upcoming(to: Setting) -> list[Task]:
-    """Return what was written since a GPU was last at hand: figures of decoding, and the tests that need a GPU."""
+    """Return what was written since a GPU was last at hand: figures of decoding, products and steps, and the tests that
+    need a GPU."""
     options = ["--device", to.device, "--out", str(to.out), *(["--rehearse"] if to.rehearse else [])]
     decode = Task(
         "next decode", to.python("rolltree.bench.runs.gpu_next", "decode", *options), 240.0, "next_decode", each=90.0
+    )
+    products, steps = (
+        Task(
+            f"next {kind}", to.python("rolltree.bench.runs.gpu_next", kind, *options), limit, f"next_{kind}", each=60.0
+        )
+        for kind, limit in (("products", 90.0), ("steps", 200.0))
     )
     graphs, kernels = "tests/engine/rollout/test_graphs.py", "tests/kernels/test_advance.py"
     return [
@@ -146,6 +153,19 @@ def upcoming(to: Setting) -> list[Task]:
         decode,
         to.pytest("next graphs", graphs, "-m", "gpu", limit=120.0, passing=(0, NOTHING_COLLECTED)),
         to.pytest("next advance", kernels, limit=60.0),
+        to.pytest("next scores of 3e37", "tests/kernels/test_tree_attention.py", "-k", "huge", limit=60.0),
+        products,
+        to.pytest("next rows alone", "tests/kernels/test_equal_bits_triton.py", limit=90.0),
+        to.pytest("next paths", "tests/kernels/test_path_chunks.py", "-m", "check or not check", limit=90.0),
+        to.pytest(
+            "next equal bits",
+            "tests/engine/model/test_invariant_gpu.py",
+            "-m",
+            "gpu",
+            limit=150.0,
+            passing=(0, NOTHING_COLLECTED),
+        ),
+        steps,
     ]
 
 
@@ -203,7 +223,9 @@ def training(to: Setting) -> list[Task]:
 
     return [
         to.build,
-        to.bench("tree_step", r"^4096\+8x1024 Qwen3 0.6B", "tree$|^flat, transformers|flex", limit=120.0),
+        to.bench(
+            "tree_step", r"^4096\+8x1024 Qwen3 0.6B", "tree$|^flat, transformers|^flex.*transformers", limit=120.0
+        ),
         to.bench("rl_step", limit=120.0),
         rollouts("forced", "^rolltree$", 90.0),
         rollouts("natural", "^rolltree$", 90.0),

@@ -313,7 +313,7 @@ def grpo_arguments(config: TrainConfig, loss: Objective, longest: int, directory
         beta=loss.kl_coef,
         scale_rewards=SCALES[config.algorithm.advantage],
         max_grad_norm=trainer.max_grad_norm,
-        gradient_checkpointing=config.model.gradient_checkpointing,
+        gradient_checkpointing=bool(config.model.gradient_checkpointing),
         bf16=config.model.dtype == "bfloat16",
         use_cpu=choose_device(config.model.device).type == "cpu",
         shuffle_dataset=False,

@@ -8,9 +8,10 @@ Like gpu_first.py it tells each figure as it ends, and leaves out what has an ou
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,12 +19,14 @@ from typing import Any
 
 import torch
 
-from ..gpu_first import Run, tell_all
+from ..cli import load
+from ..gpu_first import Run, tell_all, timed_once
 from ..journal import Journal
-from ..runner import DeviceLostError
+from ..runner import Choice, DeviceLostError
 from ..schema import Context, Row
+from .next_products import products
 
-KINDS = ("decode",)
+KINDS = ("decode", "products", "steps")
 REPLAYS = 20
 
 
@@ -36,9 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
+    kinds: dict[str, Callable[[Decoding], Iterator[tuple[str, Run]]]]
+    kinds = {"decode": decoding, "products": products, "steps": steps}
     journal = Journal(f"next_{args.kind}", args.out)
     try:
-        tell_all(args.kind, decoding(Decoding(device, args.rehearse, Context.of(device))), journal, device)
+        tell_all(args.kind, kinds[args.kind](Decoding(device, args.rehearse, Context.of(device))), journal, device)
     except DeviceLostError as error:
         print(error, file=sys.stderr)
         return 3
@@ -108,6 +113,28 @@ def decoding(x: Decoding) -> Iterator[tuple[str, Run]]:
         yield f"calls, prefill of {tokens}", partial(_calls, x, {"max_prefill_tokens": tokens})
     for keep in (True, False):
         yield f"after an update, keep_pages = {keep}", partial(_after_update, x, keep)
+
+
+STEPS = {
+    "tree_step": (
+        r"^4096\+8x1024 Qwen3 0\.6B",
+        ("rolltree, tree, as trained", "rolltree, tree, as trained, attention kept", "rolltree, tree",
+         "flex_attention, fused layers", "flex_attention, FLASH, fused layers"),
+    ),
+    "tree_attention": (r"^4096\+28x1024 ", ("rolltree", "rolltree, flash", "flex_attention", "flex_attention, FLASH")),
+}  # fmt: skip
+"""The case of a benchmark, and the providers that are timed, a line each."""
+
+
+def steps(x: Decoding) -> Iterator[tuple[str, Run]]:
+    """Yield whole steps with the layers that training has, and attention beside FLASH's."""
+    for op, (pattern, providers) in STEPS.items():
+        bench = load(op)
+        name = next(case.name for case in bench.cases(x.device, x.small) if x.small or re.search(pattern, case.name))
+        for provider in providers:
+            chosen = re.compile(f"^{re.escape(provider)}$")
+            choice = Choice(x.small, re.compile(f"^{re.escape(name)}$"), chosen, 0.1 if x.small else 2.0)
+            yield f"{op}, {provider}", partial(timed_once, bench, x.device, choice)
 
 
 def _same(x: Decoding) -> tuple[list[Row], str]:

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rolltree.engine import CostModel, TokenTree, TreeBatch, batch_loss, pack
+from rolltree.engine import CostModel, TokenTree, TreeBatch, batch_loss, fuse_layers, pack
 from rolltree.engine.model import varlen
+from rolltree.engine.train.checkpointing import checkpoint_layers
 from rolltree.kernels import Objective, linear_policy_loss
 
 from .. import workloads
@@ -132,8 +133,16 @@ def own_model(x: Inputs, attention: str) -> Any:
     return model
 
 
-def tree(x: Inputs) -> Calls:
+def tree(x: Inputs, *, fused: bool = False, checkpointed: bool | None = None) -> Calls:
+    """Time packed trees; ``fused``: with the layers that training fuses. ``checkpointed``: layers keep nothing but
+    attention (True), or everything (False); None: as the model is given."""
     model = own_model(x, "rolltree")
+    if fused:
+        fuse_layers(model)
+    if checkpointed is not None:
+        model.gradient_checkpointing_disable()
+    if checkpointed:
+        checkpoint_layers(model)
     batches = pack([x.tree], max_tokens=MAX_TREE_TOKENS, device=model.device)
     objective = Objective()
     return step_of(
@@ -254,8 +263,9 @@ def packed_flat(x: Inputs, loss_of: Callable[[Inputs, TreeBatch], Loss]) -> Call
     return packed_step(model, batches, partial(loss_of, x))
 
 
-def flex(x: Inputs) -> Calls:
-    """Time the packed tree with FlexAttention's block mask."""
+def flex(x: Inputs, *, fused: bool = False, backend: str | None = None) -> Calls:
+    """Time the packed tree with FlexAttention's block mask; ``fused``: with fused layers that keep everything, as
+    rolltree trains. ``backend`` of FlexAttention's kernels; None: PyTorch's choice."""
     if x.model.device.type == "cpu":
         raise UnsupportedError("timed on CUDA only, compiling takes longer than the benchmark")
     from torch.nn.attention.flex_attention import create_block_mask
@@ -271,7 +281,11 @@ def flex(x: Inputs) -> Calls:
         return (key <= row) & (row < end[key])
 
     mask = create_block_mask(visible, None, None, tokens, tokens, device=model.device)
-    return packed_step(model, [(batch, {"attention_mask": mask})], partial(logits_loss, x))
+    if fused:
+        fuse_layers(model)
+        model.gradient_checkpointing_disable()
+    options = {} if backend is None else {"kernel_options": {"BACKEND": backend}}
+    return packed_step(model, [(batch, {"attention_mask": mask, **options})], partial(logits_loss, x))
 
 
 def varlen_flat(x: Inputs) -> Calls:
@@ -305,12 +319,16 @@ BENCH = Bench(
     cases=cases,
     providers={
         "rolltree, tree": tree,
+        "rolltree, tree, as trained": partial(tree, fused=True, checkpointed=False),
+        "rolltree, tree, as trained, attention kept": partial(tree, fused=True, checkpointed=True),
         FLAT: flat,
         "packed flat, sdpa": partial(packed_flat, loss_of=logits_loss),
         "packed flat, sdpa, rolltree's head": partial(packed_flat, loss_of=fused_loss),
         "varlen, flat": varlen_flat,
         "dense mask, transformers sdpa": masked,
         "flex_attention, transformers": flex,
+        "flex_attention, fused layers": partial(flex, fused=True),
+        "flex_attention, FLASH, fused layers": partial(flex, fused=True, backend="FLASH"),
     },
     speedup_over=FLAT,
     model_cases=model_cases,

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..batches.cost import CostModel, Work
+from ..train.checkpointing import checkpointed_share, keeps_attention
 from ..train.phases import HEAD, MODEL, OPTIMIZER
 
 PEAK_TFLOP_S = {
@@ -82,8 +83,9 @@ class Compute:
         learning = sum(p.numel() for p in weights if p.requires_grad) / sum(p.numel() for p in weights)
         useful = (2 + learning) * cost.token * work.rows + 3 * cost.attention * work.pairs + head_flop
         repeated = cost.forward(replace(again, heads=0))
-        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-            repeated += cost.forward(replace(work, heads=0)) - _last_products(model) * work.rows
+        if share := checkpointed_share(model):
+            pairs = 0.0 if keeps_attention(model) else work.pairs
+            repeated += share * (cost.forward(replace(work, heads=0, pairs=pairs)) - _last_products(model) * work.rows)
         self._useful += useful
         self._trained += useful + repeated
         return useful + repeated

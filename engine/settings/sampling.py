@@ -65,8 +65,10 @@ class ModelConfig(Section):
     train_tower: bool = False
     """Train all of a model that takes pictures; by default only its decoder and head are trained, and the vision tower
     stays as it is."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass; this saves memory and takes about a third more time."""
+    gradient_checkpointing: bool | Literal["auto"] = False
+    """Recompute activations in the backward pass, but for attention; this saves memory and takes up to a third more
+    time. `auto`: in as many layers as the free memory asks for when the model is loaded, by an estimate for
+    `trainer.max_tokens`."""
     batch_invariant: bool = False
     """Give the log-prob of a token the same bits wherever it is computed: sampled or trained, among any other rows, as
     a tree, a sequence or in pieces. With the native backend, on a CPU or a GPU; what cannot hold it is refused. See

@@ -58,5 +58,14 @@ def advance_kernel(
 
 def advance(turns: Turns, token: Tensor, logprob: Tensor, raw_logprob: Tensor, entropy: Tensor) -> None:
     advance_kernel[(1,)](
-        *turns, token, logprob, raw_logprob, entropy, len(token), len(turns.rising), BLOCK=BLOCK, num_warps=8
+        *turns,
+        token,
+        logprob,
+        raw_logprob,
+        entropy,
+        len(token),
+        len(turns.rising),
+        BLOCK=BLOCK,
+        num_warps=8,
+        enable_fp_fusion=True,
     )

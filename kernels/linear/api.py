@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import dispatch
 from ..checks import Arguments
 from ..linear_logprob.head import few_rows
+from .cancelling import cancelling
 
 DTYPES = (torch.float32, torch.bfloat16)
 Product = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
@@ -27,8 +28,8 @@ def linear(
 
     On a CPU csrc/cpu/products/few_rows.cpp multiplies up to `few_rows` rows. More rows are the library's where its
     product of this width and depth was found to have the same bits (`library_agrees`), and its own elsewhere. On a
-    GPU one kernel of Triton multiplies any number of rows (`triton.tile_of`). Gradients are products of the library,
-    whose bits may depend on the number of rows.
+    GPU kernels of Triton multiply any number of rows, in tiles whose bits were compared (`triton.agreeing`). Gradients
+    are products of the library, whose bits may depend on the number of rows.
 
     Args:
         x: [..., K] float32 or bfloat16; copied where it is not contiguous.
@@ -83,6 +84,15 @@ PRODUCTS: dict[str, Product] = {"cpu": _on_a_cpu, "triton": dispatch.imported(__
 """Backends, for contiguous operands: [M, K], [N, K], [N] -> [M, N]."""
 
 
+def compare_tiles(weight: Tensor) -> None:
+    """Compare the tiles of products with a weight ``[N, K]`` on its GPU, before a step is captured as a CUDA graph."""
+    from .tiles import order_of
+    from .triton import agreeing
+
+    width, depth = weight.shape
+    agreeing(order_of(width, depth, weight.dtype), depth, weight.dtype, weight.device)
+
+
 def library_agrees(width: int, depth: int, dtype: torch.dtype, biased: bool) -> bool:
     """Return whether torch's products of more than `few_rows` rows with a weight ``[width, depth]`` have the bits of
     csrc/cpu/products/few_rows.cpp, as two products of random numbers have shown; their first use costs these."""
@@ -91,15 +101,9 @@ def library_agrees(width: int, depth: int, dtype: torch.dtype, biased: bool) -> 
 
 @functools.cache
 def _agrees(width: int, depth: int, dtype: torch.dtype, biased: bool, threads: int) -> bool:
-    """Compare sums whose terms cancel: only their rounding is left, which any other order changes, in any dtype."""
-    random = torch.Generator().manual_seed(width * depth)
-    most, half = few_rows(), depth // 2
+    most = few_rows()
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        rows, weight = (torch.randn(n, half, generator=random) for n in (3 * most + 5, width))
-        order = torch.randperm(half, generator=random)
-        rest = 2**-20 * torch.randn(depth - 2 * half, generator=random)
-        rows = torch.cat([rows, rows[:, order], rest.expand(len(rows), -1)], 1).to(dtype)
-        weight = torch.cat([weight, -weight[:, order], rest.expand(width, -1)], 1).to(dtype)
-        bias = (2**-20 * torch.randn(width, generator=random)).to(dtype) if biased else None
+        rows, weight, added = cancelling(3 * most + 5, width, depth, dtype, torch.device("cpu"))
+        bias = added if biased else None
         invariant = _own(rows, weight, bias)
         return all(torch.equal(F.linear(rows[:n], weight, bias), invariant[:n]) for n in (most + 1, len(rows)))

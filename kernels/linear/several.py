@@ -1,7 +1,8 @@
 """Triton backend of the products of the same rows with two or three weights, in one launch.
 
-A program computes a tile of one weight, as `triton.linear_kernel` does: the whole depth in order, on one accumulator.
-So the numbers are those of that kernel. Weights stay where they are; the results lie side by side in a row.
+A program computes a tile of one weight: the whole depth in order, on one accumulator. So the numbers are those of
+`triton.linear` for weights whose sums have one part (`tiles.order_of`). Weights stay where they are; the results lie
+side by side in a row.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import machine
-from .triton import GROUP, tile_of
+from .tiles import order_of
+from .triton import GROUP, place_of, sums_of, tile_of
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -38,11 +40,7 @@ def several_kernel(
     tiles1: tl.constexpr = (N1 + COLUMNS - 1) // COLUMNS
     tiles2: tl.constexpr = (N2 + COLUMNS - 1) // COLUMNS
     across: tl.constexpr = tiles0 + tiles1 + tiles2
-    first = tl.program_id(0) // (GROUP * across) * GROUP
-    together = tl.minimum(tl.cdiv(M, ROWS) - first, GROUP)
-    place = tl.program_id(0) % (GROUP * across)
-    row = (first + place % together) * ROWS + tl.arange(0, ROWS)
-    tile = place // together
+    row, tile = place_of(M, across, ROWS, GROUP)
     weight = weight0
     bias = bias0
     if tile >= tiles0:
@@ -56,24 +54,11 @@ def several_kernel(
     before = tl.where(tile < tiles0, 0, tl.where(tile < tiles0 + tiles1, N0, N0 + N1))
     skipped = tl.where(tile < tiles0, 0, tl.where(tile < tiles0 + tiles1, tiles0, tiles0 + tiles1))
     column = (tile - skipped) * COLUMNS + tl.arange(0, COLUMNS)
-    k = tl.arange(0, DEPTH)
-    x_tile = x + row.to(tl.int64)[:, None] * K + k[None, :]
-    weight_tile = weight + column.to(tl.int64)[:, None] * K + k[None, :]
-    has_row, has_column = (row < M)[:, None], (column < width)[:, None]
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for begin in range(0, K, DEPTH):
-        if EVEN:
-            left = tl.load(x_tile + begin, mask=has_row, other=0.0)
-            right = tl.load(weight_tile + begin, mask=has_column, other=0.0)
-        else:
-            inside = (begin + k < K)[None, :]
-            left = tl.load(x_tile + begin, mask=has_row & inside, other=0.0)
-            right = tl.load(weight_tile + begin, mask=has_column & inside, other=0.0)
-        acc = tl.dot(left, right.T, acc, input_precision="ieee")
+    acc = sums_of(x, weight, row, column, M, width, K, 0, K, EVEN, ROWS, COLUMNS, DEPTH)
     if HAS_BIAS:
         acc += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     to = out + row.to(tl.int64)[:, None] * (N0 + N1 + N2) + (before + column)[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=has_row & (column < width)[None, :])
+    tl.store(to, acc.to(out.dtype.element_ty), mask=(row < M)[:, None] & (column < width)[None, :])
 
 
 def several(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
@@ -85,7 +70,7 @@ def several(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
         biases: [N] each, or None for all.
 
     Returns:
-        [M, sum of the N], with the bits of `triton.linear`; those of the library where a weight does not begin at a
+        [M, sum of the N], each sum in one part; those of the library where a weight does not begin at a
         multiple of 16 bytes, as a part of another tensor may.
     """
     if any(part.data_ptr() % 16 for part in (*weights, *biases) if part is not None):
@@ -103,15 +88,16 @@ def _launch(
 ) -> Tensor:
     widths = [*map(len, weights), 0][:3]
     rows, depth = x.shape
-    tile = tile_of(sum(widths), depth, dtype)
+    order = order_of(sum(widths), depth, dtype)._replace(parts=1)
+    tile = tile_of(order, sum(widths), depth, dtype, rows, x.device)
     if not out.numel():
         return out
     added = [weight if bias is None else bias for weight, bias in zip(weights, biases, strict=True)]
     across = sum(triton.cdiv(width, tile.columns) for width in widths)
     several_kernel[(triton.cdiv(rows, tile.rows) * across,)](
         x, *[*weights, weights[-1]][:3], *[*added, added[-1]][:3], out, rows, depth,
-        N0=widths[0], N1=widths[1], N2=widths[2], HAS_BIAS=biases[0] is not None, EVEN=depth % tile.depth == 0,
-        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=GROUP,
-        num_warps=tile.warps, num_stages=tile.stages,
+        N0=widths[0], N1=widths[1], N2=widths[2], HAS_BIAS=biases[0] is not None, EVEN=depth % order.block == 0,
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=order.block, GROUP=GROUP,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -68,6 +68,8 @@ class TopK:
         self.least = torch.finfo(weights.dtype).eps  # probability of the rest that differences can tell from 0
         self.divergence = torch.empty_like(weights)
 
+    needs_entropy = False
+
     def derivatives(
         self, targets: slice, paths: slice, logprob: Tensor, entropy: Tensor, add_paths: bool = True
     ) -> tuple[Tensor, None]:

@@ -81,7 +81,7 @@ class Head:
         if self.lora is None and out.dtype == self.dtype == self.weight.dtype:
             torch.mm(d_logits, self.weight, out=out)
             return
-        product = self._times_weight(d_logits)
+        product = self.times_weight(d_logits)
         if self.lora is not None:
             a, b, scale = self.lora
             self._add(product, self._operand(scale * (d_logits @ b)), a)
@@ -90,7 +90,7 @@ class Head:
     def _project(self, hidden: Tensor, lora: HeadLora) -> Tensor:  # [C, r]
         return lora.scale * (hidden @ lora.a.T)
 
-    def _times_weight(self, d_logits: Tensor) -> Tensor:  # [C, V] -> [C, H]
+    def times_weight(self, d_logits: Tensor) -> Tensor:  # [C, V] -> [C, H]
         """Return ``d_logits weight`` in the accumulation dtype, without a widened copy of the whole weight."""
         if self.mixed or self.weight.dtype == self.dtype:
             return self._product(d_logits, self.weight)
@@ -205,14 +205,14 @@ class HeadGradient:
         head = self.head
         hidden = head._operand(hidden)
         if self.need_weight:
-            self._add_product("weight", d_logits.T, hidden)
+            self.add_product("weight", d_logits.T, hidden)
         if self.need_bias:
             self.add_sum("bias", d_logits.sum(0, dtype=head.accumulator))
         if self.need_lora and head.lora is not None:
-            self._add_product("b", d_logits.T, head._project(hidden, head.lora))
-            self._add_product("a", (head.lora.scale * (d_logits @ head.lora.b)).T, hidden)
+            self.add_product("b", d_logits.T, head._project(hidden, head.lora))
+            self.add_product("a", (head.lora.scale * (d_logits @ head.lora.b)).T, hidden)
 
-    def _add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
         if name in self.sums:
             self.head._add(self.sums[name], left, right)
         else:

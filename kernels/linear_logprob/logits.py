@@ -67,20 +67,24 @@ def logprob_from_logits(
 def score_rows(
     logits: Tensor,  # [N, V] float32
     target: Tensor,  # [N] int64
-    temperature: Tensor,  # [N] float32
-) -> Tensor:  # [N] float32
+    temperature: Tensor,  # [N] or [N, S] float32
+) -> Tensor:  # like temperature
     """Return the log-prob of one target a row, NaN for -1, with the bits that `linear_logprob` has of the same logits.
 
-    Nothing is checked, and no gradient is recorded; neither does it wait for the device.
+    With S temperatures a row Triton's kernels read the logits from memory once. Nothing is checked, and no gradient is
+    recorded; neither does it wait for the device.
     """
     N, V = logits.shape
     rows = row_kernels(backend_of("linear_logprob", logits))
     if V % rows.ROW_MULTIPLE:
         logits = chunked.new_tile(rows, logits, N, V).copy_(logits)
-    new = temperature.new_empty
-    start, logprob = torch.arange(N + 1, device=logits.device), new(N)
-    inputs = chunked.RowInputs(logits, new(0), temperature, 0.0, start, target)
-    rows.statistics(inputs, logprob, new(N), new(N), new(0), new(0))
+    if temperature.dim() == 2 and not getattr(rows, "SHARES_ROWS", False):
+        return torch.stack([score_rows(logits, target, column) for column in temperature.unbind(1)], 1)
+    new, count = temperature.new_empty, temperature.numel()
+    start, logprob = torch.arange(count + 1, device=logits.device), new(temperature.shape)
+    target = target if count == N else target.repeat_interleave(count // N, output_size=count)
+    inputs = chunked.RowInputs(logits, new(0), temperature.reshape(-1), 0.0, start, target)
+    rows.statistics(inputs, logprob.view(-1), new(count), new(count), new(0), new(0))
     return logprob
 
 

@@ -74,6 +74,37 @@ def statistics(
         sum_p2.copy_((p * p).sum(-1))
 
 
+def exponentials(
+    rows: RowInputs,  # without softcap
+    logprob: Tensor,  # [M], out
+    logsumexp: Tensor,  # [C], out
+    correction: Tensor,  # [C], out
+    entropy: Tensor,  # [C], out
+    base: Tensor,  # [C], out
+    out: Tensor,  # [C, V], out
+) -> None:
+    """Fill the statistics of the rows, and ``out = exp(z - base)``, from which the two products of the gradient follow:
+    dL/du = (a onehot - sum(a) exp(base - logsumexp) out) / temperature.
+
+    The base is the largest logit of the row's targets, or of the row where that is more than 30 larger. It is 0, and so
+    are the exponentials, where a logit is NaN or +inf.
+    """
+    statistics(rows, logprob, logsumexp, correction, entropy, entropy[:0])
+    z = scaled(rows.logits, rows.bias, rows.temperature, 0.0)
+    row, here = _row_of_targets(rows.start)
+    target = rows.target[here]
+    inside = (target >= 0) & (target < z.shape[1])
+    highest = torch.full_like(z[:, 0], -torch.inf).index_reduce_(
+        0, row[inside], z[row[inside], target[inside]], "amax", include_self=True
+    )
+    highest = torch.where(highest.isfinite(), highest, 0)
+    most, sound = z.amax(-1), ~logsumexp.isnan()
+    finite = torch.where(most.isfinite(), most, 0)
+    chosen = torch.where(sound, torch.where(most - highest > 30, finite, highest), 0)
+    base.copy_(chosen)
+    out.copy_(torch.where(sound[:, None], (z - chosen[:, None]).exp(), 0))
+
+
 def backward(
     hidden: Tensor,  # [N, H]
     head: Head,

@@ -8,6 +8,8 @@ are all below -100 would vanish otherwise. Then the row's targets are gathered, 
 targets are added in registers, so several targets of one row (or one target twice) need no atomics. Reads 4 V bytes a
 row and writes as many in the dtype of the result.
 
+``_statistics`` with KEEP: the exponentials of the row are stored in the same pass, exp(z - base), for `exponentials`.
+
 A row of a tile begins at a multiple of ``ROW_MULTIPLE`` elements whatever V is, and is loaded and stored to its end, so
 that an odd vocabulary costs no vector access: Triton specialises on multiples of 16, and GEMMs want 8.
 
@@ -32,9 +34,12 @@ from .chunked import RowInputs
 
 MAX_BLOCK = 4096
 ROW_MULTIPLE = 16
+SHARES_ROWS = True  # see `statistics`
+RANGE = tl.constexpr(30.0)
+"""Of the exponentials above their base: e^30 times a vocabulary and its square are far from the ends of bf16."""
 UNALIGNED = (
     "temperature", "start", "target", "logprob", "logsumexp", "correction", "entropy", "sum_p2", "grad_logprob",
-    "constant", "per_log", "per_p",
+    "constant", "per_log", "per_p", "base",
 )  # fmt: skip
 """Arguments with one number a row: a chunk of rows begins anywhere, and one kernel has to serve all alignments."""
 
@@ -60,9 +65,10 @@ def _scaled(u, bias, columns, inside, inverse_temperature, softcap, HAS_BIAS: tl
 def _row_sums(
     logits, stride, bias, V, inverse_temperature, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SUM_P2: tl.constexpr, BLOCK: tl.constexpr,
+    out=None, out_stride=0, base=0.0,
 ):  # fmt: skip
     """Return the largest of a row's scaled logits z, and the sums of e = exp(d), e d and e^2 with d = z - the largest;
-    the last two are 0 where they are not needed."""
+    the last two are 0 where they are not needed. Store exp(z - base) in ``out`` if given."""
     most = tl.full((), float("-inf"), tl.float32)
     e_sum = tl.full((), 0.0, tl.float32)  # of e = exp(d), d = z - most
     ed_sum = tl.full((), 0.0, tl.float32)  # of e d
@@ -81,6 +87,8 @@ def _row_sums(
             HAS_SOFTCAP,
         )
         z = tl.where(inside, z, float("-inf"))
+        if out is not None:
+            tl.store(out + columns, tl.exp(z - base).to(out.dtype.element_ty), mask=columns < out_stride)
         larger = tl.maximum(most, tl.max(z, 0))
         shift = tl.where(larger == float("-inf"), 0.0, larger)
         step = most - shift
@@ -100,6 +108,41 @@ def _row_sums(
     return most, e_sum, ed_sum, e2_sum
 
 
+@triton.jit
+def _base_of(
+    logits, bias, target, first, last, V, inverse, HAS_BIAS: tl.constexpr, TARGETS: tl.constexpr
+):  # fmt: skip
+    """Return the largest scaled logit of a row's targets, 0 if that is not finite."""
+    base = tl.full((), float("-inf"), tl.float32)
+    for begin in range(first, last, TARGETS):
+        place = begin + tl.arange(0, TARGETS)
+        y = tl.load(target + place, mask=place < last, other=-1)
+        inside = (y >= 0) & (y < V)
+        u = tl.load(logits + y, mask=inside, other=float("-inf"))
+        z, _ = _scaled(u, bias, y, inside, inverse, 0.0, HAS_BIAS, False)
+        base = tl.maximum(base, tl.max(z, 0))
+    return tl.where(tl.abs(base) < float("inf"), base, 0.0)
+
+
+@triton.jit
+def _stored_again(
+    logits, stride, bias, V, inverse, base, most, e_sum, out, out_stride, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Return the base of a row's exponentials. Where another logit exceeds it by more than `RANGE`, they are stored
+    once more, relative to the largest; where a sum is not finite, zeros are."""
+    sound = e_sum == e_sum
+    if tl.where(sound, most - base, float("inf")) > RANGE:
+        base = tl.where(sound, most, 0.0)
+        for begin in range(0, V, BLOCK):
+            columns = begin + tl.arange(0, BLOCK)
+            inside = columns < V
+            u = tl.where(inside, tl.load(logits + columns, mask=columns < stride, other=0.0), 0.0)
+            z, _ = _scaled(u, bias, columns, inside, inverse, 0.0, HAS_BIAS, False)
+            e = tl.where(sound, tl.where(inside, tl.exp(z - base), 0.0), 0.0)
+            tl.store(out + columns, e.to(out.dtype.element_ty), mask=columns < out_stride)
+    return base
+
+
 @triton.jit(do_not_specialize=["temperature_stride"], do_not_specialize_on_alignment=UNALIGNED)
 def _statistics(
     logits,  # [C, V] fp32, bf16 or fp16
@@ -114,22 +157,35 @@ def _statistics(
     correction,  # [C]
     entropy,  # [C]
     sum_p2,  # [C]
-    V,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    SUM_P2: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TARGETS: tl.constexpr,
-):
+    base,  # [C], or None without `out`
+    out,  # [C, V], or None: exponentials are not stored
+    out_stride,
+    V, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SUM_P2: tl.constexpr,
+    BLOCK: tl.constexpr, TARGETS: tl.constexpr,
+    EACH: tl.constexpr,  # rows that have the same logits, one after the other
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
+    logits += row // EACH * stride
     inverse = 1.0 / tl.load(temperature + row * temperature_stride)
 
-    most, e_sum, ed_sum, e2_sum = _row_sums(
-        logits, stride, bias, V, inverse, softcap, HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_P2, BLOCK
-    )
+    first = tl.load(start + row)
+    last = tl.load(start + row + 1)
+    if out is None:
+        most, e_sum, ed_sum, e2_sum = _row_sums(
+            logits, stride, bias, V, inverse, softcap, HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_P2, BLOCK
+        )
+    else:
+        reference = _base_of(logits, bias, target, first, last, V, inverse, HAS_BIAS, TARGETS)
+        out += row * out_stride
+        most, e_sum, ed_sum, e2_sum = _row_sums(
+            logits, stride, bias, V, inverse, softcap, HAS_BIAS, HAS_SOFTCAP, ENTROPY, SUM_P2, BLOCK,
+            out, out_stride, reference,
+        )  # fmt: skip
+        reference = _stored_again(
+            logits, stride, bias, V, inverse, reference, most, e_sum, out, out_stride, HAS_BIAS, BLOCK
+        )  # fmt: skip
+        tl.store(base + row, reference)
     shift = tl.where(most == float("-inf"), 0.0, most)
     log_sum = tl.log(e_sum)
     rounded = shift + log_sum
@@ -140,8 +196,6 @@ def _statistics(
     if SUM_P2:
         tl.store(sum_p2 + row, e2_sum / (e_sum * e_sum))
 
-    first = tl.load(start + row)
-    last = tl.load(start + row + 1)
     for begin in range(first, last, TARGETS):
         place = begin + tl.arange(0, TARGETS)
         present = place < last
@@ -219,9 +273,30 @@ def statistics(
     entropy: Tensor,  # [C] or [0]
     sum_p2: Tensor,  # [C] or [0]
 ) -> None:
-    """Like `reference.statistics`."""
+    """Like `reference.statistics`; C may be a multiple of the rows of logits. Each is then scored several times, by
+    programs that follow each other and find it in the cache."""
+    _launch_statistics(rows, (logprob, logsumexp, correction, entropy, sum_p2), None, None)
+
+
+def exponentials(
+    rows: RowInputs,  # without softcap
+    logprob: Tensor,  # [M]
+    logsumexp: Tensor,  # [C]
+    correction: Tensor,  # [C]
+    entropy: Tensor,  # [C]
+    base: Tensor,  # [C]
+    out: Tensor,  # [C, V]
+) -> None:
+    """Like `reference.exponentials`; the other results are those of `statistics`, bit by bit."""
+    _launch_statistics(rows, (logprob, logsumexp, correction, entropy, entropy[:0]), base, out)
+
+
+def _launch_statistics(
+    rows: RowInputs, results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], base: Tensor | None, out: Tensor | None
+) -> None:
+    logprob, logsumexp, correction, entropy, sum_p2 = results
     logits, bias, temperature, softcap, start, target = rows
-    C, V = logits.shape
+    C, V = len(logsumexp), logits.shape[1]
     _statistics[(C,)](
         logits,
         _row_stride(logits),
@@ -235,6 +310,9 @@ def statistics(
         correction,
         entropy,
         sum_p2,
+        base,
+        out,
+        0 if out is None else _row_stride(out),
         V,
         softcap,
         HAS_BIAS=len(bias) > 0,
@@ -242,6 +320,7 @@ def statistics(
         ENTROPY=len(entropy) > 0,
         SUM_P2=len(sum_p2) > 0,
         TARGETS=16,
+        EACH=C // max(len(logits), 1),
         **_launch(V),
     )
 

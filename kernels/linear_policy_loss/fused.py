@@ -18,6 +18,7 @@ from ..linear_logprob import chunked
 from ..linear_logprob.chunked import RowInputs, RowKernels
 from ..linear_logprob.head import Head, HeadGradient
 from ..linear_logprob.targets import Targets, sum_by_row
+from .exponentials import Stored, add_gradient, fits
 from .terms import TermEvaluator
 
 
@@ -30,7 +31,10 @@ class Cuts(NamedTuple):
 
 
 class Evaluator(Protocol):
-    """A loss of the log-probs: what `TermEvaluator.derivatives` says."""
+    """A loss of the log-probs: what `TermEvaluator` says."""
+
+    @property
+    def needs_entropy(self) -> bool: ...
 
     def derivatives(
         self, targets: slice, paths: slice, logprob: Tensor, entropy: Tensor, add_paths: bool = True
@@ -61,6 +65,7 @@ def one_pass(
     scores, nothing = tile.new_empty(2, len(targets.target)), tile.new_empty(0)
     logprob = scores[0]
     d_hidden = hidden.new_zeros(hidden.shape if need_hidden else 0, dtype=gradient_dtype(hidden))
+    by_exponentials = fits(rows, head, softcap, need, targets) and not terms.needs_entropy
     shared = SharedRows(rows, inputs, cuts) if cuts.row[0] else None
     if shared is not None:
         assert isinstance(terms, TermEvaluator)
@@ -69,41 +74,68 @@ def one_pass(
         c, here = slice(cuts.row[k], cuts.row[k + 1]), slice(cuts.target[k], cuts.target[k + 1])
         logits = head.logits(hidden[c], tile[:n])
         start = targets.start[c.start : c.stop + 1]
-        logsumexp, correction, entropy = tile.new_empty(3, n)
+        logsumexp, correction, entropy, base = tile.new_empty(4, n)
         tile_rows = RowInputs(logits, head.bias, temperature[c], softcap, start, targets.target)
-        rows.statistics(tile_rows, logprob, logsumexp, correction, entropy, nothing)
+        if by_exponentials:
+            rows.exponentials(tile_rows, logprob, logsumexp, correction, entropy, base, d_tile[:n])  # type: ignore[attr-defined]
+        else:
+            rows.statistics(tile_rows, logprob, logsumexp, correction, entropy, nothing)
 
         local = Targets(start - here.start, targets.target[here], None, targets.one_a_row)
         paths = slice(*cuts.path[2 * k : 2 * k + 2]) if cuts.path else here
         scores[1, here] = of_targets(entropy, local)
         a, b_of_target = terms.derivatives(here, paths, logprob[here], scores[1, here], add_paths=shared is None)
-        b, constant = nothing, torch.zeros_like(entropy)
-        if b_of_target is not None:
-            b = sum_by_row(local, b_of_target)
-            constant, _, _ = chunked.coefficients(entropy, nothing, constant, b, nothing)
-
-        on_cpu = hidden.device.type == "cpu"
-        alive = chunked.rows_with_gradient(local, a, constant, b, nothing) if on_cpu else None
-        x, row_temperature, out = hidden[c], temperature[c], d_tile[:n]
-        if alive is not None:
-            alive = to_front(logits, alive)
-            local, place = local.of_rows(alive)
-            logits, x, out = logits[: len(alive)], x[alive], out[: len(alive)]
-            a, constant, logsumexp, correction = a[place], constant[alive], logsumexp[alive], correction[alive]
-            b = b[alive] if len(b) else b
-            row_temperature = row_temperature[alive]
-        tile_rows = RowInputs(logits, head.bias, row_temperature, softcap, local.start, local.target)
-        rows.gradient(tile_rows, logsumexp, correction, a, constant, b, nothing, out)
-        if need_hidden:
-            d_x = d_hidden[c] if alive is None else torch.empty_like(x, dtype=d_hidden.dtype)
-            head.to_hidden(out, d_x)
-            if alive is not None:
-                d_hidden[c].index_copy_(0, alive, d_x)
-        need.add(out, x)
+        of_hidden = d_hidden[c] if need_hidden else None
+        if by_exponentials:
+            stored = Stored(d_tile[:n], base, logsumexp, correction)
+            add_gradient(head, need, hidden[c], local, temperature[c], a, stored, of_hidden)
+        else:
+            chunk = Inputs(hidden[c], head, local, temperature[c], softcap)
+            _add_gradient_of_logits(
+                rows, chunk, logits, (logsumexp, correction, entropy), a, b_of_target, d_tile[:n], of_hidden, need
+            )
     if shared is not None:
         assert isinstance(terms, TermEvaluator)
         shared.add_gradient(terms, need_hidden, need, d_hidden)
     return d_hidden, scores
+
+
+def _add_gradient_of_logits(
+    rows: RowKernels,
+    chunk: Inputs,
+    logits: Tensor,  # [n, V]
+    statistics: tuple[Tensor, Tensor, Tensor],  # logsumexp, correction, entropy [n]
+    a: Tensor,  # [p]
+    b_of_target: Tensor | None,  # [p]
+    out: Tensor,  # [n, V], may be logits
+    d_hidden: Tensor | None,  # [n, H]
+    need: HeadGradient,
+) -> None:
+    """Write the gradient of the logits, add that of the head to ``need``, and fill ``d_hidden``."""
+    x, head, local, temperature, softcap = chunk
+    logsumexp, correction, entropy = statistics
+    nothing = entropy[:0]
+    b, constant = nothing, torch.zeros_like(entropy)
+    if b_of_target is not None:
+        b = sum_by_row(local, b_of_target)
+        constant, _, _ = chunked.coefficients(entropy, nothing, constant, b, nothing)
+    on_cpu = x.device.type == "cpu"
+    alive = chunked.rows_with_gradient(local, a, constant, b, nothing) if on_cpu else None
+    if alive is not None:
+        alive = to_front(logits, alive)
+        local, place = local.of_rows(alive)
+        logits, x, out = logits[: len(alive)], x[alive], out[: len(alive)]
+        a, constant, logsumexp, correction = a[place], constant[alive], logsumexp[alive], correction[alive]
+        b = b[alive] if len(b) else b
+        temperature = temperature[alive]
+    tile_rows = RowInputs(logits, head.bias, temperature, softcap, local.start, local.target)
+    rows.gradient(tile_rows, logsumexp, correction, a, constant, b, nothing, out)
+    if d_hidden is not None:
+        d_x = d_hidden if alive is None else torch.empty_like(x, dtype=d_hidden.dtype)
+        head.to_hidden(out, d_x)
+        if alive is not None:
+            d_hidden.index_copy_(0, alive, d_x)
+    need.add(out, x)
 
 
 def to_front(tile: Tensor, rows: Tensor) -> Tensor:

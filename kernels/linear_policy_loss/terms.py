@@ -205,6 +205,11 @@ class TermEvaluator:
         self.totals = [like.new_zeros((), dtype=torch.float64) for _ in terms]
         self.sums = [like.new_zeros(len(SUMS), dtype=torch.float64) for _ in terms]
 
+    @property
+    def needs_entropy(self) -> bool:
+        """True if a term depends on the entropy."""
+        return any(objective.needs_entropy for _, objective, _ in self.terms)
+
     def record(self, targets: slice, logprob: Tensor, entropy: Tensor) -> None:
         """Keep the scores ``[p]`` of ``targets`` (in row order) for the paths that they are on."""
         if self.scores:

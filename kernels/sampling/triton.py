@@ -273,15 +273,15 @@ def _search(
     share: dict[str, Any] = {"MASS": by_mass, "BLOCKS": triton.next_power_of_2(blocks), "ROOM": ROOM}
     bracket_kernel[(rows,)](
         logits, temperature, top_k, top_p, best, *search, between_keys[0], *size, blocks,
-        SAMPLE=SAMPLE, **share, num_warps=4,
+        SAMPLE=SAMPLE, **share, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     gather_kernel[(rows, SPLITS)](
         logits, temperature, top_p, seed, step, best, search[0], *between_keys, bound, *size, blocks,
-        BLOCK=BLOCK, GROUPS=GROUPS, SPLITS=SPLITS, **share, num_warps=4,
+        BLOCK=BLOCK, GROUPS=GROUPS, SPLITS=SPLITS, **share, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     settle_kernel[(rows,)](
         logits, temperature, *filters, best, *search, *between_keys, *settled, *size, blocks,
-        ROUND=WHOLE, SPLITS=SPLITS, **share, num_warps=16,
+        ROUND=WHOLE, SPLITS=SPLITS, **share, num_warps=16, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -310,7 +310,7 @@ def sample_triton(
     peaks = None if plain else best.new_empty((rows, blocks, BLOCK // STRIP))
     scan_kernel[(rows, blocks)](
         logits, temperature, *filters, seed, step, best, mass, moment, raw, least, bound, peaks, *size,
-        BLOCK=BLOCK, GROUPS=GROUPS, STRIP=STRIP, num_warps=4,
+        BLOCK=BLOCK, GROUPS=GROUPS, STRIP=STRIP, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     mode = drawn = cut = cut_index = None
     if not plain:
@@ -322,7 +322,7 @@ def sample_triton(
         select_kernel[(rows,)](
             logits, temperature, *filters, seed, step, best, mass, peaks, chosen, mode, window, left, beyond, cut,
             cut_index, token, last_kept, drawn, *size, blocks,
-            BLOCKS=many, STRIPS=BLOCK // STRIP, STRIP=STRIP, CHOSEN=CHOSEN, num_warps=8,
+            BLOCKS=many, STRIPS=BLOCK // STRIP, STRIP=STRIP, CHOSEN=CHOSEN, num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
         search, between_keys = (mode, window, left, beyond), (bracket, between, counts, over)
         settled = cut, ties, cut_index, drawn, last_kept
@@ -333,11 +333,11 @@ def sample_triton(
             )  # fmt: skip
         race_kernel[(rows, SPLITS)](
             logits, temperature, min_p, seed, step, best, mode, cut, cut_index, kept, least, bound, *size, blocks,
-            BLOCKS=many, BLOCK=BLOCK, GROUPS=GROUPS, SPLITS=SPLITS, num_warps=4,
+            BLOCKS=many, BLOCK=BLOCK, GROUPS=GROUPS, SPLITS=SPLITS, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     finish_kernel[(rows,)](
         logits, temperature, top_p, min_p, seed, step, best, mass, moment, raw, mode, drawn, cut, cut_index, kept,
         least, bound, token, logprob, raw_logprob, entropy, last_kept, *size, blocks,
-        BLOCKS=many, BLOCK=BLOCK, GROUPS=GROUPS, ROUND=ROUND, num_warps=4,
+        BLOCKS=many, BLOCK=BLOCK, GROUPS=GROUPS, ROUND=ROUND, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return token, logprob, raw_logprob, entropy, last_kept

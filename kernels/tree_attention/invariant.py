@@ -1,4 +1,4 @@
-"""Backend ``invariant``: the forward pass by the kernels and the order of sums of decoding (tree_decode/invariant.py).
+"""Backend ``invariant``: the forward pass in the order of sums of decoding (tree_decode/invariant.py).
 
 A token has the bits of the step that sampled it, whatever tree, piece or sequence it is trained in. A run of tokens
 with one ``subtree_end`` is a node, and its rows are those of its subtree. The backward pass is `triton`'s.
@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..tree_decode import DecodePlan
-from ..tree_decode.invariant import tree_decode
-from ..tree_decode.schedule import Nodes, Work
+from .. import machine
+from ..tree_decode.items import queries_of
+from .path_blocks import path_blocks
 from .reference import Scoring
+from .triton_paths import attend_paths
 from .visible import once
 
 if TYPE_CHECKING:
     from ..tree_decode.items import Array
-
-PARTIAL_BYTES = 2**30
-"""Room for partial results: query heads are computed in groups that need no more, or for one key head at a time."""
 
 
 def tree_attention_forward(
@@ -35,55 +33,35 @@ def tree_attention_forward(
     Raises:
         ValueError: windows are not measured in depths along the paths.
     """
-    subtree_end, position, scale, window, softcap = scoring
-    (rows, heads, dim), kv_heads = q.shape, k.shape[1]
-    group = heads // kv_heads
-    plan = once(
-        subtree_end, position, window, ("paths", rows, group), lambda: _plan(subtree_end, position, rows, group)
+    if machine.interpreting() and q.dtype == torch.bfloat16:  # it multiplies bit patterns
+        out, lse = tree_attention_forward(q.float(), k.float(), v.float(), scoring)
+        return out.to(q.dtype), lse
+    rows, queries = len(q), queries_of(q.shape[1] // k.shape[1])
+    size = queries * k.shape[1] // q.shape[1]
+    blocks = once(
+        scoring.subtree_end,
+        scoring.position,
+        scoring.window,
+        ("paths", rows, size),
+        lambda: _blocks(scoring, rows, size),
     )
-    schedule = plan.schedule
-    assert schedule is not None
-    work = Work(schedule.partial_begin, schedule.items[group], schedule.partials, schedule.parent)
-    nodes, k, v = Nodes(**plan.tensors()), k[:, None], v[:, None]
     if k.stride() != v.stride():
         k, v = k.contiguous(), v.contiguous()
-    out, lse = q.new_empty(q.shape), q.new_empty((heads, rows), dtype=torch.float32)
-    at_once = max(1, PARTIAL_BYTES // max(1, 4 * schedule.partials * group * (dim + 1)))
-    for first in range(0, kv_heads, at_once):
-        last = min(first + at_once, kv_heads)
-        of_group = slice(first * group, last * group)
-        result = tree_decode(
-            q[:, of_group], k[:, :, first:last], v[:, :, first:last], nodes, work, scale, window, softcap
-        )
-        out[:, of_group], lse[of_group] = result[0], result[1].T
-    return out, lse
+    return attend_paths(q, k, v, blocks, queries, scoring)
 
 
-def _plan(subtree_end: Tensor, position: Tensor | None, rows: int, group: int) -> DecodePlan:
-    """Return the plan of the last ``rows`` tokens, in which the keys are pages of one."""
+def _blocks(scoring: Scoring, rows: int, size: int) -> tuple[Tensor, ...]:
+    """Return `PathBlocks` of the last ``rows`` tokens on their device."""
     import numpy as np
 
+    subtree_end, position, _, window, _ = scoring
     ends = subtree_end.cpu().numpy().astype(np.int64)
-    depth = depths(ends)
-    if position is not None and not np.array_equal(position.cpu().numpy()[-rows:], depth[-rows:]):
+    if position is not None and not np.array_equal(position.cpu().numpy()[-rows:], depths(ends)[-rows:]):
         raise ValueError(
             "tree_attention: backend 'invariant' takes windows in depths along a path, and position has other numbers; "
             "leave chunk out, or the backend."
         )
-    tokens, before = len(ends), len(ends) - rows
-    begin = np.flatnonzero(np.concatenate([[True], ends[1:] != ends[:-1]])) if tokens else ends
-    row_begin = np.clip(begin - before, 0, rows)
-    arrays = (
-        np.append(begin, tokens),  # page_indptr
-        np.arange(tokens),  # page_ids
-        np.zeros(len(begin), np.int64),  # node_offset
-        np.diff(np.append(begin, tokens)),  # node_length
-        depth[begin],  # node_position
-        row_begin,
-        np.clip(ends[begin] - before, row_begin, rows),  # row_end
-        depth[before:],  # query_position
-    )
-    return DecodePlan.from_host([a.astype(np.int32) for a in arrays], subtree_end.device, [group], by_path=True)
+    return tuple(torch.from_numpy(part).to(subtree_end.device) for part in path_blocks(ends, rows, size, window))
 
 
 def depths(ends: Array) -> Array:  # [N] -> [N]

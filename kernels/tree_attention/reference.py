@@ -7,7 +7,8 @@
 
 A row that sees nothing (only a malformed ``subtree_end`` has one) gives out 0 and lse -inf. float64 is computed in
 float64, everything else in float32. ``tree_attention_forward`` is differentiable by autograd;
-``tree_attention_backward`` states the gradient in closed form, as the kernels compute it.
+``tree_attention_backward`` states the gradient in closed form, as the kernels compute it. Triton's kernels give
+gradients of 0 to a row whose log-sum-exp exceeds 1.16e7 (2^24 ln 2): fp32 numbers of that size have no bits below one.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ def tree_attention_forward(
         max(scale, torch.finfo(torch.float32).tiny), window or 0, softcap or 0.0,
         HEADS=heads, GROUP=heads // k.shape[1], DIM=dim, WIDTH=padded_width(dim), ROWS=tile.rows, KEYS=tile.keys,
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, num_warps=tile.warps, num_stages=tile.stages,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
 
@@ -104,7 +105,7 @@ def tree_attention_backward(
     strides = [s for t in (grad_out, q, k, v) for s in t.stride()[:2]]
     options = {
         "HEADS": heads, "GROUP": heads // kv_heads, "DIM": dim, "WIDTH": width, "FILL": LARGEST,
-        "HAS_WINDOW": window is not None, "HAS_SOFTCAP": softcap is not None,
+        "HAS_WINDOW": window is not None, "HAS_SOFTCAP": softcap is not None, "enable_fp_fusion": True,
     }  # fmt: skip
     tile = tiles.dq
     dq_kernel[(heads, triton.cdiv(rows, tile.rows))](
@@ -127,6 +128,6 @@ def tree_attention_backward(
         lines = min(tile.keys, ADDED_LINES)
         add_kernel[(programs, len(work.splits), tile.keys // lines)](
             sums, work.splits, dk, dv, tokens, work.slots, kv_heads * dim,
-            KEYS=tile.keys, LINES=lines, num_warps=4, **columns,
+            KEYS=tile.keys, LINES=lines, num_warps=4, enable_fp_fusion=True, **columns,
         )  # fmt: skip
     return dq, dk, dv

@@ -20,6 +20,10 @@ import triton.language as tl
 
 from .triton_tiles import LOG2E, hide, load_lines, load_tile, log2_scores, store_tile, wide_product
 
+LARGEST_LSE = tl.constexpr(2.0**24)
+"""Rows whose log-sum-exp is larger in the log2 domain have gradients of 0: its rounding is that of their probabilities,
+up to a factor of 8 here, and their scores have no bits below one."""
+
 
 @triton.jit
 def _dq_blocks(
@@ -85,7 +89,7 @@ def dq_kernel(
     output = load_tile(out + head * DIM, first, HEADS * DIM, row_count, ROWS, DIM, WIDTH, False)
     delta = tl.sum(grad.to(tl.float32) * output.to(tl.float32), 1)
     lse2 = tl.load(lse + head * row_count + lines, mask=lines < row_count, other=float("inf")) * LOG2E
-    lse2 = tl.where(lse2 == -float("inf"), 0.0, lse2)  # a row that sees nothing: all its scores are hidden
+    lse2 = tl.where(tl.abs(lse2) > LARGEST_LSE, float("inf"), lse2)  # and rows that see nothing
     packed = head * (2 * FILL * tl.cdiv(row_count, FILL)) + lines // PACK * (2 * PACK) + lines % PACK
     tl.store(row_sums + packed, lse2)  # inf past the last row
     tl.store(row_sums + packed + PACK, delta)

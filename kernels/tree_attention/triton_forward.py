@@ -2,7 +2,7 @@
 
 Reads q once, and the blocks of k and v that a row of the block sees; writes out and lse. First comes the list of blocks
 that all rows see wholly, without a mask, then the list of the partly visible ones. The scale is applied within the
-exponent, 2^(scale S - top), as one multiply-add an element.
+exponent, 2^(scale S - top), as one multiply-add an element (`triton_tiles.factor_of` for the largest scores).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_tiles import LN2, LOG2E, hide, load_tile, log2_scores, store_tile
+from .triton_tiles import EXACT, LN2, LOG2E, factor_of, hide, load_tile, power_of_two, store_tile, tanh
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _forward_blocks(
         key = load_tile(k, first, k_stride, tokens, KEYS, DIM, WIDTH, WHOLE)
         scores = tl.dot(query, key.T, input_precision="ieee")
         if HAS_SOFTCAP:
-            scores, _ = log2_scores(scores, scale, softcap, True)
+            scores = tanh(scores * (scale / softcap))
         if not WHOLE:
             keys = first + tl.arange(0, KEYS)
             end = tl.load(ends + keys)
@@ -40,10 +40,12 @@ def _forward_blocks(
                 scores, rows[:, None], keys[None, :], end[None, :], row_position[:, None], key_position[None, :],
                 window, HAS_WINDOW,
             )  # fmt: skip
-        factor = 1.0 if HAS_SOFTCAP else scale * LOG2E
-        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+        factor = (softcap if HAS_SOFTCAP else scale) * LOG2E
+        largest = tl.max(scores, 1)
+        new_top = tl.maximum(top, largest * factor_of(largest, factor))
         base = tl.where(new_top == -float("inf"), 0.0, new_top)  # nothing visible yet: 2^(-inf - 0) = 0
-        probability = tl.exp2(scores * factor - base[:, None])
+        own_factor = tl.where(tl.abs(new_top) > EXACT, power_of_two(factor), factor)
+        probability = tl.exp2(scores * own_factor[:, None] - base[:, None])
         keep = tl.exp2(top - base)
         total = total * keep + tl.sum(probability, 1)
         value = load_tile(v, first, v_stride, tokens, KEYS, DIM, WIDTH, WHOLE)
@@ -98,5 +100,7 @@ def forward_kernel(
     saw = total != 0.0
     acc = acc / tl.where(saw, total, 1.0)[:, None]
     store_tile(out + head * DIM, first, HEADS * DIM, row_count, acc, ROWS, DIM, WIDTH)
+    factor = (softcap if HAS_SOFTCAP else scale) * LOG2E
+    top = tl.where(tl.abs(top) > EXACT, top / power_of_two(factor) * factor, top)
     log_sum = tl.where(saw, (top + tl.log2(tl.where(saw, total, 1.0))) * LN2, -float("inf"))
     tl.store(lse + head * row_count + lines, log_sum, mask=lines < row_count)

@@ -11,8 +11,29 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
+EXACT = tl.constexpr(2.0**28)
+"""Above it two different scores are 16 apart in the log2 domain, and half a unit in the last place is more than 8."""
+
+
 @triton.jit
-def _tanh(x):
+def power_of_two(x):
+    """Return the smallest power of two that is not below a positive number."""
+    return ((x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def factor_of(scores, factor):
+    """Return what scores of this size are multiplied by: ``factor``, or the power of two above it.
+
+    ``scores * factor - top`` is one multiply-add, which does not round the product, while ``top``, the product of the
+    largest score, is rounded: the largest probability is two to the power of that rounding. Above `EXACT` it would
+    overflow. There a product by a power of two is exact, and every score but the largest is too far below to count.
+    """
+    return tl.where(tl.abs(scores * factor) > EXACT, power_of_two(factor), factor)
+
+
+@triton.jit
+def tanh(x):
     """Return tanh with a small relative error near 0 too."""
     z = x * x
     p = -5.70498872745e-3 * z + 2.06390887954e-2
@@ -29,7 +50,7 @@ def _tanh(x):
 def log2_scores(dot, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Return scores in the log2 domain, and the slope of the softcap there (1 without)."""
     if HAS_SOFTCAP:
-        bent = _tanh(dot * (scale / softcap))
+        bent = tanh(dot * (scale / softcap))
         return bent * (softcap * LOG2E), 1.0 - bent * bent
     else:
         return dot * (scale * LOG2E), 1.0

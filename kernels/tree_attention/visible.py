@@ -163,7 +163,8 @@ def visible_blocks(
         full_count, partial_count = subtree_end.new_empty((2, room))[:, :count].unbind()
         list_blocks_kernel[(count,)](
             low, high, *spans, blocks, full_count, partial_count, tokens, offset, window or 0, others + 1,
-            ROWS=tile.rows, KEYS=tile.keys, BY_KEY=by_key, HAS_WINDOW=window is not None, SPAN=SPAN, num_warps=4,
+            ROWS=tile.rows, KEYS=tile.keys, BY_KEY=by_key, HAS_WINDOW=window is not None, SPAN=SPAN,
+            num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
         return VisibleBlocks(blocks, full_count, partial_count)
 

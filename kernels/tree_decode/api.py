@@ -49,6 +49,7 @@ def _decode(
     items: Tensor | None,  # [1 + I, FIELDS] int32
     partials: int,
     parent: Tensor | None,  # [K] int32
+    slots: Tensor | None,  # [I CHUNK] int32
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -62,7 +63,7 @@ def _decode(
         run = _BACKENDS["reference"]
     else:
         run = dispatch.choose("tree_decode_attention", _BACKENDS, q.device)
-    return run(q, k_pages, v_pages, nodes, Work(partial_begin, items, partials, parent), scale, window, softcap)
+    return run(q, k_pages, v_pages, nodes, Work(partial_begin, items, partials, parent, slots), scale, window, softcap)
 
 
 tree_decode_op = torch.library.custom_op("rolltree::tree_decode_attention", _decode, mutates_args=())

@@ -3,9 +3,9 @@
 The other backends count chunks from the first key of a node, so the order of a row's sums depends on where its path is
 cut into nodes: a prompt is a node of its own where responses share it, and a part of a longer one in a sequence alone.
 
-One kernel writes the slots of every item's keys to a table: it goes from the node of the last key to its parents.
-`triton.partial_kernel` then reads the table as the ids of pages of one key. Decoding and `tree_attention`
-(tree_attention/invariant.py) run these same kernels.
+One kernel writes the slots of every item's keys to a table, once a step (`DecodePlan.located`): it goes from the node
+of the last key to its parents. `triton.partial_kernel` then reads the table as the ids of pages of one key. Training
+(tree_attention/triton_paths.py) has the same chunks and the same arithmetic.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -50,6 +50,22 @@ def slots_kernel(
         tl.store(out + i * CHUNK + lane, page * PAGE + slot % PAGE, mask=live)
 
 
+def slots_of_items(
+    nodes: Nodes,
+    items: Tensor,  # [1 + I, FIELDS] int32
+    parent: Tensor,  # [K] int32
+    page: int,
+) -> Tensor:
+    """Return the slots of the items' keys in pages of ``page``, [I CHUNK] int32."""
+    room = max(len(items) - 1, 1)
+    slots = items.new_empty(room * CHUNK)
+    slots_kernel[(room,)](
+        nodes.page_indptr, nodes.page_ids, nodes.node_offset, nodes.node_position, parent, items, slots,
+        PAGE=page, CHUNK=CHUNK, FIELDS=FIELDS, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return slots
+
+
 def tree_decode(
     q: Tensor,  # [N, Hq, D]
     k_pages: Tensor,  # [P, page, Hkv, D]
@@ -71,11 +87,9 @@ def tree_decode(
     if work.parent is None or work.items is None:
         work = make_schedule(nodes, q.shape[1] // k_pages.shape[2], by_path=True)
     assert work.items is not None
-    room = max(len(work.items) - 1, 1)
-    slots = work.items.new_empty(room * CHUNK)
-    slots_kernel[(room,)](
-        nodes.page_indptr, nodes.page_ids, nodes.node_offset, nodes.node_position, work.parent, work.items, slots,
-        PAGE=page, CHUNK=CHUNK, FIELDS=FIELDS, num_warps=4,
-    )  # fmt: skip
+    assert work.parent is not None
+    slots = work.slots
+    if slots is None:
+        slots = slots_of_items(nodes, work.items, work.parent, page)
     keys, values = (x.flatten(0, 1)[:, None] for x in (k_pages, v_pages))
     return attend(q, keys, values, slots, nodes.query_position, work, scale, window, softcap)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checks import Arguments
 from .items import FIELDS
-from .schedule import HAS_NUMPY, Schedule, Work, columns_of, count_partials
+from .schedule import HAS_NUMPY, Nodes, Schedule, Work, columns_of, count_partials
 
 if TYPE_CHECKING:
     from .items import Array
@@ -72,7 +72,22 @@ class DecodePlan:
         if self.schedule is None:
             return Work(None, None, 0)
         items = self.schedule.items.get(group)
-        return Work(self.schedule.partial_begin, items, self.schedule.partials, self.schedule.parent)
+        slots = None if self.schedule.slots is None else self.schedule.slots.get(group)
+        return Work(self.schedule.partial_begin, items, self.schedule.partials, self.schedule.parent, slots)
+
+    def located(self, page: int) -> DecodePlan:
+        """Return the plan of a step with the slots of its items' keys, in pages of ``page``, so that backend
+        ``invariant`` does not find them in each layer; the plan itself if it has no such items."""
+        schedule = self.schedule
+        if schedule is None or schedule.parent is None:
+            return self
+        from .invariant import slots_of_items
+
+        nodes = Nodes(**self.tensors())
+        slots = {group: slots_of_items(nodes, items, schedule.parent, page) for group, items in schedule.items.items()}
+        plan = object.__new__(DecodePlan)
+        vars(plan).update(vars(self), schedule=schedule._replace(slots=slots))
+        return plan
 
     @staticmethod
     def from_host(

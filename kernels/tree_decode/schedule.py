@@ -51,6 +51,7 @@ class Work(NamedTuple):
     items: Tensor | None  # [1 + I, FIELDS] int32; I is the first number of the first
     partials: int  # room for partials; at least their number
     parent: Tensor | None = None  # [K] int32, -1 for a root; of items in chunks of paths (path_chunks.py)
+    slots: Tensor | None = None  # [I CHUNK] int32, likewise: the slots of the items' keys, if they are known
 
 
 class Schedule(NamedTuple):
@@ -60,6 +61,7 @@ class Schedule(NamedTuple):
     items: Mapping[int, Tensor]  # query heads a key head -> [1 + I, FIELDS] int32; I is the first number of the first
     partials: int  # room for partials; at least their number
     parent: Tensor | None = None  # as in `Work`
+    slots: Mapping[int, Tensor] | None = None  # query heads a key head -> as in `Work`
 
 
 def count_partials(node_length: Array, row_begin: Array, row_end: Array) -> int:  # all [K]

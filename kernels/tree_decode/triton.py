@@ -38,16 +38,17 @@ def slots_of(begin, last, KEYS: tl.constexpr):
 @triton.jit
 def attend_keys(
     query, k_from, v_from, pages, slot, count, last, newest, age, page_stride, slot_stride, scale, window, softcap,
-    PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Return the values of an item's keys, weighted by exp2(score - largest), the largest score of each query in the
-    log2 domain, and the sum of weights: [QUERIES, WIDTH], [QUERIES], [QUERIES]."""
+    log2 domain, and the sum of weights: [QUERIES, VALUES], [QUERIES], [QUERIES]. VALUES are WIDTH, or a number of
+    columns that divides DIM."""
     columns = tl.arange(0, WIDTH)
     page = tl.load(pages + slots_of(slot, last, KEYS) // PAGE)
     top = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    acc = tl.zeros([QUERIES, WIDTH], tl.float32)
+    acc = tl.zeros([QUERIES, VALUES], tl.float32)
     for begin in range(0, count, KEYS):
         index = begin + tl.arange(0, KEYS)
         at = page.to(tl.uint32).to(tl.int64) * page_stride + slots_of(slot + begin, last, KEYS) % PAGE * slot_stride
@@ -67,13 +68,24 @@ def attend_keys(
         probability = tl.exp2(scores - base[:, None])
         keep = tl.exp2(top - base)
         total = total * keep + tl.sum(probability, 1)
-        if DIM == WIDTH:  # noqa: SIM108 (decided when compiling)
+        if DIM % VALUES == 0:
             value = tl.load(v_from + at)
         else:
             value = tl.load(v_from + at, mask=(columns < DIM)[None, :], other=0.0)
         acc = tl.dot(probability.to(value.dtype), value, acc * keep[:, None], input_precision="ieee")
         top = new_top
     return acc, top, total
+
+
+@triton.jit
+def add_part(acc, top, total, part, part_lse):
+    """Add a partial result of rows to their sum, which is relative to the largest log-sum-exp so far. Its multiply-adds
+    are written out, so that all kernels round alike."""
+    new_top = tl.maximum(top, part_lse)
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)
+    keep, weight = tl.exp2(top - base), tl.exp2(part_lse - base)
+    acc = tl.fma(acc, tl.broadcast_to(keep[:, None], acc.shape), part * weight[:, None])
+    return acc, new_top, tl.fma(total, keep, weight)
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -116,7 +128,7 @@ def partial_kernel(
         last = slot + count - 1
         acc, top, total = attend_keys(
             query, k_from, v_from, pages, slot, count, last, newest, age, page_stride, slot_stride, scale, window,
-            softcap, PAGE, DIM, WIDTH, QUERIES, KEYS, HAS_WINDOW, HAS_SOFTCAP,
+            softcap, PAGE, DIM, WIDTH, WIDTH, QUERIES, KEYS, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
         saw = total != 0.0
         to = (tl.load(partial_begin + row, mask=live, other=0) + before).to(tl.int64) * HEADS + head
@@ -148,12 +160,7 @@ def merge_kernel(
         which = i * HEADS + head
         part_lse = tl.load(partial_lse + which, mask=exists, other=-float("inf"))
         part = tl.load(partial_out + which[:, None] * DIM + columns[None, :], mask=inside, other=0.0)
-        new_top = tl.maximum(top, part_lse)
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        keep, weight = tl.exp2(top - base), tl.exp2(part_lse - base)
-        total = total * keep + weight
-        acc = acc * keep[:, None] + part * weight[:, None]
-        top = new_top
+        acc, top, total = add_part(acc, top, total, part, part_lse)
     saw = total != 0.0
     acc = acc * (1.0 / tl.where(saw, total, 1.0))[:, None]
     to = row * HEADS + head
@@ -213,7 +220,7 @@ def attend(
             "tree_decode_attention: k_pages and v_pages must have the same strides; one address serves both."
         )
     group = heads // kv_heads
-    partial_begin, items, partials, _ = work
+    partial_begin, items, partials, *_ = work
     partial_out = q.new_empty((partials, heads, dim), dtype=torch.float32)
     partial_lse = q.new_empty((partials, heads), dtype=torch.float32)
     width, queries = padded_width(dim), queries_of(group)
@@ -223,12 +230,12 @@ def attend(
         *q.stride()[:2], *k_pages.stride()[:3], scale, window or 0, softcap or 0.0,
         PAGE=k_pages.shape[1], HEADS=heads, GROUP=group, DIM=dim, WIDTH=width, QUERIES=queries,
         KEYS=keys, FIELDS=FIELDS, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-        num_warps=warps, num_stages=3,
+        num_warps=warps, num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip
     together = min(8, triton.next_power_of_2(heads))
     merge_kernel[(rows, triton.cdiv(heads, together))](
         partial_out, partial_lse, partial_begin, out, lse,
-        HEADS=heads, SOME=together, DIM=dim, WIDTH=width, num_warps=4,
+        HEADS=heads, SOME=together, DIM=dim, WIDTH=width, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
 

@@ -116,7 +116,7 @@ class _Launch(NamedTuple):
         heads, dim, _ = self.sizes
         return {
             "HEADS": heads, "GROUP": heads // self.key.shape[1], "DIM": dim, "CHUNK": self.lists.size,
-            "DELTA": self.beta is not None, "num_stages": STAGES,
+            "DELTA": self.beta is not None, "num_stages": STAGES, "enable_fp_fusion": True,
         }  # fmt: skip
 
     def scan_options(self) -> dict[str, Any]:
@@ -193,7 +193,9 @@ class _Chunks(NamedTuple):
             pairs_kernel[shape[:2]](*inputs, *rest, PART=part, num_warps=4, **x.options())
             query, key, key_to = x.query, x.key, None
         if system is not None:
-            inverse_kernel[shape[:2]](system, inverse, HEADS=heads, CHUNK=x.lists.size, num_warps=1, num_stages=1)
+            inverse_kernel[shape[:2]](
+                system, inverse, HEADS=heads, CHUNK=x.lists.size, num_warps=1, num_stages=1, enable_fp_fusion=True
+            )
         return _Chunks(pairs, inverse, query, key, key_to)
 
 
@@ -312,6 +314,7 @@ def _sum_channels(
     weights_kernel[square[:2]](
         upstream, new, grad_x, written, removed, *x.chunks(), x.scale, HEADS=heads, VALUES=values,
         BLOCK=x.tiles.values, CHUNK=lists.size, DELTA=x.beta is not None, num_warps=4, num_stages=STAGES,
+        enable_fp_fusion=True,
     )  # fmt: skip
     channel_sums_kernel[x.blocks_grid()](
         x.query, x.key, x.decay, x.beta, written, removed, grad_query, grad_key, grad_removed, *x.chunks(),

@@ -112,7 +112,7 @@ def tree_convolution_forward(
     if out.numel():
         convolution_kernel[(triton.cdiv(rows, ROWS), triton.cdiv(width, COLUMNS))](
             x, weight.contiguous(), None if bias is None else bias.contiguous(), windows.before, out, rows, width,
-            TAPS=taps, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+            TAPS=taps, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -132,11 +132,12 @@ def tree_convolution_backward(
     if grad.numel():
         readers, begin = windows.readers
         convolution_input_kernel[(len(x) - 1, triton.cdiv(width, READ_COLUMNS))](
-            grad, weight, readers, begin, dx, rows, width, TAPS=taps, COLUMNS=READ_COLUMNS, num_warps=4,
+            grad, weight, readers, begin, dx, rows, width, TAPS=taps, COLUMNS=READ_COLUMNS,
+            num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
         convolution_weight_kernel[(programs, triton.cdiv(width, COLUMNS))](
             grad, x, windows.before, partial, rows, width,
-            TAPS=taps, ROWS=ROWS, COLUMNS=COLUMNS, TILES=TILES, num_warps=4,
+            TAPS=taps, ROWS=ROWS, COLUMNS=COLUMNS, TILES=TILES, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     total = partial.sum(0)
     return dx, total[:taps].flip(0).T.to(weight.dtype), total[taps].to(weight.dtype)

@@ -412,13 +412,14 @@ def test_every_task_is_listed_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.check
-def test_what_comes_next_runs_without_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "lines"), [("decode", 9), ("products", 3), ("steps", 9)])
+def test_what_comes_next_runs_without_a_gpu(kind: str, lines: int, tmp_path: Path) -> None:
     """Each line has an outcome, and none is measured twice."""
-    options = ["decode", "--device", "cpu", "--rehearse", "--out", str(tmp_path)]
+    options = [kind, "--device", "cpu", "--rehearse", "--out", str(tmp_path)]
     for _ in range(2):
         assert gpu_next.main(options) == 0
-        outcomes = (tmp_path / "next_decode.outcomes.jsonl").read_text().splitlines()
-        assert len(outcomes) == 9
+        outcomes = (tmp_path / f"next_{kind}.outcomes.jsonl").read_text().splitlines()
+        assert len(outcomes) == lines
         assert {json.loads(line)["status"] for line in outcomes} == {"finished"}
 
 

@@ -16,6 +16,8 @@ from rolltree.kernels import DecodePlan, machine, sample_tokens, tree_attention,
 from rolltree.kernels.layer_ops import rms_norm, silu_mul
 from rolltree.kernels.linear import linear
 from rolltree.kernels.linear import triton as backend
+from rolltree.kernels.linear.cancelling import cancelling
+from rolltree.kernels.linear.tiles import Order, Tile, order_of, tiles_for
 from rolltree.kernels.linear_logprob import logprob_from_logits
 from rolltree.kernels.linear_logprob.head import Head
 from rolltree.kernels.linear_logprob.logits import score_rows
@@ -38,7 +40,7 @@ def operands(N: int, K: int, dtype: torch.dtype, rows: int = ROWS[-1] + 5) -> tu
 
 def plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The kernel's sums in PyTorch, then the bias. The interpreter adds blocks of the depth, a GPU one number each."""
-    size = backend.tile_of(*weight.shape, x.dtype).depth if machine.interpreting() else 1
+    size = order_of(*weight.shape, x.dtype).block if machine.interpreting() else 1
     total = torch.zeros(len(x), len(weight), device=x.device)
     for rows, columns in zip(x.float().split(size, 1), weight.float().split(size, 1), strict=True):
         total += rows @ columns.T
@@ -71,21 +73,78 @@ def test_a_split_along_the_depth_has_other_bits() -> None:
         assert not torch.equal(sum(parts), linear(x, weight))
 
 
-@pytest.mark.parametrize("depth", [16, 4096])
+@pytest.mark.parametrize("depth", [16, 2040, 4096])
 def test_no_program_shares_a_sum(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are as many programs as tiles of the result, however deep the sums are."""
+    """There are as many programs as tiles of the result, in each part of the depth, however deep the sums are."""
     grids: list[Any] = []
 
     class Kernel:
         def __getitem__(self, grid: Any) -> Any:
-            return lambda *_, **options: grids.append((grid, options["ROWS"], options["COLUMNS"]))
+            return lambda *_, **options: grids.append((grid, options))
 
     monkeypatch.setattr(backend, "linear_kernel", Kernel())
+    monkeypatch.setattr(backend, "add_kernel", Kernel())
+    monkeypatch.setattr(backend, "agreeing", lambda order, depth, dtype, _: tiles_for(order, dtype, depth))
     for rows in ROWS:
-        backend.linear(torch.empty(rows, depth), torch.empty(200, depth), None)
-    tiles = {(high, wide) for _, high, wide in grids}
-    ((high, wide),) = tiles  # one for all numbers of rows
-    assert [grid for grid, *_ in grids] == [(-(-rows // high) * -(-200 // wide),) for rows in ROWS]
+        backend.linear(torch.empty(rows, depth).bfloat16(), torch.empty(200, depth).bfloat16(), None)
+    orders = {(of["DEPTH"], of["PARTS"]) for _, of in grids if "DEPTH" in of}
+    assert len(orders) == 1  # one for all numbers of rows
+    found = [(grid, of) for grid, of in grids if "DEPTH" in of]
+    for (grid, of), rows in zip(found, ROWS, strict=True):
+        parts = of["PARTS"] if of["APART"] else 1
+        assert grid == (-(-rows // of["ROWS"]) * -(-200 // of["COLUMNS"]), parts)
+    assert len({(of["ROWS"], of["COLUMNS"]) for _, of in found}) > 1  # but not one tile
+
+
+@pytest.mark.parametrize("depth", [96, 200])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_tiles_have_the_same_bits(parts: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On sums that cancel; a tile with another order is named and not used, and parts are added in their order."""
+    order, device = Order(16, parts), device_of("triton")
+    choices = tiles_for(order, torch.bfloat16, depth)
+    backend.agreeing.cache_clear()
+    assert backend.agreeing(order, depth, torch.bfloat16, device) == choices
+    x, weight, bias = cancelling(70, 130, depth, torch.bfloat16, device)
+    expected = backend.by_tile(x, weight, order, choices[0])
+    size = backend.part_of(order, depth)
+    total = torch.zeros_like(expected)
+    for begin in range(0, depth, size):
+        some = slice(begin, begin + size)
+        total += backend.by_tile(x[:, some].contiguous(), weight[:, some].contiguous(), Order(16, 1), choices[0])
+    assert torch.equal(total, expected)
+    biased = backend._launch(x, weight, bias, torch.empty_like(expected), order, choices[0])
+    assert torch.equal(biased, expected + bias.float())
+    other = backend.by_tile(x, weight, Order(32, 2), choices[0])
+    assert (other - expected).abs().max() < 1e-3
+    assert not torch.equal(other, expected)
+
+    def wrong(x: Tensor, weight: Tensor, order: Order, tile: Tile) -> Tensor:
+        return other if tile == choices[-1] else expected
+
+    monkeypatch.setattr(backend, "by_tile", wrong)
+    backend.agreeing.cache_clear()
+    logged: list[Any] = []
+    monkeypatch.setattr(backend._log, "warning", lambda *message: logged.append(message))
+    try:
+        assert backend.agreeing(order, depth, torch.bfloat16, device) == choices[:-1]
+        assert logged[0][1] == choices[-1]
+    finally:
+        backend.agreeing.cache_clear()
+
+
+def test_few_rows_take_the_smallest_tile_and_many_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "agreeing", lambda order, depth, dtype, _: tiles_for(order, dtype, depth))
+    monkeypatch.setattr(backend.machine, "gpu_processors", lambda _: 132)
+
+    def chosen(width: int, depth: int, rows: int) -> tuple[int, int, bool]:
+        order = order_of(width, depth, torch.bfloat16)
+        tile = backend.tile_of(order, width, depth, torch.bfloat16, rows, torch.device("cpu"))
+        return tile.rows, tile.columns, tile.apart
+
+    assert chosen(151936, 1024, 64) == chosen(4096, 1024, 1) == (64, 64, False)
+    assert chosen(4096, 1024, 12288) == chosen(151936, 4096, 2048) == (128, 256, False)
+    assert chosen(1024, 3072, 256) == (64, 64, True)
+    assert chosen(1024, 3072, 12288) == (128, 128, False)
 
 
 def test_gradients_and_layouts() -> None:
@@ -222,3 +281,7 @@ def test_drawn_tokens_are_scored_as_they_are_trained(V: int) -> None:
             own = slice(2, 2 + rows)
             scored = score_rows(logits[own], target[own], temperature[own])
             assert torch.equal(scored.nan_to_num(7.0), whole[own].nan_to_num(7.0))
+            both = score_rows(logits[own], target[own], torch.stack((torch.ones_like(scored), temperature[own]), 1))
+            assert torch.equal(both[:, 1].nan_to_num(7.0), scored.nan_to_num(7.0))
+            ones = score_rows(logits[own], target[own], torch.ones_like(scored))
+            assert torch.equal(both[:, 0].nan_to_num(7.0), ones.nan_to_num(7.0))

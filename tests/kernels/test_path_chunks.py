@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rolltree.kernels import DecodePlan, dispatch, tree_attention, tree_decode_attention, use_backend
+from rolltree.kernels import DecodePlan, dispatch, machine, tree_attention, tree_decode_attention, use_backend
+from rolltree.kernels.tree_attention.path_blocks import path_blocks
 from rolltree.kernels.tree_decode.items import CHUNK, QUERIES
 from rolltree.kernels.tree_decode.path_chunks import path_chunks
 
+from ..support.trees import random_trees
 from .on_device import device_of, needs_triton
 from .test_tree_decode import forest, on_host
 
@@ -103,7 +105,10 @@ ON_GPU = torch.cuda.is_available()
 
 def set_chunk(patch: pytest.MonkeyPatch, size: int) -> None:
     """Let chunks have ``size`` keys, so that an interpreted kernel has fewer to read."""
-    own = [import_module(f"rolltree.kernels.tree_decode.{name}") for name in ("items", "path_chunks", "invariant")]
+    own = [
+        *(import_module(f"rolltree.kernels.tree_decode.{name}") for name in ("items", "path_chunks", "invariant")),
+        *(import_module(f"rolltree.kernels.tree_attention.{name}") for name in ("path_blocks", "triton_paths")),
+    ]
     for module in own:  # all are imported by now
         patch.setattr(module, "CHUNK", size)
 
@@ -186,22 +191,54 @@ def test_a_token_has_the_same_bits_wherever_it_is_computed(
     assert error <= 2 * theirs + 4 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("window", [None, 1, 40, 700])
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_have_every_key_of_a_path(seed: int, window: int | None) -> None:
+    """Of pieces and trees, and of tokens whose subtree has ended before them, which see their ancestors alone."""
+    ends, _, parents = random_trees((1300, 1, 90, 700)[seed], seed, close=(0.0, 0.5, 0.5, 0.02)[seed], restart=0.003)
+    ended = np.random.default_rng(seed).random(len(ends)) < (0.0, 0.0, 0.2, 0.01)[seed]
+    leaf = np.append(~(np.array(parents[1:], int) == np.arange(len(ends) - 1)), True)
+    ends = np.where(ended & leaf, np.arange(len(ends)), ends.numpy())
+    before, size = len(ends) // 3, 16
+    keys, chunks, blocks = path_blocks(ends.astype(np.int64), len(ends) - before, size, window)
+    assert (np.diff(blocks[:, 5]) <= 0).all()  # the longest first
+    seen = set()
+    for first, count, position, number, chunk, many in blocks.tolist():
+        assert 0 < count <= size
+        for row in range(first, first + count):
+            assert row not in seen
+            seen.add(row)
+            token, place = before + row, position + row - first
+            path = [token] if ends[token] > token else []
+            above = parents[token]
+            while above >= 0:
+                path.insert(0, above)
+                above = parents[above]
+            assert place == len(path) - 1
+            found = [int(key) for begin, n in chunks[chunk : chunk + many].tolist() for key in keys[begin : begin + n]]
+            visible = path[CHUNK * number :]
+            assert found[: len(visible)] == visible  # a chunk may have later keys, which are not visible
+            assert CHUNK * number <= (0 if window is None else max(0, len(path) - window))
+    assert seen == set(range(len(ends) - before))
+
+
 @needs_triton
-@pytest.mark.check
-def test_heads_are_computed_in_groups_where_partials_need_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rolltree.kernels.tree_attention import invariant
+@pytest.mark.parametrize("dim", [256, pytest.param(384, marks=pytest.mark.check)])
+def test_wide_heads_are_computed_in_parts(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of values in several programs have the bits of all in one."""
+    from rolltree.kernels.tree_attention import triton_paths
 
     ends, _ = random_tree((40, 3, 9), (-1, 0, 0))
-    q, k, v = operands(torch.float32, len(ends))
-    calls: list[int] = []
-    own = invariant.tree_decode
-    monkeypatch.setattr(invariant, "tree_decode", lambda q, *rest: calls.append(q.shape[1]) or own(q, *rest))
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(len(ends), heads, dim, generator=random).to(device_of("invariant")) for heads in (2, 1, 1))
     end = torch.from_numpy(ends).to(q.device)
     with use_backend("invariant"):
-        whole = tree_attention(q, k, v, end)
-        monkeypatch.setattr(invariant, "PARTIAL_BYTES", 1)
-        assert torch.equal(tree_attention(q, k, v, end), whole)
-    assert calls == [HEADS, *[HEADS // KV_HEADS] * KV_HEADS]
+        parts = tree_attention(q, k, v, end)
+        if machine.interpreting():  # a GPU has no registers for all columns
+            monkeypatch.setattr(triton_paths, "VALUES", 512)
+            assert torch.equal(tree_attention(q, k, v, end), parts)
+    with use_backend("reference"):
+        torch.testing.assert_close(parts, tree_attention(q, k, v, end), rtol=1e-5, atol=1e-5)
 
 
 @needs_triton

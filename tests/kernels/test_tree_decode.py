@@ -233,7 +233,7 @@ def test_items_cover_every_row_and_key_once(group: int) -> None:
     step = forest(seed=13, roots=2, chunk=9, longest=1300, page=16)
     plan = on_host(step.plan)
     indptr, _, offset, length, position, row_begin, row_end, query_position = plan
-    begin, items, partials, _ = schedules.make_schedule(schedules.Nodes(*step.plan.tensors().values()), group)
+    begin, items, partials, *_ = schedules.make_schedule(schedules.Nodes(*step.plan.tensors().values()), group)
     assert int(begin[-1]) == partials == schedules.count_partials(length, row_begin, row_end)
     found: dict[tuple[int, int], tuple[int, ...]] = {}
     for first_page, slot, keys, first, row, rows, before, _ in items[1:].tolist():

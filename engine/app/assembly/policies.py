@@ -50,7 +50,7 @@ def further_policies(
     for number, (name, roles) in enumerate(roles_of(config).items(), start=1):
         alone = of_policy(config, name)
         check_same_tokens(config, name, tokenizer)
-        model = load_policy(alone.model)
+        model = load_policy(alone)
         policies[name] = Policy(alone, model, make_engine(alone, model, tokenizer))
         check_lengths(alone, policies[name].engine.longest)
         players[name] = Player(number, policies[name].engine, roles)

@@ -257,7 +257,7 @@ class _Policy:
             console.note(f"'{config.model.path}' does not exist yet: {config.model.create} makes it first.")
         make_model_directory(config)
         several = config.trainer.ranks > 1
-        model = None if several else load_policy(config.model)
+        model = None if several else load_policy(config)
         tokenizer = load_tokenizer(config.model.path)
         ranks: Ranks | None = None
         hosted = make_reward_hosts(config, workers) if workers is not None and config.reward.hosts else None

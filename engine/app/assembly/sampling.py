@@ -39,8 +39,9 @@ from ...rollout import DraftConfig, EngineConfig, NativeEngine, RolloutEngine, S
 from ...rollout.equal_bits import check_sampler
 from ...rollout.local import LocalSampler
 from ...rollout.sampler import Sampler
-from ...settings import LoopConfig, LoraConfig, ModelConfig, RolloutConfig, TrainConfig
+from ...settings import LoopConfig, LoraConfig, RolloutConfig, TrainConfig
 from ...tasks import Problem
+from ...train.checkpointing import checkpoint_layers
 from . import preflight
 
 
@@ -123,7 +124,7 @@ def publication(
 def prepare_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model and its tokenizer; `model.create` first makes the directory if it does not exist."""
     make_model_directory(config)
-    return load_policy(config.model), load_tokenizer(config.model.path)
+    return load_policy(config), load_tokenizer(config.model.path)
 
 
 def make_model_directory(config: TrainConfig) -> None:
@@ -144,21 +145,23 @@ def make_model_directory(config: TrainConfig) -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def load_policy(config: ModelConfig) -> PreTrainedModel:
+def load_policy(config: TrainConfig) -> PreTrainedModel:
     """Load the model that is trained."""
+    of_model = config.model
     model: PreTrainedModel = load_model(
-        config.path,
-        dtype=getattr(torch, config.dtype),
-        device=choose_device(config.device),
-        train_tower=config.train_tower,
+        of_model.path,
+        dtype=getattr(torch, of_model.dtype),
+        device=choose_device(of_model.device),
+        train_tower=of_model.train_tower,
     )
-    if config.lora is not None:
-        add_lora(model, **config.lora.model_dump(exclude={"extrapolate"}))
-    if config.replay_routes:
+    if of_model.lora is not None:
+        add_lora(model, **of_model.lora.model_dump(exclude={"extrapolate"}))
+    if of_model.replay_routes:
         routes.install(model)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return make_invariant(model) if config.batch_invariant else model
+    if of_model.gradient_checkpointing:
+        by_memory = of_model.gradient_checkpointing == "auto"
+        checkpoint_layers(model, config.trainer.max_tokens if by_memory else None)
+    return make_invariant(model) if of_model.batch_invariant else model
 
 
 def check_backend(config: RolloutConfig) -> None:

@@ -191,7 +191,7 @@ def training_rank(config: TrainConfig, index: int, count: int, max_tokens: int) 
 def _rank_parts(config: TrainConfig, group: Group) -> LearningParts:
     set_seed(config.seed)
     methods = Methods.make(config, Context(load_tokenizer(config.model.path)))
-    parts = learning_parts(methods, load_policy(config.model), group, own_weights=True)
+    parts = learning_parts(methods, load_policy(config), group, own_weights=True)
     for key in parts.stateful:
         refuse(PARTS, Part(config, key, key, has_state=key.startswith(TERMS)))
     return parts
@@ -204,7 +204,7 @@ def engine_host(config: TrainConfig) -> Host:
     model = None
     if config.rollout.backend == "native":
         set_seed(config.seed)  # for the adapter, which is the trained one before the first update
-        model = load_policy(config.model).requires_grad_(False).eval()
+        model = load_policy(config).requires_grad_(False).eval()
     engine = make_engine(config, model, tokenizer)
     release_threads()  # the engine computes in the host's thread
     program = rollout_program(config.rollout)

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rolltree.kernels import dispatch
+from rolltree.kernels.linear import DTYPES, compare_tiles
 from rolltree.kernels.linear_logprob.head import has_equal_bits
 
 from ...errors import UserError
@@ -57,7 +58,8 @@ def make_invariant(model: PreTrainedModel) -> PreTrainedModel:
 
     Its layers are fused too (`fuse_layers`), as those of the native engine are. A second call changes nothing. Whether
     every layer of the model then has the same bits is `check.check_invariant`'s to tell. On a GPU attention and the
-    head run on backend ``invariant`` from then on, in the whole process (`dispatch.set_backend`).
+    head run on backend ``invariant`` from then on, in the whole process (`dispatch.set_backend`), and the tiles of its
+    products are compared.
 
     Raises:
         UserError: a part of the model is known not to be batch-invariant.
@@ -66,6 +68,8 @@ def make_invariant(model: PreTrainedModel) -> PreTrainedModel:
         raise UserError(f"{KEY} does not hold for {type(model).__name__}: {reason}.")
     if head(model).weight.is_cuda:
         dispatch.set_backend("invariant")
+        for weight in (head(model).weight, *_weights(decoder_of(model))):
+            compare_tiles(weight)
     fuse_layers(model)
     decoder = decoder_of(model)
     if not is_invariant(model):
@@ -73,6 +77,14 @@ def make_invariant(model: PreTrainedModel) -> PreTrainedModel:
             module.forward = _InOrder(module, vars(module).get("forward"))
         setattr(decoder, MARK, True)
     return model
+
+
+def _weights(decoder: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the weights [N, K] of products, and of experts in either layout."""
+    for weight in decoder.parameters():
+        if weight.dim() in (2, 3) and weight.dtype in DTYPES:
+            matrix = weight if weight.dim() == 2 else weight[0]
+            yield from (matrix,) if weight.dim() == 2 else (matrix, matrix.T)
 
 
 def is_invariant(model: Any) -> bool:

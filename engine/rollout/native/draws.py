@@ -117,8 +117,8 @@ def draw(
         whole = whole & (columns[name] == FILTERS[name])
     scale = torch.where(temperature > 0, temperature, 1.0)
     if trained:
-        logprob = score_rows(logits, out.token, scale)
-        raw_logprob = score_rows(logits, out.token, torch.ones_like(scale))
+        both = torch.stack((scale, torch.ones_like(scale)), 1)
+        logprob, raw_logprob = score_rows(logits, out.token, both).unbind(1)
     else:
         scale = scale[:, None]
         logprob = out.logprob + ((left / scale).logsumexp(-1) - (logits / scale).logsumexp(-1))

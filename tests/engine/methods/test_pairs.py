@@ -178,7 +178,7 @@ def learn(toml: Path, recorded: Recorded, flags: Sequence[str], situation: str, 
         UserError: the run refuses the name.
     """
     config = load_config(toml, [*FIXED, *(flag.replace("{folder}", str(toml.parent)) for flag in flags)])
-    model = load_policy(config.model)
+    model = load_policy(config)
     context = Context(load_tokenizer(config.model.path))
     learner = Learner(learning_parts(Methods.make(config, context), model), Stopwatch(), lambda said: None)
     gradients: list[torch.Tensor] = []

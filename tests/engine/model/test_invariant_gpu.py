@@ -86,15 +86,23 @@ def test_the_engine_runs_the_kernels_of_training(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(step_buffer, "CHUNK", 16)
     calls: list[int] = []
     decode = import_module("rolltree.kernels.tree_decode.invariant")
-    attend = decode.attend
+    paths = import_module("rolltree.kernels.tree_attention.invariant")
+    attend, found = decode.attend, decode.slots_of_items
+    located: list[int] = []
+    trained: list[int] = []
+    monkeypatch.setattr(decode, "slots_of_items", lambda *rest: located.append(1) or found(*rest))
+    attend_paths = paths.attend_paths
+    monkeypatch.setattr(paths, "attend_paths", lambda *rest: trained.append(1) or attend_paths(*rest))
     monkeypatch.setattr(decode, "attend", lambda q, *rest: calls.append(len(q)) or attend(q, *rest))
     monkeypatch.setattr(check, "PIECE", 20)
     model = make_invariant(attending("qwen2 with a window", torch.float32))
     trees = sampled(model, (9, 31))
     steps = len(calls)
     assert steps >= 2 * 3  # two layers
+    assert len(located) <= steps // 2 + 1  # once a step; the layers of the first find them for themselves
+    assert not trained
     assert differing(model, trees) is None
-    assert len(calls) > steps
+    assert trained
     whole = trees[0].columns["behaviour_logprob"]
     whole[~np.isnan(whole)] += np.float32(1e-6)  # a few units in the last place
     assert differing(model, trees) == DECODING
@@ -121,8 +129,8 @@ def test_drawn_rows_are_scored_where_nothing_was_filtered(monkeypatch: pytest.Mo
     scored = []
 
     def score(logits: torch.Tensor, token: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-        scored.append(temperature.tolist())
-        return torch.full((len(logits),), -100.0 - len(scored))
+        scored.append(temperature.T.tolist())
+        return torch.tensor([[-101.0, -102.0]]).expand(len(logits), 2)
 
     monkeypatch.setattr(draws, "score_rows", score)
     monkeypatch.setattr(dispatch, "named", lambda name, device: name == "invariant")
@@ -132,7 +140,7 @@ def test_drawn_rows_are_scored_where_nothing_was_filtered(monkeypatch: pytest.Mo
         **{name: torch.arange(4) for name in ("seed", "step")},
     }
     out = draws.draw(torch.randn(4, 11), columns, ("top_k",))
-    assert scored == [[1.0, 0.5, 1.0, 1.0], [1.0] * 4]
+    assert scored == [[[1.0, 0.5, 1.0, 1.0], [1.0] * 4]]
     assert out.logprob[:3].tolist() == [-101.0, -101.0, 0.0]  # the third is greedy
     assert -20 < out.logprob[3] < 0  # of the three tokens that were left
     assert out.raw_logprob.tolist() == [-102.0] * 4

@@ -7,8 +7,8 @@ from typing import Any
 from rolltree.kernels.decoder_layer import triton
 from rolltree.kernels.layer_ops.triton import BLOCK
 from rolltree.kernels.linear import several
+from rolltree.kernels.linear.tiles import Tile, order_of, tiles_for
 from rolltree.kernels.linear.triton import GROUP
-from rolltree.kernels.linear.triton import tile_of as tile_of_product
 
 from .harness import AotCase
 
@@ -44,23 +44,29 @@ def _store(heads: int, kv_heads: int, dim: int, normed: bool, dtype: str = "bf16
     return AotCase(name, triton.store_kernel, signature, constants, fp_fusion=False)
 
 
-def _several(widths: tuple[int, int, int], depth: int, dtype: str = "bf16", biased: bool = False) -> AotCase:
-    tile = tile_of_product(sum(widths), depth, _dtype(dtype))
+def _several(widths: tuple[int, int, int], depth: int, dtype: str = "bf16", biased: bool = False) -> list[AotCase]:
+    tiles = tiles_for(order_of(sum(widths), depth, _dtype(dtype))._replace(parts=1), _dtype(dtype), depth)
+    return [_several_in(tile, widths, depth, dtype, biased, i) for i, tile in enumerate(tiles)]
+
+
+def _several_in(tile: Tile, widths: tuple[int, int, int], depth: int, dtype: str, biased: bool, place: int) -> AotCase:
+    order = order_of(sum(widths), depth, _dtype(dtype))
     pointers = ("x", "weight0", "weight1", "weight2", "bias0", "bias1", "bias2", "out")
     constants = {f"N{i}": width for i, width in enumerate(widths)} | {"HAS_BIAS": biased, "GROUP": GROUP}
-    constants |= {"EVEN": depth % tile.depth == 0, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
+    constants |= {"EVEN": depth % order.block == 0, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": order.block}
     numbers = {"M": "i32", "K": "i32:16" if depth % 16 == 0 else "i32"}
     wide = dtype == "bf16" and depth % 8 == 0
     return AotCase(
-        f"several {'+'.join(str(w) for w in widths if w)}x{depth} {dtype}{' biased' if biased else ''}",
+        f"several {'+'.join(str(w) for w in widths if w)}x{depth} {dtype}{' biased' if biased else ''}"
+        + (f" {tile.rows}x{tile.columns}" if place else ""),
         several.several_kernel,
         dict.fromkeys(pointers, f"*{dtype}") | numbers,
         constants,
         num_warps=tile.warps,
         num_stages=tile.stages,
         needs_wgmma=wide,
-        multiply_adds=tile.rows * tile.columns * tile.depth if wide else None,
-        elements=(tile.rows + tile.columns) * tile.depth if wide else 0,
+        multiply_adds=tile.rows * tile.columns * order.block if wide else None,
+        elements=(tile.rows + tile.columns) * order.block if wide else 0,
     )
 
 
@@ -77,11 +83,11 @@ CASES = [
     _store(32, 8, 128, normed=False),
     _store(14, 2, 64, normed=False),
     _store(32, 4, 80, normed=True, dtype="fp32"),
-    _several((2048, 1024, 1024), 1024),
-    _several((3072, 3072, 0), 1024),
-    _several((896, 128, 128), 896, biased=True),
-    _several((14336, 14336, 0), 4096),
-    _several((2048, 1024, 1024), 1024, "fp32"),
+    *_several((2048, 1024, 1024), 1024),
+    *_several((3072, 3072, 0), 1024),
+    *_several((896, 128, 128), 896, biased=True),
+    *_several((14336, 14336, 0), 4096),
+    *_several((2048, 1024, 1024), 1024, "fp32"),
     _gate(),
     _gate("fp32"),
 ]

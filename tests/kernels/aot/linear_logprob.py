@@ -38,7 +38,16 @@ def _statistics(V: int, options: bool, logits: str = "fp32") -> AotCase:
     flags = dict.fromkeys(("HAS_BIAS", "HAS_SOFTCAP", "ENTROPY", "SUM_P2"), options)
     signature = {**STATISTICS, "logits": f"*{logits}"}
     name = f"statistics {logits}{' options' if options else ''}"
-    return _case(name, triton._statistics, signature, V, TARGETS=16, **flags)
+    absent = dict.fromkeys(("base", "out"))
+    signature["out_stride"] = "i32"
+    return _case(name, triton._statistics, signature, V, TARGETS=16, EACH=1, **absent, **flags)
+
+
+def _exponentials(V: int, biased: bool) -> AotCase:
+    flags = {"HAS_BIAS": biased, "HAS_SOFTCAP": False, "ENTROPY": True, "SUM_P2": False}
+    signature = {**STATISTICS, "logits": "*fp32", "base": "*fp32", "out": "*bf16"}
+    name = f"exponentials{' bias' if biased else ''}"
+    return _case(name, triton._statistics, signature, V, TARGETS=16, EACH=1, **flags)
 
 
 def _gradient(V: int, options: bool, out: str, logits: str = "fp32") -> AotCase:
@@ -49,6 +58,8 @@ def _gradient(V: int, options: bool, out: str, logits: str = "fp32") -> AotCase:
 
 
 CASES = [
+    _exponentials(151936, False),
+    _exponentials(50257, True),
     _statistics(151936, False),
     _statistics(151936, True),
     _statistics(50257, True),

@@ -199,7 +199,7 @@ class KvCache:
 
     def begin_step(self, slots: Tensor, plan: DecodePlan, blocks: tuple[Block, ...] = ()) -> None:  # slots: [N] int64
         """Begin a step, some of whose rows see the rest of their picture too: ``seen`` of ``blocks`` are slots."""
-        self._slots, self._plan, self._blocks = slots, plan, blocks
+        self._slots, self._plan, self._blocks = slots, plan.located(self.tree.page_size), blocks
         self._attended.clear()
 
     def attend(
