@@ -164,7 +164,7 @@ class Container:
 
         Args:
             folder: its working directory; default: the image's.
-            most: characters of its output that are kept.
+            most: bytes of its output that are kept.
 
         Raises:
             ContainerError: the container has ended, or it has no such user or directory.
@@ -250,23 +250,18 @@ class _Kept:
 
     def _keep(self, some: bytes) -> None:
         self._size += len(some)
-        room = 4 * self._half - len(self._first)  # a character has at most four bytes
+        room = self._half - len(self._first)
         self._first += some[:room]
         self._rest += some[room:]
-        del self._rest[: -4 * self._half]
+        del self._rest[: -self._half]
 
     def text(self) -> str:
         """Return the text, once the command has ended."""
         self._thread.join(END_S)
-        if self._size == len(self._first) + len(self._rest):
-            text = (self._first + self._rest).decode(errors="replace")
-            if len(text) <= 2 * self._half:
-                return text
-            left = len(text) - 2 * self._half
-            return f"{text[: self._half]}\n... ({left} characters left out)\n{text[-self._half :]}"
-        first, rest = (part.decode(errors="replace") for part in (self._first, self._rest))
-        left = self._size - len(first[: self._half].encode()) - len(rest[-self._half :].encode())
-        return f"{first[: self._half]}\n... ({left} bytes left out)\n{rest[-self._half :]}"
+        first, rest = bytes(self._first), bytes(self._rest)
+        if (left := self._size - len(first) - len(rest)) == 0:
+            return (first + rest).decode(errors="replace")
+        return f"{first.decode(errors='replace')}\n... ({left} bytes left out)\n{rest.decode(errors='replace')}"
 
 
 def _last(text: str) -> str:

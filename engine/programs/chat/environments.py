@@ -72,7 +72,7 @@ def _harbor(
     keep_processes: bool = False,
     reward_key: str = "reward",
     containers: int = 16,
-    output_characters: int = 8000,
+    output_bytes: int = 8000,
 ) -> Any:
     """Return an episode in the container of a Harbor task, importing what that needs only when it is asked for."""
     from ..harbor.episode import HarborEpisode
@@ -84,7 +84,7 @@ def _harbor(
             "reward_key": reward_key, "containers": containers,
         }
     )  # fmt: skip
-    return HarborEpisode(context, setup, output_characters)
+    return HarborEpisode(context, setup, output_bytes)
 
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {

@@ -26,19 +26,19 @@ class HarborEpisode:
     Args:
         context: of a prompt from a folder of tasks; its ``tools`` are offered too.
         setup: the options of containers.
-        output_characters: the longest answer to a command; its middle is left out.
+        output_bytes: the longest answer to a command; the middle of a longer one is left out.
 
     Raises:
         UserError: the prompt is of no task, or the task cannot be used.
     """
 
-    def __init__(self, context: Mapping[str, Any], setup: Setup, output_characters: int) -> None:
+    def __init__(self, context: Mapping[str, Any], setup: Setup, output_bytes: int) -> None:
         if COLUMN not in context:
             raise UserError('harbor needs prompts of tasks; set data.format to "harbor" and data.path to their folder.')
-        if output_characters < 1:
-            raise UserError("The option `output_characters` of harbor must be at least 1.")
-        self._options = (context, setup, output_characters)
-        self._task, self._most = Task(Path(context[COLUMN])), output_characters
+        if output_bytes < 1:
+            raise UserError("The option `output_bytes` of harbor must be at least 1.")
+        self._options = (context, setup, output_bytes)
+        self._task, self._most = Task(Path(context[COLUMN])), output_bytes
         self._pool = pool_of(setup)
         self._task.network(none=setup.network == "none")
         self._left = self._task.config.agent.timeout_sec or float("inf")
