@@ -97,7 +97,7 @@ def write_task(
     limits = "[environment]\nmemory_mb = 256\ncpus = 1\nnetwork_mode = 'no-network'\n"
     image = "" if given.dockerfile else f'docker_image = "{IMAGE}"\n'
     content = {
-        "task.toml": toml or f"{limits}{image}[agent]\ntimeout_sec = 60\n{given.toml}",
+        "task.toml": toml if toml is not None else f"{limits}{image}[agent]\ntimeout_sec = 60\n{given.toml}",
         "instruction.md": f"<!-- a canary -->\n{given.instruction}\n",
         "tests/test.sh": test
         or f"#!/bin/sh\nif {given.condition}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n",

@@ -116,7 +116,7 @@ class Pool:
             UserError: the task has no image, or no container of it can be started.
         """
         image, options = self.image(task), self.options(task)
-        if (key := (image, *options)) in self._tried:
+        if (key := (image, program or "", *options)) in self._tried:
             return
         try:
             container = self.engine.container(image, options)

@@ -18,10 +18,10 @@ from rolltree.engine.programs.servers.background import BACKGROUND
 from rolltree.engine.rollout import EngineConfig, NativeEngine
 
 from ...support import serving
-from ...support.harbor import IMAGE, OPTIONS, SECRET, TASKS, containers, no_podman, write_task
+from ...support.harbor import IMAGE, OPTIONS, SECRET, TASKS, containers, write_task
 from .test_environment import WORDS, call, said, talk
 
-pytestmark = pytest.mark.skipif(bool(no_podman()), reason=no_podman() or "podman")
+pytestmark = pytest.mark.usefixtures("podman")
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,7 @@ def rewards(tree: TokenTree) -> list[float]:
     return [float(value) for value in tree.meta["given_rewards"].values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_is_solved_by_its_solution_and_not_without(engine, tmp_path, name) -> None:
     task = write_task(tmp_path, name)
@@ -78,6 +79,7 @@ WATCHES = (
 UNSEEN = "#!/bin/sh\ncd /logs/verifier; sleep 0.3\n[ -s /app/seen ] && exit\n[ -e l ] || echo 0.25 > reward.txt\n"
 
 
+@pytest.mark.check
 def test_an_agent_finds_no_test_and_no_solution(engine, tmp_path) -> None:
     task = write_task(tmp_path)
     tree = play(engine, task, shell(*LOOKS), "Done", timeout_s=120.0)
@@ -89,6 +91,7 @@ def test_an_agent_finds_no_test_and_no_solution(engine, tmp_path) -> None:
     assert "Read-only file system" in answers
 
 
+@pytest.mark.slow
 def test_what_an_agent_leaves_running_sees_no_test_and_writes_no_reward(engine, tmp_path) -> None:
     task = write_task(tmp_path, test=UNSEEN)
     assert rewards(play(engine, task, shell(WATCHES), "Done")) == [0.25]
@@ -96,6 +99,7 @@ def test_what_an_agent_leaves_running_sees_no_test_and_writes_no_reward(engine, 
     assert rewards(goes_on) == [1.0]  # which is why it is not the default
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("turns", "options", "status"), [
     ([shell("echo a > b"), "Done"], {}, LeafStatus.STOP),
     ([shell("echo a > b")], {"max_turns": 2}, LeafStatus.LENGTH),
@@ -111,6 +115,7 @@ def test_the_tests_run_however_an_episode_ends(engine, tmp_path, turns, options,
     assert list(tree.status) == [status]
 
 
+@pytest.mark.slow
 def test_commands_are_limited_and_answered(engine, tmp_path) -> None:
     task = write_task(tmp_path)
     commands = {
@@ -135,6 +140,7 @@ def test_commands_are_limited_and_answered(engine, tmp_path) -> None:
     assert rewards(tree) == [1.0]
 
 
+@pytest.mark.slow
 def test_calls_of_another_form_are_answered_by_errors(engine, tmp_path) -> None:
     wrong = (
         call("shell", command=3) + call("shell") + call("shell", command="ls", user="root") + call("sh", command="ls")
@@ -143,6 +149,7 @@ def test_calls_of_another_form_are_answered_by_errors(engine, tmp_path) -> None:
     assert said(tree).count("<tool>error: ") == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "reward"), [
     ("echo '{\"reward\": 0.5, \"style\": 1}' > reward.json; echo 7 > reward.txt", 0.5),
     ("echo 0.75 > reward.json", 0.75), ("echo true > reward.json", 1.0), ("echo ' 1 ' > reward.txt", 1.0),
@@ -153,6 +160,7 @@ def test_rewards_are_read_as_harbor_reads_them(engine, tmp_path, script, reward)
     assert rewards(play(engine, task, "Done")) == [reward]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "sentence"), [
     ("echo no pytest here", "wrote no reward to /logs/verifier (no pytest here)"),
     ("echo nan > reward.txt", "gives reward = nan"), ("echo 1e999 > reward.json", "gives reward = inf"),
@@ -171,6 +179,7 @@ def test_tests_without_a_reward_fail_the_episode(engine, tmp_path, script, sente
     assert "given_rewards" not in tree.meta
 
 
+@pytest.mark.slow
 def test_variables_users_and_health_hold(engine, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("ROLLTREE_TEST_OF", "there")
     toml = f"""
@@ -194,6 +203,7 @@ env = {{ C = "c" }}
     assert rewards(play(engine, task, shell("echo $(pwd) $A $B $C $(id -u) > /tmp/told"), "Done")) == [1.0]
 
 
+@pytest.mark.slow
 def test_more_episodes_than_containers_wait(engine, tmp_path) -> None:
     seen = []
     task = write_task(tmp_path, test="#!/bin/sh\nsleep 0.2; echo 1 > /logs/verifier/reward.txt")
