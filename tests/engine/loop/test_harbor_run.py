@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import time
@@ -25,11 +26,14 @@ def write_run(folder: Path, options: dict[str, Any], **tables: Any) -> Path:
     """Write a run on the tasks in the folder ``tasks``, and return its configuration."""
     program = {"environment": "harbor", "max_turns": 2, "turn_tokens": 12, "environment_options": options}
     given = {
-        "data": {"source": None, "source_options": None, "path": str(folder / "tasks"), "max_prompt_tokens": 200},
+        "data": {"source": None, "source_options": None, "path": str(folder / "tasks"), "max_prompt_tokens": 190},
         "rollout": {"program_options": program, "n": 4},
         "checkpoint": {"every": 1},
     }
-    return beside(write_conversations(folder), "harbor", **given, **tables)
+    toml = write_conversations(folder)
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 512}))
+    return beside(toml, "harbor", **given, **tables)
 
 
 @pytest.mark.slow
