@@ -245,14 +245,14 @@ class _Kept:
                 self.pid = line.decode().strip()
             else:
                 self._keep(line)
-            while some := stream.read1(65536):
-                self._keep(some)
+            while block := stream.read1(65536):
+                self._keep(block)
 
-    def _keep(self, some: bytes) -> None:
-        self._size += len(some)
+    def _keep(self, block: bytes) -> None:
+        self._size += len(block)
         room = self._half - len(self._first)
-        self._first += some[:room]
-        self._rest += some[room:]
+        self._first += block[:room]
+        self._rest += block[room:]
         del self._rest[: -self._half]
 
     def text(self) -> str:

@@ -11,15 +11,12 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import UserError
 from ...sandbox.containers import Container, ContainerError, Engine
 from ..servers.background import BACKGROUND
 from .task import Task
-
-if TYPE_CHECKING:
-    from .trial import Trial
 
 STARTS = 4
 """Containers that are started at once."""
@@ -67,14 +64,14 @@ class Setup:
             if isinstance(words, str) or not all(isinstance(word, str) for word in words):
                 raise UserError(f"The option `{name}` of containers is {words!r}; give the words as a list.")
             values[name] = tuple(words)
-        made = cls(**values)
-        if made.network not in ("task", "none"):
-            raise UserError(f'The option `network` of containers is {made.network!r}; give "task" or "none".')
-        if not isinstance(made.keep_processes, bool) or not isinstance(made.reward_key, str):
+        setup = cls(**values)
+        if setup.network not in ("task", "none"):
+            raise UserError(f'The option `network` of containers is {setup.network!r}; give "task" or "none".')
+        if not isinstance(setup.keep_processes, bool) or not isinstance(setup.reward_key, str):
             raise UserError("The option `keep_processes` of containers is true or false, and `reward_key` a name.")
-        if not isinstance(made.containers, int) or isinstance(made.containers, bool) or made.containers < 1:
-            raise UserError(f"The option `containers` is {made.containers!r}; give a number of at least 1.")
-        return made
+        if not isinstance(setup.containers, int) or isinstance(setup.containers, bool) or setup.containers < 1:
+            raise UserError(f"The option `containers` is {setup.containers!r}; give a number of at least 1.")
+        return setup
 
 
 class Pool:
@@ -89,7 +86,7 @@ class Pool:
         self.places = threading.Semaphore(setup.containers)
         self.starts = ThreadPoolExecutor(STARTS, thread_name_prefix="rolltree-container-start")
         self.ends = ThreadPoolExecutor(STARTS, thread_name_prefix="rolltree-container-end")
-        self.trials: weakref.WeakSet[Trial] = weakref.WeakSet()
+        self.trials: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._images: dict[Path, str] = {}
         self._tried: set[tuple[str, ...]] = set()

@@ -103,7 +103,8 @@ DATA: tuple[Row[RunKeys], ...] = (
         "`data.format` is that of `data.path` and `data.eval_path`", "give one of them, or leave it out"),
     Row('`data.format` = "harbor"', "a program without containers", _in_no_container,
         '`data.format` = "harbor" is of tasks in containers',
-        'set `rollout.program` to "environment" with environment = "harbor", or to "agent" with the option `container`'),
+        'set `rollout.program` to "environment" with environment = "harbor", or to "agent" with `container` among its '
+        "options"),
     Row("`data.tools`", "no `data.chat`", lambda run: bool(run.data.tools) and not run.data.chat,
         "`data.tools` are offered by the chat template", "set `data.chat` to true"),
     Row("`data.image_key`", "`data.tasks`", lambda run: run.data.image_key is not None and bool(run.data.tasks),

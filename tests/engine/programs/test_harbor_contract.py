@@ -9,16 +9,21 @@ from typing import Any
 
 import pytest
 
+from rolltree.engine import LeafStatus
+from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.programs import AgentCalls, EnvironmentTurns
 from rolltree.engine.programs.harbor.setup import Setup, pool_of
 from rolltree.engine.programs.harbor.task import Task
 from rolltree.engine.programs.harbor.trial import Trial
 from rolltree.engine.programs.servers.background import BACKGROUND
+from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.settings import Place
 from rolltree.engine.tasks import read_problems
 
+from ...support import serving
 from ...support.harbor import SECRET, write_task
+from .test_environment import WORDS, call, said, talk
 
 STAND_IN = r"""#!/usr/bin/env python3
 import json, os, sys
@@ -161,6 +166,32 @@ def test_what_the_engine_refuses_is_told_and_nothing_is_left(stand_in: Path, tmp
         check(TOML.replace("cpus = 1.5", "cpus = 2"))
     until(stand_in)
     BACKGROUND.close()
+
+
+@pytest.mark.check
+def test_an_episode_by_the_stand_in(stand_in: Path, tmp_path: Path) -> None:
+    """The shell's answers, a reward however the episode ends, and a failure of the tests as one of the episode."""
+    engine = NativeEngine(serving.model(), WORDS, EngineConfig(kv_tokens=8192))
+    test = f"#!/bin/sh\n[ -e {stand_in}/reward ] && cat {stand_in}/reward > $LOGS/reward.txt"
+    task = write_task(tmp_path, toml=TOML.replace('workdir = "/work"', ""), test=test)
+    program = EnvironmentTurns("harbor", {"engine": str(stand_in / "podman")}, max_turns=2)
+
+    def play(*turns: str) -> TokenTree:
+        script = lambda before: turns[min(before.count("<assistant>"), len(turns) - 1)]  # noqa: E731
+        return talk(engine, script, program, tools=program.tools, row={"harbor": str(task)})
+
+    tree = play(call("shell", command="echo hello; exit 3"), "Done")
+    assert "<tool>hello\n(exit code 3)<end>" in said(tree)
+    assert "wrote no reward" in tree.meta["errors"][0]
+    (stand_in / "reward").write_text("0.5")
+    says = call("shell", command="echo hello; exit 3")
+    for turn, status in (("Done", LeafStatus.STOP), (says, LeafStatus.LENGTH), ("x" * 400, LeafStatus.LENGTH)):
+        tree = play(turn)
+        assert "errors" not in tree.meta
+        assert list(tree.meta["given_rewards"].values()) == [0.5]
+        assert list(tree.status) == [status]
+    until(stand_in)
+    program.close()
 
 
 @pytest.mark.parametrize(("toml", "sentence"), [
