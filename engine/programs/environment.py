@@ -55,6 +55,8 @@ class _Talk:
     """The token that ended the last turn."""
     length: int = 0
     """Tokens of the response at the end of the last turn."""
+    judging: bool = False
+    """True once the response has ended and is judged."""
     before: Any = None
     """The environment's state when the step under way began; a step that has ended has changed it."""
     stepping: bool = False
@@ -64,7 +66,12 @@ class _Talk:
         """Return plain values, with the environment itself where it has no ``state_dict()``."""
         state = self.before if self.stepping else _state_of(self.environment)
         of_environment = self.environment if state is None else state
-        return of_environment, self.messages, self.written, self.reward, self.end, self.length
+        return of_environment, self.messages, self.written, self.reward, self.end, self.length, self.judging
+
+    def judge(self, branch: BranchId) -> Call:
+        """Return the call that judges the response, which has ended."""
+        self.before, self.stepping, self.judging = _state_of(self.environment), True, True
+        return Call(branch, _judged, (self.environment,))
 
     def step(self, branch: BranchId, seconds: float, conversation: Conversation | None) -> Call:
         """Return the call that steps the environment with the messages so far; ``conversation`` grows by its answer."""
@@ -181,8 +188,7 @@ class EnvironmentTurns(RolloutProgram):
                 if segment.status is None:
                     yield Finish(segment.branch, LeafStatus.LENGTH)  # the turn was too long
                 if segment.status is not LeafStatus.FAILED and hasattr(talk.environment, "judge"):
-                    talk.stepping = True
-                    yield Call(segment.branch, _judged, (talk.environment,))
+                    yield talk.judge(segment.branch)
                 else:
                     _close(self._talks.pop(segment.branch).environment)
                 continue
@@ -228,7 +234,8 @@ class EnvironmentTurns(RolloutProgram):
             self._talks[children[0]] = talk
 
     def repeated(self, group: GroupState, branches: Sequence[BranchId]) -> list[Action]:
-        return [self._step(branch) for branch in branches]
+        ended = {branch for branch in branches if self._talks[branch].judging}
+        return [self._talks[branch].judge(branch) if branch in ended else self._step(branch) for branch in branches]
 
     def _step(self, branch: BranchId) -> Call:
         talk = self._talks[branch]

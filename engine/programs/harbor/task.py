@@ -1,7 +1,8 @@
 """A task in Harbor's format: a folder with ``task.toml``, ``instruction.md``, ``environment/`` and ``tests/``.
 
 The fields of ``task.toml`` are those of Harbor's schema 1.4 and its older spellings. A task that asks for what the run
-would not hold is refused; what has no part in a training (names, the solution's variables, artifacts) is not read.
+would not hold is refused; what has no part in a training (names, the solution's variables, artifacts) is not read, nor
+are keys of no schema, as in Harbor.
 """
 
 from __future__ import annotations
@@ -24,17 +25,6 @@ CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
 """A line at the beginning of an instruction that marks a benchmark, which agents are not shown."""
 VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 SIZES = {"G": 1024, "M": 1, "K": 1 / 1024}
-USED = {
-    "environment": (
-        "docker_image", "build_timeout_sec", "cpus", "memory_mb", "network_mode", "allowed_hosts", "env", "workdir",
-        "healthcheck", "os", "gpus", "tpu", "mcp_servers", "skills_dir",
-        "storage_mb", "gpu_types",
-    ),
-    "agent": ("timeout_sec", "user", "network_mode", "allowed_hosts"),
-    "verifier": (
-        "timeout_sec", "env", "user", "network_mode", "allowed_hosts", "environment_mode", "environment", "collect",
-    ),
-}  # fmt: skip
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 User = Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge=0)]
@@ -147,8 +137,7 @@ class Task:
                 raise UserError(f"{self} has no file '{needed}'; add it, or take the folder out.")
         try:
             self.instruction = _without_canary((folder / INSTRUCTION).read_text(encoding="utf-8"))
-            self.document = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            self.config = Config.model_validate(self.document)
+            self.config = Config.model_validate(tomllib.loads((folder / CONFIG).read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise UserError(f"{self} cannot be read: {str(error).rstrip('.')}.") from error
         except ValidationError as error:
@@ -162,16 +151,6 @@ class Task:
 
     def __str__(self) -> str:
         return f"The task '{self.folder}'"
-
-    @property
-    def unread(self) -> list[str]:
-        """Keys of ``task.toml`` that nothing is known of."""
-        return [
-            f"{section}.{key}"
-            for section, keys in USED.items()
-            for key in self.document.get(section, {})
-            if key not in (*keys, "memory", "storage", "allow_internet")
-        ]
 
     def network(self, *, none: bool) -> bool:
         """Return whether the container has a network.

@@ -16,8 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +70,8 @@ class Trial:
         self.ahead()
         assert self._started is not None
         while not over():
-            with suppress(TimeoutError):
-                return self._started.result(LOOK_S)
+            if wait([self._started], LOOK_S).done:
+                return self._started.result()
 
     def run(self, command: str, seconds: float, most: int) -> Output:
         """Run a command of a shell as the agent's user; arguments as for `Container.run`.
