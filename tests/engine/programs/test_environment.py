@@ -425,7 +425,8 @@ class Judged:
 
 @pytest.mark.parametrize(("turns", "options", "reward", "status"), [
     (("a", "end"), {}, 102 / 4, LeafStatus.STOP), (("a", "b"), {"max_turns": 2}, 102 / 4, LeafStatus.LENGTH),
-    (("a", "b" * 40), {"turn_tokens": 30}, 101 / 4, LeafStatus.LENGTH), (("a", "b" * 400), {}, 101 / 4, LeafStatus.LENGTH),
+    (("a", "b" * 40), {"turn_tokens": 30}, 101 / 4, LeafStatus.LENGTH),
+    (("a", "b" * 400), {}, 101 / 4, LeafStatus.LENGTH),
 ])  # fmt: skip
 def test_a_judge_rewards_however_a_conversation_ends(engine, turns, options, reward, status) -> None:
     script = lambda before: turns[min(before.count("<assistant>"), 1)]  # noqa: E731
