@@ -45,13 +45,18 @@ def create(config: TrainConfig, directory: Path) -> None:
 
 
 def make_tokenizer(config: TrainConfig) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer in which every digit is a separate token, and set its chat template."""
+    """Return a tokenizer for the problems of `config` and conversations about them."""
     problems = GymProblems(config.data.tasks, [SEED])
     corpus = []
     for k in range(2000):
         entry = problems[k].entry
         corpus.append(f"{problems[k].text}{call(entry)}\n<|tool|>{entry['answer']}\n<|assistant|>Answer: 1\n")
         corpus.append("<tool>calculator</tool><tool_call></tool_call>\n<|user|>")
+    return tokenizer_of(corpus)
+
+
+def tokenizer_of(corpus: list[str]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer in which every digit is a separate token, and set its chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -151,10 +151,8 @@ class Commands:
         if code is None:
             raise AgentError(*ENDED)
         if code:
-            said = " ".join(stderr.read_bytes()[-4 * STDERR :].decode(errors="replace").split())[-STDERR:]
-            ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-            why = f"{self._command[0]} ended with {ended}" + (f": {said}" if said else "")
-            raise AgentError("signal" if code < 0 else "exit", why)
+            said = stderr.read_bytes()[-4 * STDERR :].decode(errors="replace")
+            raise failed(self._command[0], code, said)
         reward = here / "reward.json"
         if not reward.is_file():
             return None
@@ -166,23 +164,16 @@ class Commands:
     def _variables(self, episode: Episode, address: str, here: Path) -> dict[str, str]:
         """Return the environment of a command whose files are in ``here``."""
         place = Path(PLACE) if self._at_place else here
-        direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))
         return {
             **{name: value for name, value in os.environ.items() if name not in OTHER_KEYS},
-            "NO_PROXY": direct,
-            "no_proxy": direct,
             "HOME": str(place / "home"),
             "TMPDIR": str(place / "tmp"),
             "PWD": str(place / "work"),
+            **by_no_proxy(os.environ.get("NO_PROXY")),
             **self._environment,
-            "OPENAI_BASE_URL": f"{address}/v1",
-            "OPENAI_API_BASE": f"{address}/v1",
-            "OPENAI_API_KEY": episode.key,
-            "ANTHROPIC_BASE_URL": address,
-            "ANTHROPIC_API_KEY": episode.key,
+            **calling(episode, address),
             "ROLLTREE_TASK": str(place / "task.json"),
             "ROLLTREE_REWARD": str(place / "reward.json"),
-            "ROLLTREE_URL": address,
             MARK: episode.id,
         }
 
@@ -209,6 +200,31 @@ class Commands:
             with suppress(OSError):
                 self._reaper.stdin.write(f"{sign}{pid} {episode.id}\n")
                 self._reaper.stdin.flush()
+
+
+def by_no_proxy(others: str | None) -> dict[str, str]:
+    """Return the variables by which clients call the run's address themselves, and ``others`` that they had so."""
+    direct = ",".join(filter(None, (others, "127.0.0.1")))
+    return {"NO_PROXY": direct, "no_proxy": direct}
+
+
+def calling(episode: Episode, address: str) -> dict[str, str]:
+    """Return the variables by which clients of the protocols call the model for an episode."""
+    return {
+        "OPENAI_BASE_URL": f"{address}/v1",
+        "OPENAI_API_BASE": f"{address}/v1",
+        "OPENAI_API_KEY": episode.key,
+        "ANTHROPIC_BASE_URL": address,
+        "ANTHROPIC_API_KEY": episode.key,
+        "ROLLTREE_URL": address,
+    }
+
+
+def failed(program: str, code: int, said: str) -> AgentError:
+    """Return the error of a command that has ended with ``code``, negative for a signal, and ``said`` something."""
+    said = " ".join(said.split())[-STDERR:]
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return AgentError("signal" if code < 0 else "exit", f"{program} ended with {how}" + (f": {said}" if said else ""))
 
 
 def _absolute(word: str) -> str:

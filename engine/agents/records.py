@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from ..data.segment import LeafStatus
 from ..data.tree import TokenTree
 
-Cause = Literal["raised", "exit", "signal", "timeout", "reward", "silent", "engine", "template", "dropped"]
+Cause = Literal["raised", "exit", "signal", "timeout", "reward", "silent", "engine", "template", "container", "dropped"]
 
 
 class Failure(NamedTuple):

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..parts.calling import failure
@@ -17,6 +17,9 @@ from ..programs import AgentCalls
 from .commands import Commands
 from .episode import Episode
 from .records import AgentError, Failure
+
+if TYPE_CHECKING:
+    from .contained import Contained
 
 END_S = 5.0
 """Seconds in which what is asked to end must do so."""
@@ -39,7 +42,9 @@ class Agents:
         self._running: dict[Episode, Future[Any]] = {}  # of coroutines
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: Any = None
-        self._commands = None if program.command is None else Commands(program)
+        self._commands: Commands | Contained | None = None
+        if program.command is not None:
+            self._commands = Commands(program) if program.container is None else _contained(program)
         self._function = None if program.agent is None else import_object(program.agent)
         if self._function is not None:
             try:
@@ -143,6 +148,13 @@ class Agents:
         with self._lock:
             self._running.pop(episode, None)
         self._ended(episode, why)
+
+
+def _contained(program: AgentCalls) -> Contained:
+    """Return what runs commands in containers, importing what that needs only when it is asked for."""
+    from .contained import Contained
+
+    return Contained(program)
 
 
 async def _unwound(client: Any) -> None:

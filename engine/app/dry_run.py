@@ -149,6 +149,7 @@ def _data_lines(config: TrainConfig, tried: _Tried, check_data: bool) -> Generat
     check_hints(tried.callback, source)
     rollout, ends = config.rollout, end_token_ids(tokenizer, *_configurations(path))
     prompts = source.peek(preflight.TRIED) if config.trainer.prompts_per_step else []
+    preflight.check_prompts(tried.program, problems, source)
     preflight.check_program(tried.program, rollout.program, rollout.n, tokenizer, ends, prompts)
     notes = list[str]()
     for line in chain(check_rows(source, notes.append, every=check_data), notes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..sandbox import no_place
 from .program import Action, GroupState, RolloutProgram, SegmentReport
@@ -22,6 +22,8 @@ class AgentCalls(RolloutProgram):
             may be ``async``. It returns its reward (a number, or a dict with ``reward``), or None.
         command: the words of a command that is run for each episode instead.
         environment: environment variables of the command, besides the run's own.
+        container: options of the containers in which the command runs, for tasks in Harbor's format (`Setup`); ``{}``
+            for their defaults. The reward is that of the tasks' tests.
         episodes: the largest number of episodes that run at the same time; others wait for their turn.
         at_once: the largest number of calls of one episode at the same time; a further one is refused for the moment.
         calls: the largest number of calls of an episode; None for no limit.
@@ -46,6 +48,7 @@ class AgentCalls(RolloutProgram):
         agent: str | None = None,
         command: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
+        container: Mapping[str, Any] | None = None,
         episodes: int = 64,
         at_once: int = 16,
         calls: int | None = None,
@@ -64,6 +67,11 @@ class AgentCalls(RolloutProgram):
             raise ValueError('agent needs command as a list of words, such as ["python", "agent.py"].')
         if environment and command is None:
             raise ValueError("agent gives environment to a command; leave it out, or name a command.")
+        if container is not None and (command is None or "containers" in container):
+            raise ValueError(
+                "agent runs a command in a container, one an episode; name a command, and limit `episodes` instead of "
+                "`containers`."
+            )
         counts = [count for count in (episodes, at_once, calls, call_tokens, episode_tokens) if count is not None]
         if min(counts) < 1 or min(call_timeout_s, timeout_s) <= 0:
             raise ValueError(
@@ -80,11 +88,18 @@ class AgentCalls(RolloutProgram):
         self.call_tokens, self.episode_tokens = call_tokens, episode_tokens
         self.call_timeout_s, self.timeout_s, self.per_call = call_timeout_s, timeout_s, per_call
         self.roles = ("agent", *roles) if roles else ()
-        if command is not None and (why := no_place()):
+        self.container = container
+        if command is not None and container is None and (why := no_place()):
             self.note = (
                 f"Commands of episodes work in directories of different names ({why}), so prompts that tell the "
                 "directory share only what is before it"
             )
+
+    def check(self, context: Any) -> None:
+        if self.container is not None and self.command is not None:
+            from .harbor.agent import agents_pool, task_of
+
+            agents_pool(self.container, self.episodes).check(task_of(context), self.command[0])
 
     def start(self, group: GroupState) -> int:
         self.drawn = self.context.drawn if isinstance(self.context, CallContext) else 0

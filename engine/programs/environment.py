@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..chat.conversation import Conversation, conversation
@@ -22,72 +22,11 @@ from ..chat.rendering import render
 from ..data.segment import LeafStatus, Origin
 from ..parts.resolve import import_object, resolve
 from ..parts.waiting import waiting
+from .chat.environments import ENVIRONMENTS
 from .chat.toolbox import tool_schemas
-from .chat.turns import Observation, ToolBox
+from .chat.turns import Observation
 from .program import Action, BranchId, Call, Finish, Fork, Given, GroupState, Reward, RolloutProgram, SegmentReport
 from .servers.background import BACKGROUND
-
-
-class Game:
-    """A text environment in gymnasium's manner: ``reset(seed=...)``, and ``step(text)`` that answers five values.
-
-    Args:
-        context: of a prompt from `data.source` = "games", or any with a ``seed``.
-        make: ``file.py:function`` that makes the environment.
-
-    Raises:
-        UserError: there is no such function.
-    """
-
-    def __init__(self, context: Mapping[str, Any], make: str) -> None:
-        self.env = import_object(make)()
-        self.env.reset(seed=int(context["seed"]))
-
-    async def step(self, messages: Sequence[Message]) -> Observation:
-        said, reward, terminated, truncated, _ = self.env.step(messages[-1]["content"])
-        cut = bool(truncated and not terminated)
-        return Observation([{"role": "user", "content": str(said)}], bool(terminated or cut), float(reward), cut)
-
-    def fork(self) -> Game:
-        """Another one in the same state."""
-        return copy.deepcopy(self)
-
-    def state_dict(self) -> Any:
-        """The game's own, where it has one."""
-        give = getattr(self.env, "state_dict", None)
-        return None if give is None else give()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.env.load_state_dict(state)
-
-
-def _taskset(context: Mapping[str, Any], taskset: str) -> Any:
-    """Return the environment of a `verifiers` task, importing the library only when it is asked for."""
-    from .verifiers import TasksetEnvironment
-
-    return TasksetEnvironment(context, taskset)
-
-
-def _openenv(
-    context: Mapping[str, Any],
-    url: str | None = None,
-    command: Sequence[str] | None = None,
-    reset: Sequence[str] | None = None,
-    observation: str | None = None,
-) -> Any:
-    """Return an episode of an OpenEnv server, importing the client only when it is asked for."""
-    from .servers.episode import ServedEpisode
-
-    return ServedEpisode(context, url, command, reset, observation)
-
-
-ENVIRONMENTS: dict[str, Callable[..., Any]] = {
-    "tools": ToolBox,
-    "game": Game,
-    "verifiers": _taskset,
-    "openenv": _openenv,
-}
-
 
 MADE = ("_tools", "_form", "_conversation", "_thinks")
 """Attributes of `EnvironmentTurns` that follow from its context."""
@@ -116,6 +55,8 @@ class _Talk:
     """The token that ended the last turn."""
     length: int = 0
     """Tokens of the response at the end of the last turn."""
+    judging: bool = False
+    """True once the response has ended and is judged."""
     before: Any = None
     """The environment's state when the step under way began; a step that has ended has changed it."""
     stepping: bool = False
@@ -125,7 +66,12 @@ class _Talk:
         """Return plain values, with the environment itself where it has no ``state_dict()``."""
         state = self.before if self.stepping else _state_of(self.environment)
         of_environment = self.environment if state is None else state
-        return of_environment, self.messages, self.written, self.reward, self.end, self.length
+        return of_environment, self.messages, self.written, self.reward, self.end, self.length, self.judging
+
+    def judge(self, branch: BranchId) -> Call:
+        """Return the call that judges the response, which has ended."""
+        self.before, self.stepping, self.judging = _state_of(self.environment), True, True
+        return Call(branch, _judged, (self.environment,))
 
     def step(self, branch: BranchId, seconds: float, conversation: Conversation | None) -> Call:
         """Return the call that steps the environment with the messages so far; ``conversation`` grows by its answer."""
@@ -145,12 +91,14 @@ class EnvironmentTurns(RolloutProgram):
     Held-out problems are answered in it too.
 
     Args:
-        environment: ``tools``, ``game``, ``verifiers``, ``openenv``, or ``file.py:Class`` of your own: made with the
-            prompt's context, with ``async def step(messages)`` that answers an `Observation`, a text (of a user), or
-            None at the end, and maybe a ``fork()``; without it, it is copied. With ``state_dict()`` of plain values and
-            ``load_state_dict(state)`` an unfinished conversation is part of a checkpoint. ``open(messages, seconds)``
-            is called before each step, without a time limit of its own, for what a step may have to wait for, and
-            ``close()`` after the last, also of a conversation that fails.
+        environment: ``tools``, ``game``, ``verifiers``, ``openenv``, ``harbor``, or ``file.py:Class`` of your own: made
+            with the prompt's context, with ``async def step(messages)`` that answers an `Observation`, a text (of a
+            user), or None at the end, and maybe a ``fork()``; without it, it is copied. With ``state_dict()`` of plain
+            values and ``load_state_dict(state)`` an unfinished conversation is part of a checkpoint.
+            ``open(messages, seconds)`` is called before each step, without a time limit of its own, for what a step may
+            have to wait for; ``judge()`` once after the last, however the conversation ended, for a reward that is
+            added, also without a limit; ``close()`` at the very end, also of a conversation that fails. ``ahead()`` is
+            called when sampling begins, and ``check()`` before the run.
         environment_options: passed to it.
         max_turns: turns of one response; after the last it ends with status LENGTH, if the environment did not end it.
         turn_tokens: the longest turn; a longer one ends the response with status LENGTH.
@@ -184,11 +132,13 @@ class EnvironmentTurns(RolloutProgram):
     ) -> None:
         if max_turns < 1 or timeout_s <= 0 or any(way < 1 for way in ways) or (turn_tokens or 1) < 1:
             raise ValueError("environment needs max_turns, turn_tokens and ways >= 1, and timeout_s above 0.")
-        if environment == "openenv" and math.prod(ways) > 1:
-            raise ValueError("openenv cannot copy an episode of a server for each of several ways; leave `ways` out.")
+        if environment in ("openenv", "harbor") and math.prod(ways) > 1:
+            raise ValueError(f"{environment} cannot copy an episode for each of several ways; leave `ways` out.")
         self.make = _maker(environment, environment_options or {})
         if environment == "openenv":
             self.tools = [{"openenv": {key: (environment_options or {}).get(key) for key in ("url", "command")}}]
+        elif environment == "harbor":
+            self.tools = [{"harbor": True}]
         self.max_turns, self.ways = max_turns, tuple(ways)
         self.segment_tokens, self.call_timeout_s = turn_tokens, timeout_s
         self.tool_format, self.turn_rewards = tool_format, turn_rewards
@@ -219,18 +169,28 @@ class EnvironmentTurns(RolloutProgram):
         first = _Talk(self.make(context), messages, self._conversation.begin(messages))
         self._talks: dict[BranchId, _Talk] = {(begun - 1,): first}
         self._talks |= {(i,): first.fork() for i in range(begun - 1)}
+        for talk in () if self.tried else self._talks.values():
+            if (ahead := getattr(talk.environment, "ahead", None)) is not None:
+                ahead()
         return begun
+
+    def check(self, context: Mapping[str, Any]) -> None:
+        if (check := getattr(self.make(context), "check", None)) is not None:
+            check()
 
     def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
         for segment in finished:
             talk = self._talks[segment.branch]
             ended = bool(len(segment.token_ids)) and int(segment.token_ids[-1]) in self.segment_stop_token_ids
             if segment.status is not None or not ended:
-                _close(self._talks.pop(segment.branch).environment)
                 if talk.reward is not None:
                     yield Reward(segment.branch, talk.reward)
                 if segment.status is None:
                     yield Finish(segment.branch, LeafStatus.LENGTH)  # the turn was too long
+                if segment.status is not LeafStatus.FAILED and hasattr(talk.environment, "judge"):
+                    yield talk.judge(segment.branch)
+                else:
+                    _close(self._talks.pop(segment.branch).environment)
                 continue
             assert self.tokenizer is not None
             ids = segment.token_ids[:-1]
@@ -241,9 +201,14 @@ class EnvironmentTurns(RolloutProgram):
             yield self._step(segment.branch)
 
     def returned(
-        self, group: GroupState, branch: BranchId, result: _Answer
+        self, group: GroupState, branch: BranchId, result: _Answer | float | None
     ) -> Generator[Action, Sequence[BranchId], None]:
         talk = self._talks.pop(branch)
+        if not isinstance(result, _Answer):  # of `judge`, for a response that has ended
+            _close(talk.environment)
+            if result is not None:
+                yield Reward(branch, (talk.reward or 0.0) + result)
+            return
         talk.stepping, observation = False, result.observation
         turns = self._turns(talk)
         last = observation.done or turns >= self.max_turns
@@ -269,7 +234,8 @@ class EnvironmentTurns(RolloutProgram):
             self._talks[children[0]] = talk
 
     def repeated(self, group: GroupState, branches: Sequence[BranchId]) -> list[Action]:
-        return [self._step(branch) for branch in branches]
+        ended = {branch for branch in branches if self._talks[branch].judging}
+        return [self._talks[branch].judge(branch) if branch in ended else self._step(branch) for branch in branches]
 
     def _step(self, branch: BranchId) -> Call:
         talk = self._talks[branch]
@@ -374,18 +340,27 @@ def _stepped(environment: Any, messages: list[Message], seconds: float, talk: tu
     if inspect.isawaitable(answer):
         answer = asyncio.run(_within(answer, seconds))
     if answer is None:
-        return _Answer(Observation(done=True))
+        answer = Observation(done=True)
     if isinstance(answer, str):
         answer = Observation([{"role": "user", "content": answer}])
     if not isinstance(answer, Observation):
         raise TypeError(f"{type(environment).__name__}.step answered {answer!r}; give an Observation, a text or None")
+    if (answer.done or talk is None) and hasattr(environment, "judge"):
+        answer = replace(answer, reward=(answer.reward or 0.0) + _judged(environment))
     if answer.reward is not None and not math.isfinite(answer.reward):
-        raise ValueError(f"{type(environment).__name__}.step gave the reward {answer.reward:g}, which is not finite")
+        raise ValueError(f"{type(environment).__name__} gave the reward {answer.reward:g}, which is not finite")
     if answer.done or talk is None:
         return _Answer(answer)
     conversation, said, written, end = talk
     new = [_as_text(message) for message in answer.messages]
     return _Answer(answer, new, *conversation.grow(said, written, new, end))
+
+
+def _judged(environment: Any) -> float:
+    """Return the reward by ``judge()`` of an environment; called in a thread of its own."""
+    with waiting():
+        reward = environment.judge()
+    return float(reward)
 
 
 async def _within(step: Any, seconds: float) -> Any:

@@ -245,6 +245,8 @@ class RolloutProgram(ABC):
     """True if results of calls may arrive in any order, so that none waits for another one's."""
     call_timeout_s: float = 60.0
     """Seconds after which a `Call` fails."""
+    tried: bool = False
+    """True while a run only tries whether `start` can begin a group, and samples nothing."""
     verify: Callable[[str, Any], float | None] | None = None
     """The run's verifier, a function of a response's text and the context (`with_verifier`); None outside of a run."""
     tools: Sequence[str | Mapping[str, Any]] = ()
@@ -267,6 +269,14 @@ class RolloutProgram(ABC):
         program = copy.copy(self)
         program.verify = verify
         return program
+
+    def check(self, context: Any) -> None:
+        """Check a prompt before the run, or when it is drawn.
+
+        Raises:
+            UserError: the program can do nothing with it.
+        """
+        return
 
     def start(self, group: GroupState) -> int:
         """Set up the group's state and return the number of branches to sample from the prompt."""

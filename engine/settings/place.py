@@ -15,6 +15,8 @@ class Place:
     split: str | None = None
     prefix: str = "data."
     """Beginning of the keys that name the subset and the split: `data.eval_`."""
+    format: str | None = None
+    """`data.format`: "harbor" for a folder of tasks; None: as the place shows."""
 
     @property
     def subset_key(self) -> str:

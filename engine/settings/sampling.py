@@ -94,7 +94,11 @@ class DataConfig(Section):
     """`reasoning_gym` tasks whose problems are generated during the run. Give one of `tasks`, `path` and `source`."""
     path: str | None = None
     """Problems, one a row: a file (parquet, JSON lines, JSON array or csv), a folder or pattern of files, an `hf://`
-    address, or the name of a set on the hub such as `openai/gsm8k`; see docs/data.md."""
+    address, the name of a set on the hub such as `openai/gsm8k`, or a folder of tasks in Harbor's format; see
+    docs/data.md."""
+    format: Literal["harbor"] | None = None
+    """`harbor`: `path` and `eval_path` are folders of tasks in Harbor's format; see docs/environments.md. Default: that
+    is so where a folder in them holds a `task.toml`."""
     subset: str | None = None
     """Subset (configuration) of a set on the hub. Default: the only one, or what the set declares as default."""
     split: str | None = None
@@ -154,16 +158,18 @@ class DataConfig(Section):
     @property
     def place(self) -> Place | None:
         """Place of the problems to train on, if they are rows."""
-        return None if self.path is None else Place(self.path, "data.path", self.subset, self.split)
+        return None if self.path is None else Place(self.path, "data.path", self.subset, self.split, format=self.format)
 
     @property
     def eval_place(self) -> Place | None:
         """Place of the held-out problems, if they have one of their own."""
         if self.eval_path is not None:
-            return Place(self.eval_path, "data.eval_path", self.eval_subset, self.eval_split, "data.eval_")
+            return Place(self.eval_path, "data.eval_path", self.eval_subset, self.eval_split, "data.eval_", self.format)
         if self.path is None or self.eval_split is None:
             return None
-        return Place(self.path, "data.path", self.eval_subset or self.subset, self.eval_split, "data.eval_")
+        return Place(
+            self.path, "data.path", self.eval_subset or self.subset, self.eval_split, "data.eval_", self.format
+        )
 
     @property
     def is_empty(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import BadRowError, UserError
 from ..settings import Place
 from .files import READABLE, WILD, form_of, read_file, stem_of
+from .harbor import harbor_tasks, is_tasks
 from .hub import HF, Address, hub_files, hub_rows
 from .problem import Problem
 from .rows import problem_of
@@ -68,7 +69,16 @@ def read_tables(place: Place) -> list[Table]:
             f"{place.chosen} chooses a part of a set on the hub, and '{place.path}' ({place.key}) names files; leave "
             f"it out{_or_on_the_hub(place)}."
         )
+    if place.format == "harbor" or is_tasks(place.path):
+        return _harbor_tables(place)
     return _tables(_files(place), place)
+
+
+def _harbor_tables(place: Place) -> list[Table]:
+    """Return the tables of tasks in Harbor's format, one for each."""
+    tasks = harbor_tasks(place.path, place.key)
+    of = os.path.basename(os.path.abspath(place.path))
+    return [Table(f"the task '{name}'", name, of, task.folder, task) for name, task in tasks.items()]
 
 
 def _files(place: Place) -> dict[str, Path]:

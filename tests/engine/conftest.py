@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ..support.harbor import no_podman
 from ..support.processes import forking
 
 
@@ -34,6 +35,13 @@ def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished_run(_finished: Path, tmp_path: Path) -> Path:
     """A copy of the directory of a finished run of `write_job` as it is; its configuration is in ``config.toml``."""
     return Path(shutil.copytree(_finished.parent / "runs" / "tiny", tmp_path / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def podman() -> None:
+    """Skip a test where podman runs no container."""
+    if why := no_podman():
+        pytest.skip(why)
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ from ...parts.calling import ask, call
 from ...parts.context import NotReadyError
 from ...programs import GroupState, RolloutProgram
 from ...prompts.prompts import Prompt
+from ...prompts.sources import PromptSource
 from ...settings import DemonstrationsConfig, TrainConfig
 from ...settings.capabilities import MODELS, OF_ROLES, PARTS, Model, Part, refuse
 from ...train.terms import LossTerm
@@ -60,10 +61,22 @@ def check_program(
     what = f"rollout.program = '{name}'"
     for prompt in prompts:
         tried = call(what, copy.deepcopy, program)
-        tried.tokenizer, tried.end_token_ids, tried.context = tokenizer, ends, prompt.context
+        tried.tokenizer, tried.end_token_ids, tried.context, tried.tried = tokenizer, ends, prompt.context, True
         begun = ask(what, tried.start, GroupState(prompt.n or n, 0, 0, 0, 0))
         if not isinstance(begun, int) or begun < 1:
             raise UserError(f"{what} begins with {begun!r} branches; `start` must answer an integer of at least 1.")
+
+
+def check_prompts(program: RolloutProgram, held_out: Sequence[Prompt], source: PromptSource) -> None:
+    """Let the program check the held-out prompts, the rows that are tried, and each row when it is drawn.
+
+    Raises:
+        UserError: it refuses one.
+    """
+    for prompt in held_out:
+        program.check(prompt.context)
+    if source.rows is not None:
+        source.rows.check_each(lambda prompt: program.check(prompt.context))
 
 
 def check_shown(prompts: Sequence[Prompt], model: PreTrainedModel, config: TrainConfig) -> None:

@@ -342,6 +342,7 @@ def _check_made(
         preflight.check_shown(problems, model, config)
         if (rows := sampling.source.rows) is not None:
             rows.check_each(lambda prompt: preflight.check_shown([prompt], model, config))
+    preflight.check_prompts(sampling.program, problems, sampling.source)
     preflight.check_program(
         sampling.program,
         sampling.program_name,

@@ -13,6 +13,7 @@ from transformers.utils import get_json_schema
 from ...errors import UserError
 from ...parts.resolve import import_object
 from ...sandbox import Limits, Sandboxes
+from ..harbor.shell import shell_schemas
 from ..servers.mcp import listed_schemas
 from ..servers.openenv import served_schemas
 
@@ -178,6 +179,7 @@ Tool = str | Mapping[str, Any]
 SERVED: dict[str, Callable[[Mapping[str, Any]], Sequence[dict[str, Any]]]] = {
     "mcp": listed_schemas,
     "openenv": served_schemas,
+    "harbor": shell_schemas,
 }
 """Functions that return the descriptions of a server's tools, by the key that names the server."""
 

@@ -79,6 +79,14 @@ def _verifier_of_tasks(run: RunKeys) -> Fires:
     )
 
 
+def _in_no_container(run: RunKeys) -> Fires:
+    program, options = run.rollout.program, run.rollout.program_options
+    contained = (program == "environment" and options.get("environment") == "harbor") or (
+        program == "agent" and "container" in options
+    )
+    return run.data.format == "harbor" and _samples(run) and not contained
+
+
 def _samples(run: RunKeys) -> bool:
     return run.trainer.prompts_per_step > 0
 
@@ -90,6 +98,13 @@ DATA: tuple[Row[RunKeys], ...] = (
         "`data.eval_path` does not go with `data.tasks`, which generate their own held-out problems", "leave it out"),
     Row("`data.subset`, `split`, `eval_subset`, `eval_split`", "no set on the hub", _part_of_nothing,
         "`data.{key}` chooses a part of a set on the hub", "give {needed} too, or leave it out"),
+    Row("`data.format`", "no `data.path` or `data.eval_path`",
+        lambda run: run.data.format is not None and run.data.path is None and run.data.eval_path is None,
+        "`data.format` is that of `data.path` and `data.eval_path`", "give one of them, or leave it out"),
+    Row('`data.format` = "harbor"', "a program without containers", _in_no_container,
+        '`data.format` = "harbor" is of tasks in containers',
+        'set `rollout.program` to "environment" with environment = "harbor", or to "agent" with `container` among its '
+        "options"),
     Row("`data.tools`", "no `data.chat`", lambda run: bool(run.data.tools) and not run.data.chat,
         "`data.tools` are offered by the chat template", "set `data.chat` to true"),
     Row("`data.image_key`", "`data.tasks`", lambda run: run.data.image_key is not None and bool(run.data.tasks),

@@ -25,8 +25,9 @@ from rolltree.engine.data.segment import Origin
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import UserError
 from rolltree.engine.loop.checkpoints import Checkpoints
-from rolltree.engine.programs import EnvironmentTurns, GenerateThenVerify, Observation, RolloutProgram
+from rolltree.engine.programs import EnvironmentTurns, GenerateThenVerify, GroupState, Observation, RolloutProgram
 from rolltree.engine.programs.chat.toolbox import Tool, tool_schema, tool_schemas
+from rolltree.engine.programs.environment import _Talk
 from rolltree.engine.record.failures import kind, unsampled
 from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.train import checkpoint
@@ -396,3 +397,53 @@ def test_an_end_by_a_limit_is_told_and_earlier_rewards_stay(engine: NativeEngine
     tree = talk(engine, lambda before: "a", EnvironmentTurns(Ending, {"truncated": truncated}))
     assert list(tree.status) == [LeafStatus.LENGTH if truncated else LeafStatus.STOP]
     assert tree.meta["given_rewards"] == {0: 0.5}
+
+
+class Judged:
+    """It answers once, and judges how much was said to it; its state is plain."""
+
+    def __init__(self, context: Any) -> None:
+        self.said = 0
+
+    def step(self, messages: Sequence[Any]) -> str | None:
+        self.said += 1
+        return None if messages[-1]["content"] == "end" else "on"
+
+    def judge(self) -> float:
+        self.said += 100
+        return self.said / 4
+
+    def fork(self) -> Judged:
+        return Judged(None)
+
+    def state_dict(self) -> int:
+        return self.said
+
+    def load_state_dict(self, state: int) -> None:
+        self.said = state
+
+
+@pytest.mark.parametrize(("turns", "options", "reward", "status"), [
+    (("a", "end"), {}, 102 / 4, LeafStatus.STOP), (("a", "b"), {"max_turns": 2}, 102 / 4, LeafStatus.LENGTH),
+    (("a", "b" * 40), {"turn_tokens": 30}, 101 / 4, LeafStatus.LENGTH),
+    (("a", "b" * 400), {}, 101 / 4, LeafStatus.LENGTH),
+])  # fmt: skip
+def test_a_judge_rewards_however_a_conversation_ends(engine, turns, options, reward, status) -> None:
+    script = lambda before: turns[min(before.count("<assistant>"), 1)]  # noqa: E731
+    tree = talk(engine, script, EnvironmentTurns(Judged, **options))
+    assert list(tree.meta["given_rewards"].values()) == [reward]
+    assert list(tree.status) == [status]
+
+
+def test_a_judge_whose_work_a_checkpoint_lost_is_asked_again() -> None:
+    talk = _Talk(Judged(None), judging=False)
+    talk.judge((0,))
+    talk.environment.judge()  # under way when the checkpoint is made
+    program = EnvironmentTurns(Judged)
+    program._talks = {(0,): talk}
+    state = program.state_dict({})
+    again = EnvironmentTurns(Judged)
+    again.context, again._prepare = {"messages": []}, lambda: None
+    again.load_state_dict(state)
+    (repeated,) = again.repeated(GroupState(1, 0, 0, 0, 1), [(0,)])
+    assert repeated.function(*repeated.arguments) == 100 / 4

@@ -38,12 +38,18 @@ TWO_TASKS = "data.tasks=[{name='chain_sum'},{name='gcd'}]"
 
 PROGRAM = '`rollout.program` = "agent"'
 
+CONTAINED = "rollout.program=environment  rollout.program_options={environment='harbor'}"
+
 OF_KEYS: dict[tuple[str, str], Case] = {
     ("`data.tasks`, `data.path`, `data.source`", "each other"): ("data.path=p.jsonl", FILE, "and both are given"),
     ("`data.eval_path`", "`data.tasks`"): ("data.eval_path=e", f"{FILE}  data.eval_path=e", "leave it out"),
     ("`data.subset`, `split`, `eval_subset`, `eval_split`", "no set on the hub"): ("data.eval_split=test",
         f"{FILE}  data.eval_split=test",
         "`data.eval_split` chooses a part of a set on the hub; give `data.eval_path` too"),
+    ("`data.format`", "no `data.path` or `data.eval_path`"): ("data.format=harbor",
+        f"{FILE}  data.format=harbor  {CONTAINED}", "give one of them, or leave it out"),
+    ('`data.format` = "harbor"', "a program without containers"): (f"{FILE}  data.format=harbor",
+        f"{FILE}  data.format=harbor  {CONTAINED}", 'with environment = "harbor"'),
     ("`data.tools`", "no `data.chat`"): ("data.tools=['python']", "data.tools=['python']  data.chat=true",
         "set `data.chat` to true"),
     ("`data.image_key`", "`data.tasks`"): ("data.image_key=i", f"{FILE}  data.image_key=i", "have no pictures"),

@@ -1,0 +1,2 @@
+#!/bin/sh
+sort -o words.txt words.txt
