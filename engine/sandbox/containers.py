@@ -285,7 +285,7 @@ def listen_inside(pid: int, port: int) -> int:
         )
         if done.returncode:
             raise ContainerError(
-                f"The run cannot listen in a container ({done.stderr.strip() or done.returncode}); use podman as this "
-                "user, or docker as root."
+                f"The run cannot listen at port {port} in a container ({done.stderr.strip() or done.returncode}); that "
+                "takes podman as this user, or docker as root, and an image that leaves the port free."
             )
         return socket.recv_fds(ours, 1, 1)[1][0]
