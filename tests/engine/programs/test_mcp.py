@@ -125,9 +125,7 @@ def test_tools_that_are_named_are_offered_and_variables_passed(engine, log: Path
     few = server(log, tools=["misbehave", "count"], env={"TOKEN": "a-${MCP_SECRET}"})
     assert [schema["function"]["name"] for schema in tool_schemas([few])] == ["count", "misbehave"]
     script = turns(call("misbehave", how="tell TOKEN") + call("where"), call("misbehave", how="refuse -32000"), "ok")
-    first, absent, refused = answers(
-        talk(engine, script, EnvironmentTurns(), tools=[few], max_new_tokens=400)
-    )
+    first, absent, refused = answers(talk(engine, script, EnvironmentTurns(), tools=[few], max_new_tokens=400))
     assert first == "a-hidden"
     assert absent.startswith("error: that is no call of a tool")
     assert refused == "error: busy", "an error of the server with the SDK's own code does not end the session"
