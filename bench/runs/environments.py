@@ -1,7 +1,7 @@
 """Episodes whose steps wait: the tool of a Python function, of a server of MCP, and a server of OpenEnv.
 
 Each episode of a group calls the tool three times and then answers; a call waits for the seconds of the case. A tiny
-model is made to write the calls, so that the time is that of steps and of what surrounds them. ``OpenEnv, clients
+model is made to write the calls, of one token each, so that the time is that of steps and of what surrounds them. ``OpenEnv, clients
 alone`` are as many official clients in one event loop, with no model: the bound that client and server set.
 """
 
@@ -62,18 +62,19 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 
 
 @cache
-def _engine() -> NativeEngine:
+def _engine(call: str) -> NativeEngine:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     inner = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END, pad_token=END)
     tokenizer.add_tokens([BEGIN], special_tokens=True)
+    tokenizer.add_tokens([call])
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+            vocab_size=259, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=1, head_dim=16, max_position_embeddings=2048, eos_token_id=256, pad_token_id=256,
             bos_token_id=None,
         )
@@ -83,11 +84,12 @@ def _engine() -> NativeEngine:
 
 def _episodes(x: Inputs, program: EnvironmentTurns, tools: Sequence[Any]) -> Calls:
     """Time a group of episodes, which call ``step`` of ``tools``."""
-    engine = _engine()
+    arguments = {"seconds": x.seconds, "place": "here"}
+    call = f"<tool_call>{json.dumps({'name': 'step', 'arguments': arguments})}</tool_call>"
+    engine = _engine(call)
     tokenizer: Any = engine.tokenizer
     begin, end = tokenizer.convert_tokens_to_ids(BEGIN), tokenizer.convert_tokens_to_ids(END)
-    call = json.dumps({"name": "step", "arguments": {"seconds": x.seconds, "place": "here"}})
-    turns = [[*tokenizer(text)["input_ids"], end] for text in [f"<tool_call>{call}</tool_call>"] * STEPS + ["Done"]]
+    turns = [[*tokenizer(text)["input_ids"], end] for text in [call] * STEPS + ["."]]
 
     def allowed(ids: Any) -> list[int]:
         starts = (ids == begin).nonzero()[0]  # of the turns after the first
