@@ -1,8 +1,8 @@
 """Episodes whose steps wait: the tool of a Python function, of a server of MCP, and a server of OpenEnv.
 
 Each episode of a group calls the tool three times and then answers; a call waits for the seconds of the case. A tiny
-model is made to write the calls, of one token each, so that the time is that of steps and of what surrounds them. ``OpenEnv, clients
-alone`` are as many official clients in one event loop, with no model: the bound that client and server set.
+model is made to write the calls, of one token each, so that the time is that of steps and of what surrounds them.
+``OpenEnv, clients alone`` are as many official clients in one event loop, with no model: the bound of OpenEnv.
 """
 
 from __future__ import annotations
