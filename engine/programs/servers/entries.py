@@ -108,7 +108,7 @@ def filled(pairs: Pairs, what: str) -> dict[str, str]:
             raise UserError(
                 f"The {what} `{name}` of a server takes the environment variable {missing[0]}, which is not set."
             )
-        values[name] = VARIABLE.sub(lambda found: os.environ[found[1]], text)
+        values[name] = VARIABLE.sub(lambda match: os.environ[match[1]], text)
         if what == "header" and not (values[name].isascii() and values[name].isprintable()):
             raise UserError(
                 f"The header `{name}` of a server has a character that no header may have, such as a line's end; see "
