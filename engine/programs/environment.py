@@ -361,8 +361,3 @@ def _judged(environment: Any) -> float:
     with waiting():
         reward = environment.judge()
     return float(reward)
-
-
-async def _within(step: Any, seconds: float) -> Any:
-    """Await ``step``, which is cancelled after ``seconds``."""
-    return await asyncio.wait_for(step, seconds)
