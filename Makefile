@@ -20,6 +20,7 @@ AGENTS ?= anthropic==2.14.0 openai==3.57.0 openai-agents==0.24.0 "smolagents[ope
 # Coding agents of npm.
 CODING_AGENTS ?= @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10
 # verl and what importing it needs, without what only its cluster needs.
+OPENENV ?= openenv==0.10.0
 VERL ?= verl==0.9.1 tensordict hydra-core omegaconf antlr4-python3-runtime==4.9.3 codetiming cloudpickle ray msgpack \
 	jsonschema jsonschema-specifications referencing rpds-py attrs click protobuf requests urllib3 charset-normalizer pyvers \
 	orjson
@@ -36,7 +37,7 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
-.PHONY: train test check orders paths columns methods slow slow-scale attack vllm vllm-scale agents verl scale trainers hopper \
+.PHONY: train test check orders paths columns methods slow slow-scale attack vllm vllm-scale agents openenv verl scale trainers hopper \
 	hopper-quick lint docs bench bench-ops gpu gpu-wheels equality models versions aot aot-write clean
 
 train: $(VENV)/.ready
@@ -108,6 +109,15 @@ build/agents/.ready-npm: build/agents/.ready
 	if command -v npm; then npm install --no-audit --no-fund --prefix build/agents $(CODING_AGENTS) || \
 		echo "npm has not installed the coding agents, whose tests are skipped"; fi
 	touch $@
+
+# Environments on servers of OpenEnv, whose packages lie in a folder of their own: its tests, the benchmark's providers, and
+# the learning curve of docs/environments.md.
+openenv: $(VENV)/.ready-dev
+	test -d build/openenv/packages || $(INSTALL) $(BIN)/python --target build/openenv/packages $(OPENENV)
+	PYTHONPATH=build/openenv/packages $(BIN)/python -m pytest -m "check or not check" tests/engine/programs/test_openenv.py \
+		tests/bench/test_environments.py $(ARGS)
+	PATH="$(CURDIR)/build/openenv/packages/bin:$$PATH" PYTHONPATH="$(CURDIR)/build/openenv/packages" \
+		$(BIN)/python docs/openenv_letters.py
 
 # rolltree beside the real verl, whose packages lie in a folder of their own.
 verl: $(VENV)/.ready-dev

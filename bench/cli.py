@@ -52,6 +52,7 @@ ROOMS = {
         "loop",
         "agents",
         "agent_calls",
+        "environments",
     ),
 }
 """The ops by the folder of their file."""

@@ -24,7 +24,7 @@ from ..parts.resolve import import_object, resolve
 from ..parts.waiting import waiting
 from .chat.environments import ENVIRONMENTS
 from .chat.toolbox import tool_schemas
-from .chat.turns import Observation
+from .chat.turns import Observation, within
 from .program import Action, BranchId, Call, Finish, Fork, Given, GroupState, Reward, RolloutProgram, SegmentReport
 from .servers.background import BACKGROUND
 
@@ -338,7 +338,7 @@ def _stepped(environment: Any, messages: list[Message], seconds: float, talk: tu
             begin(messages, seconds)
     answer = environment.step(messages)
     if inspect.isawaitable(answer):
-        answer = asyncio.run(_within(answer, seconds))
+        answer = asyncio.run(within(answer, seconds))
     if answer is None:
         answer = Observation(done=True)
     if isinstance(answer, str):
@@ -361,8 +361,3 @@ def _judged(environment: Any) -> float:
     with waiting():
         reward = environment.judge()
     return float(reward)
-
-
-async def _within(step: Any, seconds: float) -> Any:
-    """Await ``step``, which is cancelled after ``seconds``."""
-    return await asyncio.wait_for(step, seconds)

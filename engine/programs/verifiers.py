@@ -11,7 +11,7 @@ import copy
 import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from ..chat.messages import Message
@@ -73,10 +73,11 @@ class TasksetEnvironment:
         self._task = find_tasks(taskset)[int(context["task"])]
         self._tools, self._prompt_length = ToolBox(context), len(context["messages"])
 
-    async def step(self, messages: Sequence[Message]) -> Observation:
-        observation = await self._tools.step(messages)
-        if not observation.done:
-            return observation
+    def step(self, messages: Sequence[Message]) -> Observation | Awaitable[Observation]:
+        observation = self._tools.step(messages)
+        return self._scored(messages) if observation.done else observation
+
+    async def _scored(self, messages: Sequence[Message]) -> Observation:
         trace = self._trace(messages)
         await self._task.score(trace)
         return Observation(done=True, reward=float(trace.reward))

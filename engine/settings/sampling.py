@@ -17,6 +17,9 @@ class ToolServer(TypedDict):
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     mcp: str | list[str]
     shared: NotRequired[bool]
+    tools: NotRequired[list[str]]
+    headers: NotRequired[dict[str, str]]
+    env: NotRequired[dict[str, str]]
 
 
 class ExtrapolationConfig(Section):
@@ -144,7 +147,7 @@ class DataConfig(Section):
     tools: tuple[str | ToolServer, ...] = ()
     """Tools that the chat template offers, for `rollout.program` = "environment": `calculator`, `python`,
     `file.py:function` with type annotations and a docstring, or those of a server of MCP, `{ mcp = [command...] }` or
-    `{ mcp = "http://..." }`; with `shared = true` all episodes use one session of it."""
+    `{ mcp = "http://..." }`, with `shared`, `tools`, `headers` and `env` as docs/environments.md says."""
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt, in tokens; a longer one is an error and is never cut."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import UserError
@@ -14,7 +14,7 @@ class ServedPrompts:
     """``data.source = "openenv"`` yields a row for each seed: the text of a reset with it.
 
     Args:
-        url, command, observation: as for the environment.
+        url, command, headers, observation: as for the environment.
         first_seed: the seed of the first row; it increases by 1 with each row.
 
     Raises:
@@ -25,10 +25,11 @@ class ServedPrompts:
         self,
         url: str | None = None,
         command: Sequence[str] | None = None,
+        headers: Mapping[str, str] | None = None,
         observation: str | None = None,
         first_seed: int = 0,
     ) -> None:
-        self._server, self._show, self._seed = find_server(url, command), observation, first_seed
+        self._server, self._show, self._seed = find_server(url, command, headers), observation, first_seed
 
     def next(self, count: int) -> list[dict[str, Any]]:
         rows = []

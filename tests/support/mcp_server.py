@@ -50,6 +50,10 @@ def misbehave(how: str) -> dict[str, Any]:
             send(method="notifications/tools/list_changed")
         case ["long", number]:
             return texts("x" * int(number))
+        case ["tell", name]:
+            return texts(os.environ.get(name, "nothing"))
+        case ["refuse", code]:
+            return {"code": int(code), "message": "busy"}
     return texts("done")
 
 
@@ -64,6 +68,8 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
         place = int(params.get("cursor") or 0)
         schema = {"type": "object", **TOOLS[names[place]]}
         page = {"tools": [{"name": names[place], "description": f"It can {names[place]}.", "inputSchema": schema}]}
+        if "MCP_ENDLESS" in os.environ:
+            return page | {"nextCursor": "0"}
         return page | ({"nextCursor": str(place + 1)} if place + 1 < len(names) else {})
     if method != "tools/call":
         return {}
@@ -95,7 +101,23 @@ if __name__ == "__main__" and sys.argv[2:] == ["http"]:
         """Doubles."""
         return 2 * number
 
-    uvicorn.run(http.streamable_http_app(), host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+    app = http.streamable_http_app()
+
+    async def guarded(scope: Any, receive: Any, send: Any) -> None:
+        """Let requests in that have the header of the variable MCP_GUARD, where it is set."""
+        wanted = os.environ.get("MCP_GUARD", "").encode()
+        if scope["type"] != "http" or not wanted or (b"authorization", wanted) in scope["headers"]:
+            await app(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+        await send({"type": "http.response.body", "body": b"no token"})
+
+    @http.tool()
+    def long(number: int) -> str:
+        """Is long."""
+        return "x" * number
+
+    uvicorn.run(guarded, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
 elif __name__ == "__main__":
     if sys.argv[1:]:
         with open(sys.argv[1], "a") as log:
@@ -103,4 +125,5 @@ elif __name__ == "__main__":
     for line in sys.stdin:
         request = json.loads(line)
         if "id" in request:
-            send(id=request["id"], result=answer(request["method"], request.get("params") or {}))
+            result = answer(request["method"], request.get("params") or {})
+            send(id=request["id"], **{"error" if "code" in result else "result": result})

@@ -117,6 +117,21 @@ class Tools(MCPEnvironment):
         return State()
 
 
+def guarded(app: Any) -> Any:
+    """Return an application that lets only requests with a token in."""
+
+    async def checked(scope: Any, receive: Any, send: Any) -> None:
+        if (b"authorization", b"Bearer hidden") in scope["headers"]:
+            await app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 4401})
+        else:
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b"no token"})
+
+    return checked
+
+
 def made() -> FastAPI:
     """Return all environments, each below an address of its own."""
     whole = FastAPI()
@@ -124,6 +139,7 @@ def made() -> FastAPI:
         ("words", Words, Say, 200), ("single", Words, Say, 1), ("moves", Moves, Move, 100),
     ):  # fmt: skip
         whole.mount(f"/{name}", create_fastapi_app(kind, action, Heard, max_concurrent_envs=sessions))
+    whole.mount("/guarded", guarded(create_fastapi_app(Words, Say, Heard, max_concurrent_envs=10)))
     whole.mount("/tools", create_fastapi_app(Tools, CallToolAction, CallToolObservation, max_concurrent_envs=100))
 
     @whole.get("/health")

@@ -49,7 +49,7 @@ def write_comparison(run_dirs: Sequence[Path], target: Path) -> Path:
     page = template("compare.html.j2").render(
         runs=runs,
         missing=missing,
-        curves=[(curve, html(figure)) for curve, figure in shown],
+        curves=[(curve, html(figure, f"plot-{number}")) for number, (curve, figure) in enumerate(shown)],
         axes_json=script_json({axis: [_xs(curve, runs, at) for curve, _ in shown] for axis, at in AXES.items()}),
         values=_table(runs, VALUES),
         times=_times(runs),

@@ -31,12 +31,14 @@ def template(name: str) -> Template:
     return environment.get_template(name)
 
 
-def html(figure: go.Figure | None, name: str | None = None) -> Markup:
-    """Return the HTML element of a figure, with the id ``name``; the page needs `plotly_js` before it."""
+def html(figure: go.Figure | None, name: str) -> Markup:
+    """Return the HTML element of a figure, with the id ``name``; the script `plots.html.j2` of the page draws it."""
     if figure is None:
         return Markup("")
-    options = {"displayModeBar": False, "responsive": True}
-    return Markup(figure.to_html(full_html=False, include_plotlyjs=False, config=options, div_id=name))
+    return Markup(
+        f'<div id="{name}" class="plotly-graph-div" style="height:{figure.layout.height}px"></div>'
+        f'<script type="application/json" id="{name}-figure">{_escaped(figure.to_json())}</script>'
+    )
 
 
 def plotly_js() -> Markup:
@@ -45,7 +47,10 @@ def plotly_js() -> Markup:
 
 def script_json(value: Any) -> Markup:
     """Encode as JSON that is safe inside a script element, whatever text the model wrote."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return _escaped(json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
+
+
+def _escaped(text: str) -> Markup:
     return Markup(
         text.replace("&", "\\u0026")
         .replace("<", "\\u003c")

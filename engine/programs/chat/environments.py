@@ -55,13 +55,14 @@ def _openenv(
     context: Mapping[str, Any],
     url: str | None = None,
     command: Sequence[str] | None = None,
+    headers: Mapping[str, str] | None = None,
     reset: Sequence[str] | None = None,
     observation: str | None = None,
 ) -> Any:
     """Return an episode of an OpenEnv server, importing the client only when it is asked for."""
     from ..servers.episode import ServedEpisode
 
-    return ServedEpisode(context, url, command, reset, observation)
+    return ServedEpisode(context, url, command, headers, reset, observation)
 
 
 def _harbor(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from ...chat.messages import Message, call_id
+from ..servers.background import BACKGROUND
 from ..servers.mcp import Link, LostError, find_server
 from .toolbox import find_chat_tool, tool_name
 
@@ -37,6 +40,7 @@ class ToolBox:
     def __init__(self, context: Mapping[str, Any]) -> None:
         self.tools: dict[str, Any] = {}
         self._links: dict[str, Link] = {}
+        self._seconds = 0.0
         for tool in context["tools"]:
             if isinstance(tool, str):
                 self.tools[tool_name(tool)] = find_chat_tool(tool)
@@ -47,7 +51,8 @@ class ToolBox:
                 self._links[name], self.tools[name] = link, partial(link.call, name)
 
     def open(self, messages: Sequence[Message], seconds: float) -> None:
-        """Begin the sessions of the servers that the last message calls."""
+        """Begin the sessions of the servers that the last message calls; ``seconds`` are those of the next step."""
+        self._seconds = seconds
         for call in calls_of(messages[-1]):
             if call.name in self._links:
                 self._links[call.name].open()
@@ -57,12 +62,24 @@ class ToolBox:
         for link in self._links.values():
             link.close()
 
-    async def step(self, messages: Sequence[Message]) -> Observation:
+    def step(self, messages: Sequence[Message]) -> Observation:
         """Run the calls of the last message, one after the other; what is no call is answered by an error."""
-        answers = []
+        answers, end = [], time.monotonic() + self._seconds
         for call in calls_of(messages[-1]):
-            answers.append(call.answer(call.error or await self.call(call.name, call.arguments)))
+            left = end - time.monotonic()
+            answers.append(call.answer(call.error or self.answer(call.name, call.arguments, left)))
         return Observation(answers, done=not answers)
+
+    def answer(self, name: str, arguments: dict[str, Any], seconds: float) -> str:
+        """Return the result of `call`, in a thread without an event loop; waiting for a server takes no place.
+
+        Raises:
+            TimeoutError: it took longer than ``seconds``.
+        """
+        work = self.call(name, arguments)
+        if name in self._links:
+            return BACKGROUND.wait(work, seconds)
+        return asyncio.run(within(work, seconds))
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Return the result of a tool as text, or ``error: ...`` where it raises.
@@ -84,6 +101,15 @@ class ToolBox:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """There is nothing to take over."""
+
+
+async def within(work: Awaitable[Any], seconds: float) -> Any:
+    """Return the result of ``work``, which is cancelled after ``seconds``.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    return await asyncio.wait_for(work, seconds)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from ...parts.waiting import waiting
+
 T = TypeVar("T")
 END_S = 4.0
 """Seconds in which all sessions must have ended when the loop is closed, and then again after they are cancelled."""
@@ -48,6 +50,11 @@ class Background:
             return future.result(seconds)
         finally:
             future.cancel()
+
+    def wait(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
+        """Return the result as `run` does, in a call of a program, which takes no place of other calls meanwhile."""
+        with waiting():
+            return self.run(work, seconds)
 
     async def result(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of ``work``, which is cancelled with the task that waits for it, in whichever loop."""

@@ -14,24 +14,35 @@ def cut(text: str) -> str:
     return text if len(text) <= MOST else f"{text[:MOST]} ... ({len(text) - MOST} characters left out)"
 
 
-def text_of(result: Any) -> str:
+def text_of(result: Any, tool: str) -> str:
     """Return the text of a tool's result: that of its contents, one a line, after ``error: `` if it is an error.
 
-    Contents without a text are named by their kind.
+    A result without contents is its structured content as JSON. A content without a text, such as a picture, is an
+    error that names it.
+
+    Args:
+        tool: its name.
     """
     if not isinstance(result, dict) or not isinstance(result.get("content"), list):
         return cut(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False))
-    text = "\n".join(_part(part) for part in result["content"])
-    text = cut(text)
+    parts = [_part(part, tool) for part in result["content"]]
+    structured = result.get("structuredContent", result.get("structured_content"))
+    if not parts and structured is not None:
+        parts = [json.dumps(structured, ensure_ascii=False)]
+    text = cut("\n".join(parts))
     return f"error: {text}" if result.get("isError") or result.get("is_error") else text
 
 
-def _part(part: Any) -> str:
+def _part(part: Any, tool: str) -> str:
     if not isinstance(part, dict):
         return str(part)
-    resource = part.get("resource")
-    text = part.get("text", resource.get("text") if isinstance(resource, dict) else None)
+    inner = part["resource"] if isinstance(part.get("resource"), dict) else {}
+    text = part.get("text", inner.get("text"))
     if isinstance(text, str):
         return text
-    kind = part.get("mimeType") or part.get("mime_type") or part.get("uri") or part.get("type", "content")
-    return f"[{kind}, which is not shown]"
+    if part.get("type") == "resource_link":
+        named = [str(part[key]) for key in ("uri", "title", "description") if part.get(key)]
+        return f"[resource {', '.join(named)}]"
+    kinds = [of.get(key) for key in ("mimeType", "mime_type", "uri", "type") for of in (part, inner)]
+    kind = next((kind for kind in kinds if kind), "content")
+    return f"error: {tool} gave {kind}, which conversations with tools cannot hold; only its texts are shown"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ class ServedEpisode:
         context: of a prompt; its ``tools`` are offered too.
         url: address of the server.
         command: starts the server, with ``{port}`` in place of its port; it ends with the run.
+        headers: of requests to the address; ``${NAME}`` in them stands for an environment variable.
         reset: columns of the prompt that are passed to the server's reset. Default: ``seed``, where there is one.
         observation: the field of the server's observation that the model is shown, or ``file.py:function`` that makes a
             text of it. Default: the only field if that is a text, else all as JSON.
@@ -39,11 +41,12 @@ class ServedEpisode:
         context: Mapping[str, Any],
         url: str | None = None,
         command: Sequence[str] | None = None,
+        headers: Mapping[str, str] | None = None,
         reset: Sequence[str] | None = None,
         observation: str | None = None,
     ) -> None:
-        self._options = (context, url, command, reset, observation)
-        self._server = find_server(url, command)
+        self._options = (context, url, command, headers, reset, observation)
+        self._server = find_server(url, command, headers)
         self._offer = self._server.offer()
         self._names = {tool["function"]["name"] for tool in self._offer.tools}
         others = [tool for tool in context["tools"] if isinstance(tool, str) or "openenv" not in tool]
@@ -57,10 +60,12 @@ class ServedEpisode:
         self._reset = {name: context[name] for name in columns}
         self._shown, self._show = context.get(SHOWN), observation
         self._session: Session | None = None
+        self._seconds = 0.0
 
     def open(self, messages: Sequence[Message], seconds: float) -> None:
         """Begin the episode at its first turn; wait for a session where the server has none to give."""
         self._box.open(messages, seconds)
+        self._seconds = seconds
         if self._session is not None:
             return
         self._session = session = self._server.session(self._reset, seconds)
@@ -74,23 +79,25 @@ class ServedEpisode:
                 "follow `seed`; give prompts by data.path."
             )
 
-    async def step(self, messages: Sequence[Message]) -> Observation:
-        """Act as the last message says; a message that should call a tool and calls none ends the episode."""
+    def step(self, messages: Sequence[Message]) -> Observation:
+        """Act as the last message says: by its calls, or by its text where that is the action.
+
+        A message that should call a tool and calls none ends the episode.
+        """
         assert self._session is not None
-        first, reward = self._session.first, None
-        if first is not None and first.reward:
-            reward = first.reward
-        self._session.first = None
-        if self._offer.text is not None:
-            content, result = await self._act({self._offer.text: messages[-1]["content"]})
+        first, self._session.first = self._session.first, None
+        reward, end = _sum(None, first), time.monotonic() + self._seconds
+        calls = calls_of(messages[-1])
+        if self._offer.text is not None and not calls:
+            content, result = self._act({self._offer.text: messages[-1]["content"]}, end)
             return self._observation([{"role": "user", "content": content}], result, _sum(reward, result))
         answers, result = [], None
-        calls = calls_of(messages[-1])
         for call in calls:
             if call.error or call.name not in self._names:
-                answers.append(call.answer(call.error or await self._box.call(call.name, call.arguments)))
+                left = end - time.monotonic()
+                answers.append(call.answer(call.error or self._box.answer(call.name, call.arguments, left)))
                 continue
-            content, result = await self._act(self._offer.call(call.name, call.arguments))
+            content, result = self._act(self._offer.call(call.name, call.arguments), end)
             answers.append(call.answer(content))
             reward = _sum(reward, result)
             if result is not None and result.done:
@@ -99,11 +106,15 @@ class ServedEpisode:
             return Observation(done=True, reward=reward)
         return self._observation(answers, result, reward)
 
-    async def _act(self, action: Mapping[str, Any]) -> tuple[str, Result | None]:
-        """Return the text that answers an action, and the server's result; None where it takes no such action."""
+    def _act(self, action: Mapping[str, Any], end: float) -> tuple[str, Result | None]:
+        """Return the text that answers an action, and the server's result; None where it takes no such action.
+
+        Raises:
+            TimeoutError: the server has not answered by ``end``, of `time.monotonic`.
+        """
         assert self._session is not None
         try:
-            result = await BACKGROUND.result(self._session.step(action))
+            result = BACKGROUND.wait(self._session.step(action), end - time.monotonic())
         except RefusedError:
             return f"error: {_why(self._offer.action, action)}", None
         return said(result.observation, self._show), result
@@ -156,8 +167,8 @@ def said(observation: Mapping[str, Any], show: str | None) -> str:
     if LISTED[0] in observation and "result" in observation:
         error = observation.get("error")
         if error:
-            return f"error: {error.get('message', error) if isinstance(error, dict) else error}"
-        return text_of(observation["result"])
+            return cut(f"error: {error.get('message', error) if isinstance(error, dict) else error}")
+        return text_of(observation["result"], str(observation[LISTED[0]]))
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     return _text(next(iter(fields.values()))) if len(fields) == 1 else _text(fields) if fields else ""
 

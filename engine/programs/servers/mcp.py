@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import ipaddress
 import json
 import os
-import shutil
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 from ...chat.schemas import inlined
 from ...errors import UserError
@@ -22,6 +19,7 @@ from ...parts.calling import failure
 from ...sandbox.watched import watched
 from .background import BACKGROUND
 from .contents import text_of
+from .entries import Entry, entry_of, filled, is_loopback
 
 START_S = 60.0
 """Seconds in which a session must begin."""
@@ -30,11 +28,11 @@ STARTS = threading.BoundedSemaphore(8)
 PING_S = 5.0
 """Seconds in which a shared session must answer after a call that took too long."""
 PAGES = 100
-"""Pages of a list of tools that are read."""
+"""Most pages of a list of tools; one that does not end by then has no end."""
 SAID = 2000
 """Bytes of the end of a command's stderr that an error may quote."""
-CLOSED = -32000
-"""Code of the error by which the SDK tells that the connection is closed."""
+CLOSED = (-32000, "Connection closed")
+"""Code and message of the error by which the SDK tells that the connection is closed; servers use the code too."""
 
 
 class LostError(UserError):
@@ -42,15 +40,10 @@ class LostError(UserError):
 
 
 class Server:
-    """A server that a command runs, or at an address.
+    """A server of this process: its tools, and the sessions with it."""
 
-    Args:
-        place: the command, or the address.
-        shared: all episodes of this process use one session.
-    """
-
-    def __init__(self, place: str | tuple[str, ...], *, shared: bool) -> None:
-        self.place, self.shared = place, shared
+    def __init__(self, entry: Entry) -> None:
+        self.entry, self.shared = entry, entry.shared
         self._lock = threading.Lock()
         self._schemas: list[dict[str, Any]] | None = None
         self._common: Session | None = None
@@ -58,20 +51,22 @@ class Server:
         BACKGROUND.at_end(self.close)
 
     def __str__(self) -> str:
-        return f"The MCP server `{self.place if isinstance(self.place, str) else ' '.join(self.place)}`"
+        return str(self.entry)
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the descriptions of the server's tools, as it listed them when it was first asked.
+        """Return the descriptions of the tools that are offered, as the server listed them when it was first asked.
 
         Raises:
-            UserError: it cannot be reached, or lists none.
+            UserError: it cannot be reached, or lists none of them.
         """
         with self._lock:
             if self._schemas is None:
                 session = self._begun()
-                self._schemas = session.schemas
-                if not self._schemas:
-                    raise UserError(f"{self} lists no tools.")
+                try:
+                    self._schemas = self.entry.offered(session.schemas)
+                except UserError:
+                    session.close()
+                    raise
                 self._common = session  # for the first that needs one
             return self._schemas
 
@@ -98,7 +93,11 @@ class Server:
 
     def _checked(self) -> Session:
         session = self._begun()
-        if session.schemas != self._schemas:
+        try:
+            same = self.entry.offered(session.schemas) == self._schemas
+        except UserError:
+            same = False
+        if not same:
             session.close()
             raise LostError(f"{self} lists other tools than when the prompts were written.")
         return session
@@ -119,6 +118,7 @@ class Session:
         self._began: Future[None] = Future()
         self._client: Any = None
         self._task: asyncio.Task[None] | None = None
+        self._look: asyncio.Task[None] | None = None
         self._said = bytearray()
         self.ended = False
 
@@ -156,14 +156,14 @@ class Session:
                 raise self._lost()
             result = calling.result()
         except refused as error:
-            if error.error.code == CLOSED:
+            if (error.error.code, error.error.message) == CLOSED:
                 raise self._lost() from error
             return f"error: {error}"
         except RuntimeError as error:  # a result of another form than the tool promises
             return f"error: {error}"
         except asyncio.CancelledError:
             if self.server.shared:
-                self._checking = asyncio.create_task(self._check())
+                self._look = asyncio.create_task(self._check())
             raise
         except LostError:
             raise
@@ -171,7 +171,7 @@ class Session:
             raise self._lost(failure(error)) from error
         finally:
             calling.cancel()
-        return text_of(result.model_dump(by_alias=True, mode="json"))
+        return text_of(result.model_dump(by_alias=True, mode="json"), name)
 
     async def _check(self) -> None:
         """End a shared session that does not answer, so that the next call begins another one."""
@@ -194,7 +194,7 @@ class Session:
 
         try:
             async with AsyncExitStack() as stack:
-                streams = await stack.enter_async_context(self._transport())
+                streams = await stack.enter_async_context(await self._transport(stack))
                 self._client = await stack.enter_async_context(ClientSession(*streams[:2]))
                 await self._client.initialize()
                 self.schemas = await _listed(self._client)
@@ -208,24 +208,30 @@ class Session:
         finally:
             self.ended = True
 
-    def _transport(self) -> Any:
+    async def _transport(self, stack: AsyncExitStack) -> Any:
+        """Return the transport; ``stack`` closes what it needs."""
         from mcp import StdioServerParameters
         from mcp.client import stdio, streamable_http
 
-        place = self.server.place
-        if isinstance(place, str):
+        entry = self.server.entry
+        if isinstance(entry.place, str):
             library: Any = getattr(streamable_http, "httpx2", None) or streamable_http.httpx
-            direct = None
-            if _is_loopback(place):  # by no proxy
-                direct = library.AsyncClient(trust_env=False, timeout=library.Timeout(30.0, read=None))
-            return streamable_http.streamable_http_client(place, http_client=direct)
-        program, *words = watched(place)
+            client = await stack.enter_async_context(
+                library.AsyncClient(
+                    trust_env=not is_loopback(entry.place), headers=filled(entry.headers, "header"),
+                    timeout=library.Timeout(30.0, read=None),
+                )
+            )  # fmt: skip
+            sizes = {"max_sse_event_size": None} if hasattr(streamable_http, "DEFAULT_MAX_SSE_EVENT_SIZE") else {}
+            return streamable_http.streamable_http_client(entry.place, http_client=client, **sizes)
+        program, *words = watched(entry.place)
         read, write = os.pipe()
         loop = asyncio.get_running_loop()
         os.set_blocking(read, False)
         loop.add_reader(read, self._listen, read)
         errors = os.fdopen(write, "w")
-        parameters = StdioServerParameters(command=program, args=words, env=dict(os.environ))
+        variables = os.environ | filled(entry.env, "variable")
+        parameters = StdioServerParameters(command=program, args=words, env=dict(variables))
         return _Quiet(stdio.stdio_client(parameters, errlog=errors), errors)
 
     def _listen(self, pipe: int) -> None:
@@ -310,33 +316,21 @@ class Link:
 
 
 @functools.cache
-def _server(place: str | tuple[str, ...], shared: bool) -> Server:
-    return Server(place, shared=shared)
+def _server(entry: Entry) -> Server:
+    return Server(entry)
 
 
 def find_server(tool: Mapping[str, Any]) -> Server:
     """Return the server of this process that an entry of `data.tools` names.
 
     Raises:
-        UserError: the SDK is not installed, or the entry has another form.
+        UserError: the SDK is not installed, or as for `entry_of`.
     """
     try:
         import mcp  # noqa: F401
     except ImportError as error:
         raise UserError('data.tools needs the SDK of MCP; install it with `pip install "rolltree[mcp]"`.') from error
-    place, shared, rest = tool["mcp"], tool.get("shared", False), sorted(set(tool) - {"mcp", "shared"})
-    if rest or not isinstance(shared, bool):
-        what = f"has the key '{rest[0]}'" if rest else f"has shared = {shared!r}"
-        raise UserError(f"A server of data.tools {what}; it takes `mcp`, and `shared`, which is true or false.")
-    if isinstance(place, str):
-        if not place.startswith(("http://", "https://")):
-            raise UserError(f"data.tools has mcp = {place!r}; give an address, or the words of a command as a list.")
-        return _server(place, shared)
-    if not isinstance(place, Sequence) or not place or not all(isinstance(word, str) for word in place):
-        raise UserError(f"data.tools has mcp = {place!r}; give an address, or the words of a command as a list.")
-    if shutil.which(place[0]) is None:
-        raise UserError(f"data.tools has mcp = {list(place)}; there is no program '{place[0]}'.")
-    return _server(tuple(place), shared)
+    return _server(entry_of(tool))
 
 
 def listed_schemas(tool: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
@@ -345,7 +339,11 @@ def listed_schemas(tool: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
 
 
 async def _listed(client: Any) -> list[dict[str, Any]]:
-    """Return the descriptions of all tools for a chat template."""
+    """Return the descriptions of all tools for a chat template.
+
+    Raises:
+        ValueError: the list does not end.
+    """
     from mcp.types import PaginatedRequestParams
 
     schemas, cursor = [], None
@@ -357,8 +355,8 @@ async def _listed(client: Any) -> list[dict[str, Any]]:
             function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
             schemas.append({"type": "function", "function": function})
         if not (cursor := shown.get("nextCursor")):
-            break
-    return [json.loads(json.dumps(schema)) for schema in schemas]
+            return [json.loads(json.dumps(schema)) for schema in schemas]
+    raise ValueError(f"its list of tools has more than {PAGES} pages")
 
 
 def _innermost(error: BaseException) -> BaseException:
@@ -366,10 +364,3 @@ def _innermost(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"

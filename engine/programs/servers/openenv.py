@@ -18,6 +18,7 @@ from ...chat.schemas import inlined
 from ...errors import UserError
 from ...parts.calling import failure
 from .background import BACKGROUND
+from .entries import Pairs, filled, is_loopback
 from .process import DIRECT, Command
 
 LISTED = ("tool_name", "arguments")
@@ -83,12 +84,13 @@ class Server:
 
     Args:
         place: the address, or the command.
+        headers: of requests to the address, with environment variables in them as `filled` takes them.
     """
 
-    def __init__(self, place: str | tuple[str, ...]) -> None:
+    def __init__(self, place: str | tuple[str, ...], headers: Pairs = ()) -> None:
         _client_class()  # which takes seconds to import
         self._command = None if isinstance(place, str) else Command(place)
-        self._place = place
+        self._place, self._headers = place, headers
         self._opening = threading.BoundedSemaphore(OPENING)
         self._freed = threading.Condition()
         self._lock = threading.Lock()
@@ -106,6 +108,14 @@ class Server:
             UserError: it cannot be started.
         """
         return str(self._place).rstrip("/") if self._command is None else self._command.address()
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of a request.
+
+        Raises:
+            UserError: an environment variable that they take is not set.
+        """
+        return filled(self._headers, "header")
 
     def offer(self) -> Offer:
         """Return what the server offers, as it said when it was first asked.
@@ -135,11 +145,10 @@ class Server:
                 for tool in listed
             )
             return Offer(described, None, True, action)
-        if len(fields) == 1 and inlined({**action, "properties": fields})["properties"].popitem()[1].get("type") == (
-            "string"
-        ):
-            return Offer((), next(iter(fields)), False, action)
         taken = {**action, "properties": fields}
+        kinds = {name: of.get("type") for name, of in inlined(taken)["properties"].items()}
+        if list(kinds.values()) == ["string"]:
+            return Offer((), next(iter(kinds)), False, action)
         step = described_tool(STEP, action.get("description") or "Acts in the environment.", taken)
         return Offer((step,), None, False, action)
 
@@ -200,7 +209,9 @@ class Server:
         data = None if body is None else json.dumps(body).encode()
         url = self.address() + path
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        opener = DIRECT if self._command is not None else urllib.request.build_opener()
+        for name, value in self.headers().items():
+            request.add_unredirected_header(name, value)
+        opener = DIRECT if is_loopback(url) else urllib.request.build_opener()
         try:
             with opener.open(request, timeout=60.0) as answer:
                 content = json.loads(answer.read())
@@ -214,22 +225,26 @@ class Server:
 
 
 @functools.cache
-def _server(place: str | tuple[str, ...]) -> Server:
-    return Server(place)
+def _server(place: str | tuple[str, ...], headers: Pairs = ()) -> Server:
+    return Server(place, headers)
 
 
-def find_server(url: str | None, command: Sequence[str] | None) -> Server:
+def find_server(url: str | None, command: Sequence[str] | None, headers: Mapping[str, str] | None = None) -> Server:
     """Return the server of this process at ``url``, or that of ``command``.
 
     Raises:
-        UserError: both are given or none, or one is of another form.
+        UserError: both are given or none, one is of another form, or an environment variable is not set.
     """
     if (url is None) == (command is None):
         raise UserError('openenv needs one of the options `url` ("http://...") and `command` (a list of words).')
     if url is not None:
         if not isinstance(url, str) or not url.startswith(("http://", "https://")):
             raise UserError(f"The option `url` of openenv is {url!r}; give an address such as http://127.0.0.1:8000.")
-        return _server(url)
+        server = _server(url, tuple(sorted((headers or {}).items())))
+        server.headers()
+        return server
+    if headers:
+        raise UserError("The option `headers` of openenv goes with `url`; a command's server takes none.")
     if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
         raise UserError(f"The option `command` of openenv is {command!r}; give the words of a command as a list.")
     return _server(tuple(command))
@@ -253,8 +268,9 @@ class Session:
         self.server = server
         self.first: Result | None = None
         self._client = _client_class()(
-            address, message_timeout_s=None, websocket_ping_interval_s=None, connect_timeout_s=30.0, mode="simulation"
-        )
+            address, message_timeout_s=None, websocket_ping_interval_s=None, connect_timeout_s=30.0, mode="simulation",
+            headers=server.headers(),
+        )  # fmt: skip
         self._closed = False
 
     async def reset(self, options: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ from .test_environment import WORDS, call, said, talk
 pytest.importorskip("mcp", reason="the SDK of MCP is not installed: pip install rolltree[mcp]")
 
 from rolltree.engine.programs.servers.background import BACKGROUND
+from rolltree.engine.programs.servers.contents import text_of
+from rolltree.engine.rollout.calls import CallPool
 
 SERVER = str(ROOT / "tests/support/mcp_server.py")
 
@@ -95,12 +98,71 @@ def test_an_episode_has_a_session_of_its_own_or_shares_one(engine, log: Path, sh
     assert len(starts(log)) == (1 if shared else 3)
 
 
-def test_contents_without_text_are_named(engine, log: Path) -> None:
+def test_a_picture_is_an_error_of_the_tool_by_its_name(engine, log: Path) -> None:
     arguments = {"point": {"x": 4}, "name": "a"}  # as a parameter of ours is called
     where = f"<tool_call>{json.dumps({'name': 'where', 'arguments': arguments})}</tool_call>"
     assert answers(talk(engine, turns(where, "ok"), EnvironmentTurns(), tools=[server(log)])) == [
-        "a at 4\n[image/png, which is not shown]"
+        "a at 4\nerror: where gave image/png, which conversations with tools cannot hold; only its texts are shown"
     ]
+
+
+@pytest.mark.parametrize(("result", "text"), [
+    ({"content": [], "structuredContent": {"a": 1}}, '{"a": 1}'),
+    ({"content": [{"type": "text", "text": "b"}], "structuredContent": {"a": 1}}, "b"),
+    ({"content": [{"type": "resource_link", "uri": "file:///a", "name": "a", "mimeType": "text/plain"}]},
+     "[resource file:///a]"),
+    ({"content": [{"type": "resource", "resource": {"uri": "a:b", "text": "c"}}], "isError": True}, "error: c"),
+    ({"content": [{"type": "resource", "resource": {"uri": "a:b", "blob": "aGk=", "mimeType": "a/pdf"}}]},
+     "error: t gave a/pdf, which"),
+    ({"content": [{"type": "audio", "data": "aGk=", "mimeType": "audio/wav"}]}, "error: t gave audio/wav, which"),
+])  # fmt: skip
+def test_results_as_texts(result: dict[str, Any], text: str) -> None:
+    assert text_of(result, "t").startswith(text)
+
+
+def test_tools_that_are_named_are_offered_and_variables_passed(engine, log: Path, monkeypatch) -> None:
+    monkeypatch.setenv("MCP_SECRET", "hidden")
+    few = server(log, tools=["misbehave", "count"], env={"TOKEN": "a-${MCP_SECRET}"})
+    assert [schema["function"]["name"] for schema in tool_schemas([few])] == ["count", "misbehave"]
+    script = turns(call("misbehave", how="tell TOKEN") + call("where"), call("misbehave", how="refuse -32000"), "ok")
+    first, absent, refused = answers(talk(engine, script, EnvironmentTurns(), tools=[few], max_new_tokens=400))
+    assert first == "a-hidden"
+    assert absent.startswith("error: that is no call of a tool")
+    assert refused == "error: busy", "an error of the server with the SDK's own code does not end the session"
+    with pytest.raises(UserError, match="lists no tool 'add', which `tools` names; it has count, where"):
+        tool_schemas([server(log, tools=["add"])])
+    with pytest.raises(UserError, match="more than 100 pages"):
+        tool_schemas([server(log, env={"MCP_ENDLESS": "1"})])
+
+
+@pytest.mark.parametrize(("tool", "reason"), [
+    ({"mcp": "http://127.0.0.1:9/mcp", "headers": {"A": "${MCP_ABSENT}"}}, "variable MCP_ABSENT, which is not set"),
+    ({"mcp": "http://127.0.0.1:9/mcp", "headers": {"A": "Bearer ${MCP_LINE}"}}, "The header `A` .* no header may have"),
+    ({"mcp": "http://127.0.0.1:9/mcp?key=${MCP_LINE}"}, "stand in `headers` alone"),
+    ({"mcp": [sys.executable], "headers": {"A": "b"}}, "key 'headers'; one with a command takes env"),
+    ({"mcp": "http://127.0.0.1:9/mcp", "env": {"A": "b"}}, "key 'env'; one with an address takes headers"),
+    ({"mcp": [sys.executable], "tools": []}, "at least one of its tools"),
+])  # fmt: skip
+def test_entries_that_do_not_fit(tool: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCP_LINE", "s3cr3t\n")
+    with pytest.raises(UserError, match=reason) as raised:
+        tool_schemas([tool])
+    assert "s3cr3t" not in str(raised.value)
+
+
+def test_calls_that_wait_for_servers_take_no_place_of_others() -> None:
+    async def barrier() -> asyncio.Barrier:
+        return asyncio.Barrier(3)
+
+    async def meet(met: asyncio.Barrier) -> int:
+        return await met.wait()
+
+    met, pool = BACKGROUND.run(barrier()), CallPool(1)
+    calls = [pool.submit(5.0, lambda: BACKGROUND.wait(meet(met), 5.0)) for _ in range(3)]
+    assert sorted(future.result(10.0) for future in calls) == [0, 1, 2]
+    late = pool.submit(5.0, lambda: BACKGROUND.wait(asyncio.sleep(10.0), 0.05))
+    with pytest.raises(TimeoutError):
+        late.result(5.0)
 
 
 @pytest.mark.check
@@ -174,19 +236,20 @@ def test_a_session_is_not_copied_but_shared_ones_are(engine, log: Path) -> None:
     ({"mcp": [sys.executable, "-c", "raise SystemExit('no key')"]}, "ended the session .*: no key"),
     ({"mcp": "http://127.0.0.1:9/mcp"}, "`http://127.0.0.1:9/mcp` ended the session"),
     ({"mcp": "python server.py"}, "as a list"), ({"mcp": []}, "as a list"),
-    ({"mcp": ["python"], "share": True}, "has the key 'share'"), ({"other": 1}, "names no server"),
+    ({"mcp": [sys.executable], "share": True}, "has the key 'share'"), ({"other": 1}, "names no server"),
 ])  # fmt: skip
 def test_what_cannot_be_used_is_told(tool: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         tool_schemas([tool])
 
 
-@pytest.mark.check
-def test_a_server_at_an_address() -> None:
+@contextmanager
+def addressed(**variables: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """The server at an address, and its process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, SERVER, str(port), "http"])
+    process = subprocess.Popen([sys.executable, SERVER, str(port), "http"], env=os.environ | variables)
     try:
         for _ in range(300):
             try:
@@ -195,17 +258,47 @@ def test_a_server_at_an_address() -> None:
                 break
             except OSError:
                 time.sleep(0.1)
-        boxes = [ToolBox({"tools": [{"mcp": f"http://127.0.0.1:{port}/mcp"}]}) for _ in range(3)]
-        assert [asyncio.run(box.call("double", {"number": 4})) for box in boxes] == ["8"] * 3
-        assert asyncio.run(boxes[0].call("double", {"number": "x"})).startswith("error: ")
-        process.kill()
-        process.wait()
-        with pytest.raises(UserError, match="ended the session"):
-            asyncio.run(asyncio.wait_for(boxes[0].call("double", {"number": 4}), 20))
+        yield process, f"http://127.0.0.1:{port}/mcp"
     finally:
         process.kill()
         process.wait()
         BACKGROUND.close()
+
+
+@pytest.mark.check
+def test_a_server_at_an_address() -> None:
+    with addressed() as (process, address):
+        boxes = [ToolBox({"tools": [{"mcp": address}]}) for _ in range(3)]
+        assert [asyncio.run(box.call("double", {"number": 4})) for box in boxes] == ["8"] * 3
+        assert asyncio.run(boxes[0].call("double", {"number": "x"})).startswith("error: ")
+        assert asyncio.run(boxes[0].call("long", {"number": 2_000_000})).endswith("(1900000 characters left out)")
+        process.kill()
+        process.wait()
+        with pytest.raises(UserError, match="ended the session"):
+            asyncio.run(asyncio.wait_for(boxes[0].call("double", {"number": 4}), 20))
+
+
+@pytest.mark.check
+def test_a_server_that_wants_a_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MCP_TOKEN", "s3cr3t")
+    with addressed(MCP_GUARD="Bearer s3cr3t") as (_, address):
+        right = {"mcp": address, "headers": {"Authorization": "Bearer ${MCP_TOKEN}"}}
+        box = ToolBox({"tools": [right]})
+        assert asyncio.run(box.call("double", {"number": 4})) == "8"
+        box.close()
+        for wrong in ({"mcp": address}, {"mcp": address, "headers": {"Authorization": "Basic ${MCP_TOKEN}"}}):
+            with pytest.raises(UserError, match="401") as raised:
+                tool_schemas([wrong])
+            assert "s3cr3t" not in str(raised.value)
+        toml = beside(
+            write_conversations(tmp_path / "job"), "served", data={"tools": [right], "max_prompt_tokens": 80},
+            rollout={"program_options": {"environment": "tools", "turn_tokens": 12}, "max_new_tokens": 40},
+            reward={"verifier": "reward.py:judge"}, trainer={"steps": 1},
+        )  # fmt: skip
+        assert build(load_config(toml, [f"--output_dir={tmp_path}/runs"]), console=Console()).run().steps == 1
+    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    assert any(b"MCP_TOKEN" in path.read_bytes() for path in files)
+    assert not [path for path in files if b"s3cr3t" in path.read_bytes()], "no secret is in the run's files"
 
 
 def test_a_run_offers_them_and_ends_them(log: Path, tmp_path: Path) -> None:

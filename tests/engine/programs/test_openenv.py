@@ -36,6 +36,7 @@ pytest.importorskip("openenv", reason="OpenEnv is not installed: pip install rol
 
 from rolltree.engine.programs.servers.openenv import find_server
 from rolltree.engine.programs.servers.process import Command
+from rolltree.engine.tasks.openenv import ServedPrompts
 
 COMMAND = [sys.executable, str(ROOT / "tests/support/openenv_server.py"), "{port}"]
 
@@ -83,6 +84,30 @@ def test_a_text_is_the_action_and_the_server_rewards_and_ends(engine, server) ->
     assert rewards(tree) == [0.25 + 0.5 + 0.75]
     assert list(tree.status) == [LeafStatus.STOP]
     assert live(server, 0) == 0
+
+
+def test_a_turn_that_calls_a_function_is_no_action(engine, server) -> None:
+    words = program(f"{server}/words")
+    script = one_after_another(call("calculator", expression="6 * 7"), "a", "end")
+    tree = talk(engine, script, words, tools=["calculator", *words.tools], max_new_tokens=400)
+    assert "<tool>42<end>" in said(tree)
+    assert "<user>a 1 0<end>" in said(tree), "the first action is the second turn"
+    assert rewards(tree) == [0.25 + 0.5]
+
+
+def test_a_server_that_wants_a_token(engine, server, monkeypatch) -> None:
+    monkeypatch.setenv("OPENENV_TOKEN", "hidden")
+    options = {"url": f"{server}/guarded", "headers": {"Authorization": "Bearer ${OPENENV_TOKEN}"}}
+    guarded = EnvironmentTurns("openenv", options | {"observation": "heard"})
+    assert list(talk(engine, one_after_another("end"), guarded, tools=guarded.tools).status) == [LeafStatus.STOP]
+    assert ServedPrompts(**options, observation="heard").next(1)[0]["prompt"] == "word 0"
+    with pytest.raises(UserError, match=r"cannot be asked .*401"):
+        ServedPrompts(url=options["url"], observation="heard").next(1)
+    monkeypatch.delenv("OPENENV_TOKEN")
+    with pytest.raises(UserError, match="variable OPENENV_TOKEN, which is not set"):
+        ServedPrompts(**options)
+    with pytest.raises(UserError, match="`headers` of openenv goes with `url`"):
+        find_server(None, ["python"], {"A": "b"})
 
 
 def test_rewards_go_to_their_turns(engine, server) -> None:
