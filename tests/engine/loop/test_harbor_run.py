@@ -66,7 +66,7 @@ def test_a_killed_run_loses_no_reward_and_leaves_no_container(tmp_path: Path, se
     assert kills >= 3
     until(lambda: not containers())
     whole = tmp_path / "whole" / "tiny"
-    assert [row["step"] for row in untimed(directory)] == list(range(1, steps + 1))
+    assert [row["step"] for row in untimed(directory)] == list(range(steps + 1))
     assert untimed(directory) == untimed(whole)
     rewards = [reward for file in sorted((directory / "rollouts").glob("*.parquet")) for reward in of_file(file)]
     assert len(rewards) == steps * prompts * n
