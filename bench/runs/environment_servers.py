@@ -30,7 +30,7 @@ def serve_openenv(port: int) -> None:
     wait = create_model("Wait", __base__=Action, seconds=(float, ...), place=(str, ...))
     waited = create_model("Waited", __base__=Observation, text=(str, ""))
 
-    class Waits(Environment):  # type: ignore[misc]
+    class Waits(Environment):
         SUPPORTS_CONCURRENT_SESSIONS = True
 
         def reset(self, **options: Any) -> Any:

@@ -136,7 +136,8 @@ class EnvironmentTurns(RolloutProgram):
             raise ValueError(f"{environment} cannot copy an episode for each of several ways; leave `ways` out.")
         self.make = _maker(environment, environment_options or {})
         if environment == "openenv":
-            self.tools = [{"openenv": {key: (environment_options or {}).get(key) for key in ("url", "command")}}]
+            options = environment_options or {}
+            self.tools = [{"openenv": {key: options.get(key) for key in ("url", "command", "headers")}}]
         elif environment == "harbor":
             self.tools = [{"harbor": True}]
         self.max_turns, self.ways = max_turns, tuple(ways)

@@ -23,8 +23,8 @@ from .entries import Entry, entry_of, filled, is_loopback
 
 START_S = 60.0
 """Seconds in which a session must begin."""
-STARTS = threading.BoundedSemaphore(8)
-"""Sessions that begin at once; each may start a process."""
+STARTS, CONNECTS = threading.BoundedSemaphore(8), threading.BoundedSemaphore(64)
+"""Sessions that begin at once: those that start a process, and those with an address."""
 PING_S = 5.0
 """Seconds in which a shared session must answer after a call that took too long."""
 PAGES = 100
@@ -103,7 +103,7 @@ class Server:
         return session
 
     def _begun(self) -> Session:
-        with STARTS:
+        with CONNECTS if isinstance(self.entry.place, str) else STARTS:
             session = Session(self)
             self._open.add(session)
             session.begin()
@@ -219,7 +219,7 @@ class Session:
             client = await stack.enter_async_context(
                 library.AsyncClient(
                     trust_env=not is_loopback(entry.place), headers=filled(entry.headers, "header"),
-                    timeout=library.Timeout(30.0, read=None),
+                    timeout=library.Timeout(30.0, read=None), verify=_trust(library),
                 )
             )  # fmt: skip
             sizes = {"max_sse_event_size": None} if hasattr(streamable_http, "DEFAULT_MAX_SSE_EVENT_SIZE") else {}
@@ -336,6 +336,12 @@ def find_server(tool: Mapping[str, Any]) -> Server:
 def listed_schemas(tool: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     """Return the descriptions of the tools of a server."""
     return find_server(tool).schemas()
+
+
+@functools.cache
+def _trust(library: Any) -> Any:
+    """Return the certificates of an HTTP library; reading them takes longer than beginning a session."""
+    return library.create_ssl_context()
 
 
 async def _listed(client: Any) -> list[dict[str, Any]]:
