@@ -70,7 +70,7 @@ def _needs_old(part: Part) -> Fires:
 
 def _needs_role(part: Part) -> Fires:
     for value, role in OF_ROLES.items():
-        if value in part.needs and getattr(part.run.roles, role) is None:
+        if value in part.needs and not part.run.roles.has(role):
             return {**_words(part), "value": value, "reason": part.needs[value], "role": role}
     return False
 
