@@ -152,9 +152,12 @@ class ScoringServer:
                 async with places:
                     return await self._patiently(lambda: ask(ids))
 
-            async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(one(ids)) for ids in sequences]
-        return [task.result() for task in asked]
+            asked = [asyncio.create_task(one(ids)) for ids in sequences]
+            try:
+                return await asyncio.gather(*asked)
+            finally:
+                for task in asked:
+                    task.cancel()
 
     async def _only_model(self, client: Any) -> str:
         try:
