@@ -90,10 +90,10 @@ class ScoringServer:
                 refusals.append(str(error))
                 continue
             for token, text in zip(ids[1:], texts[1:], strict=True):
-                if text != (own := tokenizer.decode([token])):
+                if text != (here := tokenizer.decode([token])):
                     raise UserError(
                         f"The teacher at '{self.url}' has another tokenizer than the policy: token {token} is {text!r} "
-                        f"there and {own!r} here; use a teacher with the policy's tokenizer."
+                        f"there and {here!r} here; use a teacher with the policy's tokenizer."
                     )
             return
         raise UserError("\n".join(dict.fromkeys(refusals)))
@@ -152,11 +152,11 @@ class ScoringServer:
                 async with places:
                     return await self._patiently(lambda: ask(ids))
 
-            asked = [asyncio.create_task(one(ids)) for ids in sequences]
+            tasks = [asyncio.create_task(one(ids)) for ids in sequences]
             try:
-                return await asyncio.gather(*asked)
+                return await asyncio.gather(*tasks)
             finally:
-                for task in asked:
+                for task in tasks:
                     task.cancel()
 
     async def _only_model(self, client: Any) -> str:

@@ -50,6 +50,8 @@ def learning_parts(
     spread = spreading(trainer.reshard, group, model.device.type)
     spread(model)
     scoring = roles(config, model, spread, methods)
+    early = not loop.score_early or any(role.fixed and role.columns for role in scoring)
+    refuse(MODELS, Model(config, scores_early=early))
     reference = next((role for role in scoring if role.column == "ref_logprob"), None)
     prepared = [methods.credit, *(shaping for _, shaping in methods.shapings)]
     terms = [term for term, _ in methods.terms]
@@ -216,19 +218,19 @@ def _teacher(config: TrainConfig, model: PreTrainedModel, spread: Spread, method
         return _reference(config, chosen, model, spread, "teacher_logprob", scores)
 
     def load(key: str, path: str) -> Role:
-        loaded = _beside(path, model)
-        same = len(loaded.get_output_embeddings().weight) == len(model.get_output_embeddings().weight)
+        teacher = _beside(path, model)
+        same = len(teacher.get_output_embeddings().weight) == len(model.get_output_embeddings().weight)
         refuse(MODELS, Model(config, key=f"{key}.path", path=path, same_vocabulary=same))
-        spread(loaded)
-        return Role("teacher_logprob", loaded, scores=scores)
+        spread(teacher)
+        return Role("teacher_logprob", teacher, scores=scores)
 
-    made = {
+    loaded = {
         key: served(teacher, model, methods.context, scores=scores) if teacher.path is None else load(key, teacher.path)
         for key, teacher in config.roles.all_teachers.items()
     }
     if chosen is not None:
-        return made["roles.teacher"]
-    named = {key.rpartition(".")[2]: role for key, role in made.items()}
+        return loaded["roles.teacher"]
+    named = {key.rpartition(".")[2]: role for key, role in loaded.items()}
     return Teachers(named, TeacherOf(config.roles, methods.context), scores=scores)
 
 

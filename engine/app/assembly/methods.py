@@ -214,10 +214,10 @@ def of_teacher(config: TrainConfig, key: str, table: TermConfig, context: Contex
     refuse(PARTS, Part(config, f"{key}.divergence", table.divergence, needs=needs))
     options = scheduled(context, table.name, f"{key}.divergence_options", table.divergence_options)
     served = any(each.url is not None for each in config.roles.all_teachers.values())
-    own = now(options)
-    if served and not isinstance(own.pop("rest", True), bool):
+    present = now(options)
+    if served and not isinstance(present.pop("rest", True), bool):
         raise UserError(f"`{key}.divergence_options.rest` must be true or false.")
-    ask(f"{key}.divergence = '{table.divergence}'", check_kind, table.divergence, **own)
+    ask(f"{key}.divergence = '{table.divergence}'", check_kind, table.divergence, **present)
     select = _selection(f"{key}.select", table.select, table.select_options, table.name, context)
     shown, data, longest = config.roles.teacher, config.data, config.trainer.max_tokens
     reads = None if shown is None or shown.context is None else PrivilegedPrompt(shown.context, data, longest, context)

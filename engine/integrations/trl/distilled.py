@@ -73,22 +73,22 @@ def divergence(
     hidden = student.base_model(**batch.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
     with torch.no_grad():
         of_teacher = teacher.base_model(**batch.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-    mine, other = head(student), head(teacher).frozen()
+    student_head, teacher_head = head(student), head(teacher).frozen()
     out = linear_divergence(
         hidden,
-        mine.weight,
+        student_head.weight,
         of_teacher,
-        other.weight,
+        teacher_head.weight,
         kind="jsd",
         beta=beta,
         row=row,
         teacher_row=row,
         weights=counts.float(),
         normalizer=normalizer,
-        teacher_bias=other.bias,
-        teacher_softcap=other.softcap,
-        teacher_temperature=temperature / other.scale,
-        **mine.options(temperature),
+        teacher_bias=teacher_head.bias,
+        teacher_softcap=teacher_head.softcap,
+        teacher_temperature=temperature / teacher_head.scale,
+        **student_head.options(temperature),
     )
     return out.loss, (out.entropy * counts).sum()
 

@@ -184,8 +184,8 @@ def add_divergence(
                 "teacher_temperature": at * scale / seen.head.scale,
             }
             heads = hidden, weight, seen.hidden, seen.head.weight
-            own = {name: value for name, value in term.options.items() if name != "rest"}
-            compared = linear_divergence(*heads, **common, **of_teacher, **own, **options)
+            of_kind = {name: value for name, value in term.options.items() if name != "rest"}
+            compared = linear_divergence(*heads, **common, **of_teacher, **of_kind, **options)
         loss = loss + compared.loss
         count = weights.double().sum()
         for name, values in compared._asdict().items():

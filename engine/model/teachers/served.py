@@ -62,7 +62,7 @@ class ServedTeacher(Role):
         super().__init__(column, model, scores=scores)
         self._server = server
         self._vocabulary = len(model.get_output_embeddings().weight)
-        self._known: OrderedDict[_Path, Told] = OrderedDict()
+        self._answers: OrderedDict[_Path, Told] = OrderedDict()
         self._kept = 0
 
     @property
@@ -84,28 +84,28 @@ class ServedTeacher(Role):
 
     def _ask(self, paths: Sequence[_Path]) -> None:
         """Have the answers for ``paths``, which are the latest that are kept."""
-        new = [path for path in paths if path not in self._known]
+        new = [path for path in paths if path not in self._answers]
         sequences = [np.frombuffer(path.ids, np.int32).tolist() for path in new]
         answers = self._server.score(sequences, [path.first for path in new], self._vocabulary) if new else []
-        self._known |= zip(new, answers, strict=True)
+        self._answers |= zip(new, answers, strict=True)
         self._kept += sum(answer.ids.size for answer in answers)
         for path in paths:
-            self._known.move_to_end(path)
+            self._answers.move_to_end(path)
         needed = len(paths)
-        while self._kept > KEPT and len(self._known) > needed:
-            self._kept -= self._known.popitem(last=False)[1].ids.size
+        while self._kept > KEPT and len(self._answers) > needed:
+            self._kept -= self._answers.popitem(last=False)[1].ids.size
 
     def _write(self, tree: TokenTree, paths: Sequence[tuple[_Path, npt.NDArray[np.int64]]]) -> None:
-        K = max(self._known[path].ids.shape[1] for path, _ in paths)
+        K = max(self._answers[path].ids.shape[1] for path, _ in paths)
         ids = np.full((tree.num_tokens, K), -1, np.int32)
-        logprobs, own = np.zeros((tree.num_tokens, K), np.float32), np.full(tree.num_tokens, np.nan, np.float32)
+        logprobs, of_tokens = np.zeros((tree.num_tokens, K), np.float32), np.full(tree.num_tokens, np.nan, np.float32)
         for path, rows in reversed(paths):  # the first one is written last
-            known, n = self._known[path], len(rows)
-            ids[rows], logprobs[rows], own[rows] = known.ids[:n], known.logprobs[:n], known.logprob[:n]
+            answer, n = self._answers[path], len(rows)
+            ids[rows], logprobs[rows], of_tokens[rows] = answer.ids[:n], answer.logprobs[:n], answer.logprob[:n]
         tree.set(TOP_IDS, ids)
         tree.set(TOP_LOGPROBS, logprobs)
         if self.scores:
-            tree.set(self.column, own)
+            tree.set(self.column, of_tokens)
 
 
 def _paths(tree: TokenTree) -> list[tuple[_Path, npt.NDArray[np.int64]]]:

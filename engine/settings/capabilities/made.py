@@ -56,6 +56,8 @@ class Model:
     same_vocabulary: bool = True
     same_shapes: bool = True
     same_tokens: bool = True
+    scores_early: bool = True
+    """A role of fixed weights writes a column, where the run scores early."""
     pictures_of: str = ""
     """Class of a model whose prompts have pictures that vLLM does not take; empty if there is none."""
 
@@ -236,6 +238,9 @@ MODELS: tuple[Row[Model], ...] = (
         "{positions} positions",
         "lower data.max_prompt_tokens or rollout.max_new_tokens",
     ),
+    Row("`loop.score_early`", "a teacher of whom only hidden states are read", lambda model: not model.scores_early,
+        "`loop.score_early` has nothing to score, as updates read the hidden states of a teacher with a `path`",
+        "leave it out, or give the run a reference"),
     Row("`roles.teacher`", "the policy's vocabulary",
         lambda model: not model.same_vocabulary and {"key": model.key, "path": model.path},
         "{key} = '{path}' has another vocabulary than the policy", "choose a teacher with the policy's tokenizer"),

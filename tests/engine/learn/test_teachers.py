@@ -112,7 +112,7 @@ def test_each_tree_is_scored_by_its_teacher(models: Any) -> None:
 def test_a_run_with_several(toml: Path, teacher: Path, recipe: str, tmp_path: Path) -> None:  # noqa: F811
     """The teacher of the run's task teaches as it does alone; a task without one is named."""
     named = f"--roles.teachers={{add={{path='{teacher}'}},same={{path='{toml.parent}/model'}}}}"
-    with pytest.raises(UserError, match="has the teacher 'chain_sum' .*roles.teachers has add, same"):
+    with pytest.raises(UserError, match=r"has the teacher 'chain_sum' .*roles.teachers has add, same"):
         run(toml, tmp_path, f"--recipe={recipe}", named)
     named = f"--roles.teachers={{chain_sum={{path='{teacher}'}},same={{path='{toml.parent}/model'}}}}"
     rows, _ = run(toml, tmp_path / "named", f"--recipe={recipe}", named)
