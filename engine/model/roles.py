@@ -193,9 +193,12 @@ def _copied(model: PreTrainedModel, weights: dict[str, Tensor]) -> Iterator[None
 
 
 def write_column(trees: Sequence[TokenTree], batch: TreeBatch, column: str, values: Tensor) -> None:
-    """Write ``values [M]``, one per target of ``batch``, into the token column ``column`` of ``trees``."""
+    """Write ``values [M]``, one per target of ``batch``, into the token column ``column`` of ``trees``.
+
+    A batch without trees, with which a rank waits for others, has targets that are no tree's.
+    """
     counts = [part.num_tokens - part.prompt_length for part in batch.trees]
-    for number, part in enumerate(values.split(counts)):
+    for number, part in enumerate(values[: sum(counts)].split(counts)):
         write_part(trees, batch, number, column, part)
 
 
