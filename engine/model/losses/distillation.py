@@ -171,14 +171,14 @@ def add_divergence(
     loss, metrics = out.loss, {f"{term.name}/divergence": (hidden.new_zeros((), dtype=torch.float64),) * 2}
     for seen in term.seen:
         pairs, weights = (v if seen.target is None else v[seen.target] for v in (row, term.weights))
-        common = {"row": pairs, "weights": term.weight * weights, "normalizer": term.normalizer}
+        common: dict[str, Any] = {"row": pairs, "weights": term.weight * weights, "normalizer": term.normalizer}
         if isinstance(seen, Likeliest):
             common |= {"rest": True, **term.options, **options}
             compared = linear_topk_divergence(hidden, weight, seen.ids, seen.logprob, **common)
         else:
             temperature = options["temperature"]
             at = temperature[pairs] if isinstance(temperature, Tensor) else temperature
-            of_teacher = {
+            of_teacher: dict[str, Any] = {
                 "teacher_bias": seen.head.bias,
                 "teacher_softcap": seen.head.softcap,
                 "teacher_temperature": at * scale / seen.head.scale,
