@@ -37,22 +37,27 @@ PROBLEMS_PER_STEP = 128
 LEARNING_RATE = 3e-3
 
 
-def create(config: TrainConfig, directory: Path) -> None:
+def create(config: TrainConfig, directory: Path, layers: int = 4) -> None:
     """Write a Hugging Face directory; problems held out by `config.evaluation` are never trained on."""
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer(config)
     source = PromptSource(config.data, tokenizer, SEED, held_out(config.data, config.evaluation.problems, tokenizer))
-    teach(tokenizer, solutions(source, tokenizer), directory)
+    teach(tokenizer, solutions(source, tokenizer), directory, layers)
 
 
-def teach(tokenizer: PreTrainedTokenizerFast, examples: Iterator[TokenTree], directory: Path) -> None:
+def create_student(config: TrainConfig, directory: Path) -> None:
+    """Write the same with half the layers, as a student of a model that `create` made."""
+    create(config, directory, layers=2)
+
+
+def teach(tokenizer: PreTrainedTokenizerFast, examples: Iterator[TokenTree], directory: Path, layers: int = 4) -> None:
     """Train a small model on ``examples`` and write it to ``directory`` with its tokenizer."""
     model = Qwen3ForCausalLM._from_config(
         Qwen3Config(
             vocab_size=len(tokenizer),
             hidden_size=128,
             intermediate_size=384,
-            num_hidden_layers=4,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,

@@ -63,7 +63,7 @@ def job_of(path: Path, overrides: Sequence[str], dtype: str | None) -> Job:
     if dtype is not None:
         raise UserError("--dtype applies to a model's folder; for a run give --model.dtype.")
     columns = {f"{name}_logprob" for name, role in (("ref", "reference"), ("teacher", "teacher"))
-               if getattr(config.roles, role) is not None}  # fmt: skip
+               if config.roles.has(role)}  # fmt: skip
     params = sampling_params(config.rollout)
     return Job(
         kernels_model(Path(config.model.path), config.model.dtype),

@@ -124,6 +124,9 @@ def find_column(name: str) -> Column:
     raise ValueError(f"There is no column '{name}'; {hint}, or declare it with rolltree.engine.data.columns.declare.")
 
 
+TOP_IDS, TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
+"""The columns that a teacher on a server writes: tokens that could stand at a token's place, and their log-probs."""
+
 for _column in (
     Column("loss_mask", np.bool_, "token", "the policy is trained on it"),
     Column("origin", np.int8, "token", "where it came from, an Origin"),
@@ -147,6 +150,17 @@ for _column in (
     Column("pass_rate", np.float32, "token", "mean reward of its prompt's responses", to_device=True, merge="first"),
     Column("ref_logprob", np.float32, "token", "of the reference", fill=np.nan, merge="first", to_device=True),
     Column("teacher_logprob", np.float32, "token", "of the teacher", fill=np.nan, merge="first", to_device=True),
+    Column(
+        TOP_IDS,
+        np.int32,
+        "token",
+        "likeliest tokens [K] of the teacher, -1: none",
+        fill=-1,
+        merge="first",
+        to_device=True,
+        axes=1,
+    ),
+    Column(TOP_LOGPROBS, np.float32, "token", "log-probs [K] of these", merge="first", to_device=True, axes=1),
     Column("policy_version", np.int32, "token", "optimiser steps behind the policy that sampled it"),
     Column("entropy", np.float32, "token", "of the distribution it was sampled from", fill=np.nan, merge="first"),
     Column("model", np.int8, "token", "number of the policy that sampled it; 0: that of [model]"),

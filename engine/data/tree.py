@@ -347,7 +347,7 @@ class TokenTree:
         for name, values in self.columns.items():
             column = COLUMNS[name]
             if column.per == "token":
-                values = np.concatenate([column.filled(len(ids)), values[self.prompt_length :]])
+                values = np.concatenate([column.filled(len(ids), values), values[self.prompt_length :]])
             columns[name] = values
         tree = in_order(
             self.parent,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,6 +28,14 @@ class Head(NamedTuple):
     """peft's LoRA adapter on the head itself: the effective weight is ``weight + lora.scale b a``."""
     scale: float = 1.0
     """The factor of the logits, which the ops take as a temperature of 1 / scale; 1 where there is a softcap."""
+
+    def frozen(self) -> Head:
+        """Return the head without gradient and with its adapter added to the weight; it keeps its present weights while
+        those of another role take their place in the model."""
+        weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
+        if self.lora is not None:
+            weight = torch.addmm(weight, self.lora.b.detach(), self.lora.a.detach(), alpha=self.lora.scale)
+        return self._replace(weight=weight, bias=bias, lora=None)
 
     def options(self, temperature: float | Tensor = 1.0) -> dict[str, Any]:
         """Return the keyword arguments of the fused head's ops other than the weight, at ``temperature``."""

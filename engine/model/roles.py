@@ -195,18 +195,25 @@ def _copied(model: PreTrainedModel, weights: dict[str, Tensor]) -> Iterator[None
 def write_column(trees: Sequence[TokenTree], batch: TreeBatch, column: str, values: Tensor) -> None:
     """Write ``values [M]``, one per target of ``batch``, into the token column ``column`` of ``trees``.
 
-    The batch's parts are trees of this list or some leaves of them; leaf and position identify a token in both.
+    A batch without trees, with which a rank waits for others, has targets that are no tree's.
     """
+    counts = [part.num_tokens - part.prompt_length for part in batch.trees]
+    for number, part in enumerate(values[: sum(counts)].split(counts)):
+        write_part(trees, batch, number, column, part)
+
+
+def write_part(trees: Sequence[TokenTree], batch: TreeBatch, number: int, column: str, values: Tensor) -> None:
+    """Write ``values``, one per target of the tree ``number`` of ``batch``, into the column of ``trees``.
+
+    A batch's parts are trees of this list or some leaves of them; leaf and position identify a token in both.
+    """
+    tree, part, leaves = trees[batch.tree_index[number]], batch.trees[number], batch.leaf_index[number]
+    first = part.prompt_length
+    if column not in tree.columns:
+        tree.set(column, np.nan)
+    rows = _path_rows(part, np.arange(part.num_leaves), first)
     host = values.detach().float().cpu().numpy()
-    begin = 0
-    for index, part, leaves in zip(batch.tree_index, batch.trees, batch.leaf_index, strict=True):
-        tree, first = trees[index], part.prompt_length
-        count = part.num_tokens - first
-        if column not in tree.columns:
-            tree.set(column, np.nan)
-        rows = _path_rows(part, np.arange(part.num_leaves), first)
-        tree.columns[column][_path_rows(tree, leaves, first)] = host[begin : begin + count][rows - first]
-        begin += count
+    tree.columns[column][_path_rows(tree, leaves, first)] = host[rows - first]
 
 
 def _path_rows(tree: TokenTree, leaves: Array, first: int) -> Array:

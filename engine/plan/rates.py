@@ -63,7 +63,9 @@ class Rates:
 
 def scoring_roles(config: TrainConfig) -> int:
     """Return the number of other models that score rollouts."""
-    return sum(getattr(config.roles, name) is not None for name in type(config.roles).model_fields)
+    roles = config.roles
+    served = sum(teacher.url is not None for teacher in roles.all_teachers.values())
+    return sum(map(roles.has, ("reference", "critic"))) + len(roles.all_teachers) - served
 
 
 # -- rates of the hardware model --------------------------------------------------------------------------------------

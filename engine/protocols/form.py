@@ -26,6 +26,8 @@ from .token_bytes import TokenBytes
 
 Array = npt.NDArray[Any]
 LEAST_LOGPROB = -9999.0  # OpenAI's own floor: JSON has no infinity
+NAMED = "token_id:"
+"""Prefix of a token that is named by its id, as vLLM writes it."""
 
 
 @dataclass
@@ -86,6 +88,10 @@ class Form(Reader):
         self._model = model
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
+
+    def _name(self, token: int) -> str:
+        """Return the text by which log-probs name a token, or its id where the request asks for that."""
+        return f"{NAMED}{token}" if self.body.return_tokens_as_token_ids else self._bytes.name(token)
 
     def head(self, suffix: str) -> dict[str, Any]:
         kind = "chat.completion" + suffix if self.chat else "text_completion"
@@ -224,10 +230,10 @@ class Form(Reader):
         for top in scored.tops:
             named: dict[str, float] = {}
             for id_, value in (top or {}).items():  # of tokens with the same text the likeliest is first
-                named.setdefault(self._bytes.name(id_), max(value, LEAST_LOGPROB))
+                named.setdefault(self._name(id_), max(value, LEAST_LOGPROB))
             tops.append(named if top is not None else None)
         return {
-            "tokens": list(map(self._bytes.name, scored.tokens)),
+            "tokens": list(map(self._name, scored.tokens)),
             "token_logprobs": scored.logprobs,
             "top_logprobs": tops if any(tops) else None,
             "text_offset": offsets[:-1],
@@ -236,7 +242,7 @@ class Form(Reader):
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         spelt = self._bytes.of(token)
         return {
-            "token": self._bytes.name(token),
+            "token": self._name(token),
             "logprob": None if logprob is None else max(logprob, LEAST_LOGPROB),
             "bytes": None if spelt is None else list(spelt),
         }

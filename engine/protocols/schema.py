@@ -104,8 +104,9 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class Sampling(Telemetry):
-    """The fields of both endpoints. ``top_k``, ``min_p``, ``ignore_eos``, ``stop_token_ids``, ``allowed_token_ids`` and
-    ``return_token_ids`` are extensions with vLLM's names; as there, a ``top_k`` of 0 or -1 means no limit."""
+    """The fields of both endpoints. ``top_k``, ``min_p``, ``ignore_eos``, ``stop_token_ids``, ``allowed_token_ids``,
+    ``return_token_ids`` and ``return_tokens_as_token_ids`` are extensions with vLLM's names; as there, a ``top_k`` of 0
+    or -1 means no limit."""
 
     model: Text | None = None
     n: Count | None = None
@@ -121,6 +122,7 @@ class Sampling(Telemetry):
     response_format: ResponseFormat | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -140,7 +142,6 @@ class Sampling(Telemetry):
     include_stop_str_in_output: Annotated[Any, only(False)] = None
     truncate_prompt_tokens: Annotated[Any, only()] = None
     prompt_logprobs: Annotated[Any, only()] = None
-    return_tokens_as_token_ids: Annotated[Any, only(False)] = None
     priority: Annotated[Any, only(0)] = None
     cache_salt: Annotated[Any, only()] = None
     logits_processors: Annotated[Any, only([])] = None

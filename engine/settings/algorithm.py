@@ -9,6 +9,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 from .place import Place
 from .section import NonNegativeInt, PositiveInt, Schedule, Section
 
+TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
 
 class TermConfig(Section):
     name: str
@@ -35,7 +37,8 @@ class TermConfig(Section):
     """Divergence of the policy from the teacher over the whole vocabulary, a mean over tokens: `forward_kl`,
     `reverse_kl`, `jsd`, `skew_forward_kl`, `skew_reverse_kl` or `total_variation` (docs/kernels.md)."""
     divergence_options: dict[str, Any] = Field(default_factory=dict)
-    """`beta` of `jsd`, or `alpha` of the skewed KLs."""
+    """`beta` of `jsd`, or `alpha` of the skewed KLs; and `rest` of a teacher with a `url`: false leaves tokens that it
+    does not tell out of the sum, in place of one class for all of them."""
     weight: Schedule = 1.0
     """Factor of the term in the loss, as in `algorithm.weight`."""
     weight_options: dict[str, Any] = Field(default_factory=dict)
@@ -58,10 +61,28 @@ class ReferenceConfig(Section):
     """Share of the reference's weights kept at every update, the rest being the policy's. Default: no averaging."""
 
 
-class TeacherConfig(Section):
+class NamedTeacherConfig(Section):
     path: str | None = None
-    """Model directory of the teacher, which needs the policy's vocabulary. Default: the policy at the start of the
-    run."""
+    """Model directory of the teacher, which needs the policy's vocabulary. Default of `roles.teacher`: the policy at
+    the start of the run."""
+    url: str | None = None
+    """Instead of a path: address of a server with OpenAI's protocol that tells log-probs of given tokens, such as vLLM
+    or `rolltree serve`, for example `http://localhost:8000/v1`; see docs/loop.md."""
+    model: str | None = None
+    """Name of the teacher on the server of `url`. Default: the only one there."""
+    top: Annotated[int, Field(ge=1, le=1000)] = 20
+    """Likeliest tokens whose log-probs the server of `url` tells at each place; servers have limits, often 20."""
+    at_once: PositiveInt = 32
+    """Number of concurrent requests to the server of `url`."""
+    timeout_s: PositiveFloat = 120.0
+    """Time limit of a request to the server of `url`, in seconds."""
+    retries: NonNegativeInt = 4
+    """Retries of a request, with growing waits, where the server of `url` is busy, late, failing or unreachable."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable with the key for the server of `url`; not needed for a server without keys."""
+
+
+class TeacherConfig(NamedTeacherConfig):
     reset_every: NonNegativeInt = 0
     """A teacher without a path becomes a copy of the current policy every this many updates; 0: never."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -87,8 +108,23 @@ class RolesConfig(Section):
     """Reference policy, needed by `kl_coef` and preference losses."""
     teacher: TeacherConfig | None = None
     """Teacher, needed by distillation."""
+    teachers: dict[TeacherName, NamedTeacherConfig] = Field(default_factory=dict)
+    """Several teachers by name, each with a `path` or a `url`, in place of `roles.teacher`: a problem has the one that
+    `teacher_key` names."""
+    teacher_key: str = "task"
+    """Column of the data that holds the name of the problem's teacher; `task`: the name of its task."""
     critic: CriticConfig | None = None
     """Critic, needed by `algorithm.advantage` = "gae"."""
+
+    def has(self, role: str) -> bool:
+        """Return whether the run has a ``reference``, ``critic`` or at least one ``teacher``."""
+        return getattr(self, role) is not None or (role == "teacher" and bool(self.teachers))
+
+    @property
+    def all_teachers(self) -> dict[str, NamedTeacherConfig]:
+        """The teachers by their keys."""
+        alone = {} if self.teacher is None else {"roles.teacher": self.teacher}
+        return alone | {f"roles.teachers.{name}": teacher for name, teacher in self.teachers.items()}
 
 
 class DemonstrationsConfig(Section):

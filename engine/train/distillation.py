@@ -1,4 +1,4 @@
-"""Loss terms that compare the policy with a teacher over the whole vocabulary, at every token that they count."""
+"""Loss terms that compare the policy with a teacher at every token that they count."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ from rolltree.kernels import Objective
 
 from ..batches.batch import TreeBatch
 from ..data.tree import TokenTree
-from ..model.losses.distillation import TEACHER_PROMPT, Distilled, Seen, at_first_targets, see
+from ..model.losses.distillation import (
+    TEACHER_PROMPT,
+    Distilled,
+    Seen,
+    at_first_targets,
+    read_likeliest,
+    see,
+)
 from ..model.roles import Role
+from ..model.teachers.served import ServedTeacher
+from ..model.teachers.several import Teachers
 from ..parts.context import now
 from .terms import TokenTerm
 
@@ -22,22 +31,30 @@ COUNTED = Objective(surrogate="nll", aggregation="token_mean")
 
 
 class Teacher:
-    """The teacher of a term, once the run has loaded it."""
+    """The teacher of the terms of a run, or its teachers, once the run has loaded them."""
 
     def __init__(self) -> None:
         self.role: Role | None = None
 
-    def __call__(self, batch: TreeBatch) -> Seen:
-        """Return what the divergence reads of the teacher on ``batch``."""
+    def __call__(self, batch: TreeBatch) -> list[Seen]:
+        """Return what the divergence reads on ``batch``, of each teacher of any of its trees."""
         if self.role is None:
             raise RuntimeError("The teacher of a loss term is not loaded; `learning_parts` loads it.")
-        return see(self.role, batch)
+        if not isinstance(self.role, Teachers):
+            return [self._of(self.role, batch, range(len(batch.trees)))]
+        return [self._of(role, batch, members, name) for name, role, members in self.role.divided(batch.trees)]
+
+    @staticmethod
+    def _of(role: Role, batch: TreeBatch, members: Sequence[int], name: str = "") -> Seen:
+        if isinstance(role, ServedTeacher):
+            return read_likeliest(batch, members, name)
+        return see(role, batch, members, name)
 
 
 @dataclass(frozen=True)
 class DivergenceTerm(TokenTerm):
     """The mean of a divergence from ``teacher`` over tokens; ``options`` are those of `linear_divergence`: kind, beta,
-    alpha."""
+    alpha; and ``rest`` of `linear_topk_divergence`."""
 
     teacher: Teacher = field(default_factory=Teacher)
     options: dict[str, Any] = field(default_factory=dict)

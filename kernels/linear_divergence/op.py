@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..checks import Arguments
-from ..forward_gradients import accumulated, backward, empty_gradients, registered
+from ..forward_gradients import INPUTS, accumulated, backward, empty_gradients, registered
 from ..linear_logprob import chunked as logprob_chunked
-from ..linear_logprob.head import Head, HeadGradient, HeadLora
+from ..linear_logprob.head import Head, HeadGradient
 from ..linear_logprob.op import backend_of, row_kernels
 from ..linear_logprob.targets import Targets
 from ..linear_policy_loss import fused
@@ -62,7 +62,8 @@ def _one_pass(
     else:
         check.positive("teacher_temperature", teacher_temperature)
         teacher_at = teacher_temperature if teachers is None else teacher_temperature[teachers]
-    head, gradient = _student(weight, bias, lora_a, lora_b, lora_scale, temperature.dtype, need, weight_grad)
+    head = Head.of_flat(weight, bias, lora_a, lora_b, lora_scale, temperature.dtype)
+    gradient = HeadGradient(head, need[1], need[2], need[3] or need[4], weight_grad if need[1] else None)
     teacher = Head(teacher_weight, teacher_bias, None, at.dtype)
     d_hidden, scores = chunked.one_pass(
         divergence_rows(backend_of(NAME, hidden)),
@@ -106,7 +107,8 @@ def _topk_one_pass(
         ids, teacher_logprob = ids[pairs.live], teacher_logprob[pairs.live]
     check_topk(check, ids, teacher_logprob, len(weight))
     topk = TopK(Kind(kind, share), ids, teacher_logprob, pairs.weights, rest, len(weight))
-    head, gradient = _student(weight, bias, lora_a, lora_b, lora_scale, temperature.dtype, need, weight_grad)
+    head = Head.of_flat(weight, bias, lora_a, lora_b, lora_scale, temperature.dtype)
+    gradient = HeadGradient(head, need[1], need[2], need[3] or need[4], weight_grad if need[1] else None)
     (R, K), at = ids.shape, pairs.of_rows(temperature)
     targets = Targets(torch.arange(R + 1, device=ids.device) * K, topk.target, None, K == 1)
     row_cuts = even_cuts(R, logprob_chunked.chunk_rows(R, len(weight), hidden.device))
@@ -171,48 +173,25 @@ def divergence_rows(backend: str) -> chunked.DivergenceRows:
     return reference if backend == "reference" else chunked.CPU
 
 
-def _student(
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    lora_scale: float,
-    accumulator: torch.dtype,
-    need: Sequence[bool],
-    weight_grad: Tensor | None,
-) -> tuple[Head, HeadGradient]:
-    lora = None if lora_a is None or lora_b is None else HeadLora(lora_a, lora_b, lora_scale)
-    head = Head(weight, bias, lora, accumulator)
-    return head, HeadGradient(head, need[1], need[2], need[3] or need[4], weight_grad if need[1] else None)
-
-
 def _of_head(gradient: HeadGradient, weight_grad: Tensor | None) -> tuple[Tensor, ...]:
     d_weight, *others = gradient.results()
     return d_weight.new_empty(0) if weight_grad is not None else d_weight, *others
 
 
-def _fake(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    return _fakes(3, (hidden, weight, bias, lora_a, lora_b), rest)
-
-
-def _topk_fake(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    return _fakes(2, (hidden, weight, bias, lora_a, lora_b), rest)
-
-
-def _fakes(columns: int, inputs: tuple[Tensor | None, ...], rest: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    temperature, (weights, *_, need, weight_grad) = rest[1], rest[-5:]
+def _fake(columns: int, *arguments: Any) -> tuple[Tensor, ...]:
+    """Return outputs without values of an op with ``columns`` values a pair; both ops begin and end alike."""
+    inputs, temperature = arguments[:INPUTS], arguments[INPUTS + 1]
+    weights, *_, need, weight_grad = arguments[-5:]
     values = (temperature.new_empty(weights.shape) for _ in range(columns))
     needed = [need[0], need[1] and weight_grad is None, *need[2:]]
     return temperature.new_empty(()), *values, *empty_gradients(inputs, temperature.dtype, needed)
 
 
-linear_divergence_op, linear_divergence_into_op = registered(NAME, _one_pass, _fake, partial(backward, NAME))
+linear_divergence_op, linear_divergence_into_op = registered(
+    NAME, _one_pass, partial(_fake, 3), partial(backward, NAME)
+)
 linear_topk_divergence_op, linear_topk_divergence_into_op = registered(
-    TOPK, _topk_one_pass, _topk_fake, partial(backward, TOPK)
+    TOPK, _topk_one_pass, partial(_fake, 2), partial(backward, TOPK)
 )
 
 

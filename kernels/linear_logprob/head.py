@@ -47,6 +47,20 @@ class Head:
         self.bf16 = weight.dtype == torch.bfloat16 and accumulator == torch.float32 and has_bf16_gemm(weight)
         """The CPU's kernels multiply the bf16 weight as it is."""
 
+    @classmethod
+    def of_flat(
+        cls,
+        weight: Tensor,  # [V, H]
+        bias: Tensor | None,  # [V]
+        lora_a: Tensor | None,  # [r, H]
+        lora_b: Tensor | None,  # [V, r]
+        lora_scale: float,
+        accumulator: torch.dtype,
+    ) -> Head:
+        """Return the head of an op's arguments, which hold the adapter's parts one by one."""
+        lora = None if lora_a is None or lora_b is None else HeadLora(lora_a, lora_b, lora_scale)
+        return cls(weight, bias, lora, accumulator)
+
     def _operand(self, t: Tensor) -> Tensor:
         return t if self.mixed else t.to(self.accumulator)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import dispatch
 from ..checks import Arguments, check_first_derivative
 from . import chunked, frozen, reference
-from .head import Head, HeadGradient, HeadLora
+from .head import Head, HeadGradient
 from .targets import group_by_row
 
 
@@ -39,7 +39,7 @@ def linear_logprob_op(
     vocabulary, or nothing.
     """
     check_values("linear_logprob", hidden, target, row, temperature, len(weight))
-    head = Head(weight, bias, _lora(lora_a, lora_b, lora_scale), temperature.dtype)
+    head = Head.of_flat(weight, bias, lora_a, lora_b, lora_scale, temperature.dtype)
     backend = backend_of("linear_logprob", hidden)
     targets = group_by_row(target, row, len(hidden))
     run = reference.forward if backend == "reference" else functools.partial(chunked.forward, row_kernels(backend))
@@ -65,10 +65,6 @@ def check_values(
     if row is not None:
         check.index("row", row, len(rows), remedy=remedy)
     check.positive("temperature", temperature)
-
-
-def _lora(a: Tensor | None, b: Tensor | None, scale: float) -> HeadLora | None:
-    return None if a is None or b is None else HeadLora(a, b, scale)
 
 
 @linear_logprob_op.register_fake
@@ -116,7 +112,7 @@ def linear_logprob_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of hidden, weight, bias and the adapter's a and b; empty where not needed or added to
     weight_grad."""
-    head = Head(weight, bias, _lora(lora_a, lora_b, lora_scale), temperature.dtype)
+    head = Head.of_flat(weight, bias, lora_a, lora_b, lora_scale, temperature.dtype)
     need = HeadGradient(head, need_weight, need_bias, need_lora, weight_grad if need_weight else None)
     absent = temperature.new_empty(0)
     targets = group_by_row(target, row, len(hidden))

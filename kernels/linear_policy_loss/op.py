@@ -104,8 +104,7 @@ def _one_pass(  # `HeadPass.encoded` makes the arguments
     needed, or that is added to ``weight_grad``, is empty.
     """
     check_values("linear_policy_loss", hidden, target, None, temperature, len(weight))
-    lora = None if lora_a is None or lora_b is None else HeadLora(lora_a, lora_b, lora_scale)
-    head = Head(weight, bias, lora, temperature.dtype)
+    head = Head.of_flat(weight, bias, lora_a, lora_b, lora_scale, temperature.dtype)
     gradient = HeadGradient(head, need[1], need[2], need[3] or need[4], weight_grad if need[1] else None)
     targets = Targets(start, target, None, place is None and len(target) == len(hidden))
     terms = TermEvaluator(_decoded(fields, names, objectives), scale, place, temperature)

@@ -167,7 +167,6 @@ WANTED: list[tuple[str, Any]] = [
     ("bad_words", ["no"]), ("skip_special_tokens", False), ("spaces_between_special_tokens", "no"),
     ("include_stop_str_in_output", True), ("truncate_prompt_tokens", 8), ("prompt_logprobs", 0), ("priority", -1),
     ("guided_regex", "a+"), ("structured_outputs", {"regex": "a"}), ("cache_salt", "s"), ("vllm_xargs", {"a": 1}),
-    ("return_tokens_as_token_ids", True),
 ]  # fmt: skip
 
 

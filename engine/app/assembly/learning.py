@@ -14,24 +14,23 @@ from rolltree.kernels import Objective
 
 from ...learn.extrapolation import Trajectory
 from ...learn.learning import LearningParts
-from ...methods.advantages import ADVANTAGES
 from ...methods.schedules import find_schedule, scheduled
 from ...model.invariant.install import is_invariant
 from ...model.loading import choose_device, load_model
 from ...model.lora import Alone, Merged, has_lora
 from ...model.roles import Role, SampledRole
 from ...model.sharding import shard
+from ...model.teachers.several import Teachers
 from ...parts.context import Context, now
 from ...programs import make_program
 from ...settings import AlgorithmConfig, LoraConfig, ReferenceConfig, TeacherConfig, TermConfig, TrainConfig
 from ...settings.capabilities import MODELS, Model, refuse
 from ...train.critic import Critic
-from ...train.distillation import DivergenceTerm
 from ...train.group import ALONE, Group
-from ...train.terms import TokenTerm
 from .methods import Methods
 from .sampling import adapter_alone
 from .statistics import given_roles, statistics
+from .teachers import TeacherOf, served, teacher_scores
 
 
 def learning_parts(
@@ -51,13 +50,12 @@ def learning_parts(
     spread = spreading(trainer.reshard, group, model.device.type)
     spread(model)
     scoring = roles(config, model, spread, methods)
+    early = not loop.score_early or any(role.fixed and role.columns for role in scoring)
+    refuse(MODELS, Model(config, scores_early=early))
     reference = next((role for role in scoring if role.column == "ref_logprob"), None)
     prepared = [methods.credit, *(shaping for _, shaping in methods.shapings)]
     terms = [term for term, _ in methods.terms]
-    teacher = next((role for role in scoring if role.column == "teacher_logprob"), None)
-    for term in terms:
-        if isinstance(term, DivergenceTerm):
-            term.teacher.role = teacher
+    methods.teacher.role = next((role for role in scoring if role.column == "teacher_logprob"), None)
     return LearningParts(
         model=model,
         optimizer=trainer.optimizer(),
@@ -208,26 +206,32 @@ def roles(config: TrainConfig, model: PreTrainedModel, spread: Spread, methods: 
         scoring.append(role("proximal_logprob", model, replays_routes=True))
     if config.roles.reference is not None:
         scoring.append(_reference(config, config.roles.reference, model, spread))
-    if config.roles.teacher is not None:
-        chosen, scores = config.roles.teacher, teacher_scores(config, methods)
-        if chosen.path is None:
-            scoring.append(_reference(config, chosen, model, spread, "teacher_logprob", scores))
-            return scoring
-        teacher = _beside(chosen.path, model)
-        same = len(teacher.get_output_embeddings().weight) == len(model.get_output_embeddings().weight)
-        refuse(MODELS, Model(config, key="roles.teacher.path", path=chosen.path, same_vocabulary=same))
-        spread(teacher)
-        scoring.append(Role("teacher_logprob", teacher, scores=scores))
+    if config.roles.has("teacher"):
+        scoring.append(_teacher(config, model, spread, methods))
     return scoring
 
 
-def teacher_scores(config: TrainConfig, methods: Methods) -> bool:
-    """Return whether the teacher's log-probs of tokens are read: not by terms of whole distributions alone."""
-    terms = [term for term, _ in methods.terms]
-    if not any(isinstance(term, DivergenceTerm) for term in terms):
-        return True
-    reads = any(isinstance(t, TokenTerm) and "teacher_logprob" in t.objective.needs_fields for t in terms)
-    return reads or config.algorithm.advantage not in ADVANTAGES or config.algorithm.advantage == "log_ratio"
+def _teacher(config: TrainConfig, model: PreTrainedModel, spread: Spread, methods: Methods) -> Role:
+    """Load the teacher of the run, or its teachers."""
+    scores, chosen = teacher_scores(config, methods), config.roles.teacher
+    if chosen is not None and chosen.path is None and chosen.url is None:
+        return _reference(config, chosen, model, spread, "teacher_logprob", scores)
+
+    def load(key: str, path: str) -> Role:
+        teacher = _beside(path, model)
+        same = len(teacher.get_output_embeddings().weight) == len(model.get_output_embeddings().weight)
+        refuse(MODELS, Model(config, key=f"{key}.path", path=path, same_vocabulary=same))
+        spread(teacher)
+        return Role("teacher_logprob", teacher, scores=scores)
+
+    loaded = {
+        key: served(teacher, model, methods.context, scores=scores) if teacher.path is None else load(key, teacher.path)
+        for key, teacher in config.roles.all_teachers.items()
+    }
+    if chosen is not None:
+        return loaded["roles.teacher"]
+    named = {key.rpartition(".")[2]: role for key, role in loaded.items()}
+    return Teachers(named, TeacherOf(config.roles, methods.context), scores=scores)
 
 
 def _beside(path: str, model: PreTrainedModel) -> PreTrainedModel:

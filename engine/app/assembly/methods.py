@@ -32,7 +32,7 @@ from ...parts.resolve import options_of, resolve
 from ...prompts.privileged import PrivilegedPrompt
 from ...settings import AlgorithmConfig, ShapingConfig, TermConfig, TrainConfig
 from ...settings.capabilities import PARTS, Part, refuse
-from ...train.distillation import COUNTED, DivergenceTerm
+from ...train.distillation import COUNTED, DivergenceTerm, Teacher
 from ...train.terms import LossTerm, PairTerm, Selection, TokenTerm
 from ...train.user_term import FIELDS, UserTerm
 from .statistics import given_columns, read_columns
@@ -53,6 +53,7 @@ class Methods:
         terms: the terms of the loss, `algorithm.objective` first.
         columns: columns of the policy's statistics that parts read, each once.
         given_columns: those that loss terms read of demonstrations.
+        teacher: that of all terms that compare distributions, once the run has loaded it.
     """
 
     config: TrainConfig
@@ -62,6 +63,7 @@ class Methods:
     terms: list[WeighedTerm]
     columns: list[str]
     given_columns: list[str]
+    teacher: Teacher
 
     @classmethod
     def make(cls, config: TrainConfig, context: Context | None = None) -> Methods:
@@ -78,7 +80,9 @@ class Methods:
         estimator = credit(config.algorithm, context)  # first, as its file may declare the columns that terms read
         shaped = shapings(config.reward.shaping, config.rollout.max_new_tokens, context)
         of_demonstrations = given_columns(config)
-        return cls(config, context, estimator, shaped, loss_terms(config, context), columns, of_demonstrations)
+        teacher = Teacher()
+        terms = loss_terms(config, context, teacher)
+        return cls(config, context, estimator, shaped, terms, columns, of_demonstrations, teacher)
 
     def copied(self) -> Methods:
         """Return a copy that may be tried: no state of this one's parts changes. Parts that cannot be copied are made
@@ -203,26 +207,33 @@ def of_user(key: str, table: TermConfig, context: Context) -> UserTerm:
     return UserTerm(f"{key}.loss = '{table.loss}'", loss, TokenTerm(FIELDS, table.name, select), context)
 
 
-def of_teacher(config: TrainConfig, key: str, table: TermConfig, context: Context) -> DivergenceTerm:
-    """Return the term of ``table`` that compares whole distributions with the teacher's."""
+def of_teacher(config: TrainConfig, key: str, table: TermConfig, context: Context, teacher: Teacher) -> DivergenceTerm:
+    """Return the term of ``table`` that compares distributions with the teacher's."""
     assert table.divergence is not None
     needs = {"teacher_logprob": "it compares with a teacher"}
     refuse(PARTS, Part(config, f"{key}.divergence", table.divergence, needs=needs))
     options = scheduled(context, table.name, f"{key}.divergence_options", table.divergence_options)
-    ask(f"{key}.divergence = '{table.divergence}'", check_kind, table.divergence, **now(options))
+    served = any(each.url is not None for each in config.roles.all_teachers.values())
+    present = now(options)
+    if served and not isinstance(present.pop("rest", True), bool):
+        raise UserError(f"`{key}.divergence_options.rest` must be true or false.")
+    ask(f"{key}.divergence = '{table.divergence}'", check_kind, table.divergence, **present)
     select = _selection(f"{key}.select", table.select, table.select_options, table.name, context)
     shown, data, longest = config.roles.teacher, config.data, config.trainer.max_tokens
     reads = None if shown is None or shown.context is None else PrivilegedPrompt(shown.context, data, longest, context)
-    return DivergenceTerm(COUNTED, table.name, select, options={"kind": table.divergence} | options, reads=reads)
+    options = {"kind": table.divergence} | options
+    return DivergenceTerm(COUNTED, table.name, select, teacher=teacher, options=options, reads=reads)
 
 
-def loss_terms(config: TrainConfig, context: Context | None = None) -> list[WeighedTerm]:
+def loss_terms(
+    config: TrainConfig, context: Context | None = None, teacher: Teacher | None = None
+) -> list[WeighedTerm]:
     """Return the terms of the loss, `algorithm.objective` first, each with its weight.
 
     Raises:
         UserError: a part is unknown, or needs something that the run does not have.
     """
-    algorithm, context = config.algorithm, context or Context()
+    algorithm, context, teacher = config.algorithm, context or Context(), teacher or Teacher()
     main = of_tokens(config, "algorithm", algorithm, "actor", context)
     terms: list[WeighedTerm] = [(main, find_schedule("algorithm.weight", algorithm.weight, algorithm.weight_options))]
     for table in algorithm.terms:
@@ -233,7 +244,7 @@ def loss_terms(config: TrainConfig, context: Context | None = None) -> list[Weig
         elif table.loss is not None:
             terms.append((of_user(key, table, context), weight))
         elif table.divergence is not None:
-            terms.append((of_teacher(config, key, table, context), weight))
+            terms.append((of_teacher(config, key, table, context, teacher), weight))
         else:
             terms.append((of_tokens(config, key, table, table.name, context), weight))
     return terms

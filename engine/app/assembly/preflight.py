@@ -114,7 +114,7 @@ def try_methods(methods: Methods) -> None:
             objective does not fit the run's credit or selections.
     """
     config, tried = methods.config, methods.copied()
-    columns = [column for column, role in OF_ROLES.items() if getattr(config.roles, role) is not None]
+    columns = [column for column, role in OF_ROLES.items() if config.roles.has(role)]
     trees = [_made_up(min(config.rollout.n, 64), [*columns, *methods.columns], shift) for shift in (0, 1)]
     _give_credit(config, tried.credit, trees, has_critic="value" in columns)
     scored = methods.given_columns + (["ref_logprob"] if config.roles.reference is not None else [])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 import trl
 from peft import PeftModel
 from transformers import PreTrainedModel
-from trl import GRPOTrainer
+from trl import DistillationTrainer, GRPOTrainer
 
 from ...errors import UserError
 from ...model import recurrent
@@ -40,6 +41,8 @@ def trainer(trainer: Any) -> None:
     name, args = type(trainer).__name__, trainer.args
     if getattr(trainer, "_is_vlm", False) or hasattr(trainer.model.config, "vision_config"):
         _images(trainer, name)
+    if isinstance(trainer, DistillationTrainer) and not isinstance(trainer.teacher_model, torch.nn.Module):
+        raise UserError(f"{name} has its teacher elsewhere than in `teacher_model`; train it without accelerate.")
     if args.use_liger_kernel:
         raise UserError(f"{name} replaces layers by Liger's (use_liger_kernel); leave it out to use rolltree.")
     kind = str(trainer.accelerator.distributed_type).rsplit(".", 1)[-1]

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import PreTrainedModel
-from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, SFTTrainer
 
 from ...errors import UserError
 from ...freed_memory import keep_freed_memory
 from ...model import attention
 from ...model.fused_layers import fuse_layers
 from . import checks
+from .distilled import Distiller, GkdLoss
 from .fused_head import FusedHead
 from .groups import GroupTrainer
 from .parts import Parts
-from .replaced import GROUPS, SCORES, chain, own, package
+from .replaced import DIVERGENCE, GROUPS, SCORES, chain, is_gkd, own, package
 from .rollouts import Rollouts
 
 
@@ -28,8 +29,8 @@ def accelerate(
     a CPU the process keeps the memory that its steps free (`keep_freed_memory`).
 
     Args:
-        trainer: a `GRPOTrainer` or `RLOOTrainer`; or a `DPOTrainer` or `SFTTrainer`, which get head and layers only.
-            It is changed in place.
+        trainer: a `GRPOTrainer`, `RLOOTrainer` or `DistillationTrainer`; or a `DPOTrainer`, `SFTTrainer` or
+            `GKDTrainer`, which get head and layers only. It is changed in place.
         head: compute log-probs and entropies with `linear_logprob` in place of TRL's fused head and, if `Objective`
             supports the trainer's loss, the gradients with `linear_policy_loss`. Only tokens of completions are scored.
         tree: train on the completions of one prompt as a tree, so that each micro-batch computes the prompt once; sets
@@ -46,25 +47,31 @@ def accelerate(
         UserError: the trainer or an option of it is not supported; the message names it.
     """
     checks.version()
-    if not isinstance(trainer, (*GROUPS, DPOTrainer, SFTTrainer)):
-        raise UserError(f"accelerate supports GRPO, RLOO, DPO and SFT trainers of TRL, not a {type(trainer).__name__}.")
+    if not isinstance(trainer, (*GROUPS, DistillationTrainer, DPOTrainer, SFTTrainer)):
+        raise UserError(
+            "accelerate supports GRPO, RLOO, Distillation, DPO, SFT and GKD trainers of TRL, not a "
+            f"{type(trainer).__name__}."
+        )
     if hasattr(trainer, "rolltree"):
         raise UserError(f"This {type(trainer).__name__} is accelerated already; call accelerate once.")
     checks.trainer(trainer)
-    of_groups = isinstance(trainer, GROUPS)
+    distils = isinstance(trainer, DistillationTrainer)
+    of_groups = isinstance(trainer, GROUPS) or distils
     if tree and of_groups and not head:
         raise UserError("tree=True scores by rolltree's head; leave head=True, or pass tree=False.")
     models = [checks.base_model(trainer.model)]
     if getattr(trainer, "ref_model", None) is not None:
         models.append(checks.base_model(trainer.accelerator.unwrap_model(trainer.ref_model)))
+    if distils or is_gkd(trainer):
+        models.append(checks.base_model(trainer.accelerator.unwrap_model(trainer.teacher_model)))
     if models[0].device.type == "cpu":
         keep_freed_memory()
     recurrent = False
     if of_groups and (tree or rollouts):
         for model in models:
             recurrent |= checks.tree_layers(model)
-    fused = _head_of(models[0]) if head else None
-    tree = tree and of_groups and own(trainer, SCORES) is None
+    fused = _head_of(models[0]) if head and not distils else None
+    tree = tree and of_groups and own(trainer, DIVERGENCE if distils else SCORES) is None
     if layers:
         for model in models:
             fuse_layers(model)
@@ -76,17 +83,27 @@ def accelerate(
     if not of_groups:
         checks.log.info("%s has no groups and samples nothing: it gets head and layers.", type(trainer).__name__)
         trainer.rolltree = parts
+        if is_gkd(trainer):
+            _precede(trainer, GkdLoss)
         return trainer
     if tree:
         for model in models:
             model.set_attn_implementation(attention.NAME)
             checks.own_forward(model)
-    if not isinstance(trainer, GroupTrainer):
-        cls = type(trainer)
-        trainer.__class__ = type(cls.__name__, (GroupTrainer, cls), {"__module__": cls.__module__})
-    parts.read(trainer)
+    _precede(trainer, Distiller if distils else GroupTrainer)
+    if not distils:
+        parts.read(trainer)
+    elif head:
+        parts.stays(trainer, DIVERGENCE)
     trainer.rolltree = parts
     return trainer
+
+
+def _precede(trainer: Any, overrides: type) -> None:
+    """Let the methods of ``overrides`` precede those of the trainer's class."""
+    if not isinstance(trainer, overrides):
+        cls = type(trainer)
+        trainer.__class__ = type(cls.__name__, (overrides, cls), {"__module__": cls.__module__})
 
 
 def _head_of(model: PreTrainedModel) -> FusedHead:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from trl import GRPOTrainer, RLOOTrainer
+from trl import DistillationTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
 
 GROUPS = (GRPOTrainer, RLOOTrainer)
+GKD = "trl.experimental.gkd.gkd_trainer"
+
+
+def overridden() -> tuple[type, ...]:
+    """Return TRL's classes whose methods are replaced; the experimental one only where it was imported, which warns."""
+    module = sys.modules.get(GKD)
+    return (*GROUPS, DistillationTrainer, *([] if module is None else [module.GKDTrainer]))
+
+
+def is_gkd(trainer: Any) -> bool:
+    """Return whether ``trainer`` is a `GKDTrainer`."""
+    return any(cls in overridden() for cls in type(trainer).__mro__) and isinstance(trainer, SFTTrainer)
 
 
 class Part(NamedTuple):
@@ -22,6 +35,10 @@ SCORES = Part((_SCORE,), "Log-probs are TRL's code with rolltree's head, and no 
 LOSS = Part(
     ("_compute_loss", "compute_loss", "get_off_policy_mask", "get_gamma_weights", _SCORE),
     "The loss is TRL's code on rolltree's log-probs, and no op together with the head: %s.",
+)
+DIVERGENCE = Part(
+    ("_compute_loss", "compute_loss", "_get_last_hidden_state", "generalized_jsd_loss"),
+    "The divergence is TRL's code on hidden states or logits of flat batches: %s.",
 )
 ORDER = Part(("_prepare_inputs",), "Micro-batches stay in TRL's order, which spreads groups over them: %s.")
 COMPLETIONS = Part(("_generate_single_turn",), "Completions are TRL's, not the native engine's: %s.")
@@ -44,7 +61,7 @@ def own(trainer: Any, part: Part) -> str | None:
         for cls in type(trainer).__mro__:
             if name not in vars(cls) or (packages := homes(vars(cls)[name])) == {"rolltree"}:
                 continue
-            if cls not in GROUPS or not packages <= {"trl", "torch"}:
+            if cls not in overridden() or not packages <= {"trl", "torch"}:
                 return f"{cls.__name__} has a {name} of its own"
             break
     return None

@@ -92,7 +92,7 @@ def sampling_params(trainer: Any) -> SamplingParams:
     """
     if trainer.use_vllm:
         raise ValueError("use_vllm is set")
-    if trainer.use_transformers_continuous_batching:
+    if getattr(trainer, "use_transformers_continuous_batching", False):
         raise ValueError("use_transformers_continuous_batching is set")
     if getattr(trainer, "rollout_func", None) is not None:
         raise ValueError("rollout_func samples")

@@ -1,7 +1,8 @@
-"""Distillation of whole distributions on trees: a teacher's hidden states of a batch, and the divergence of the heads.
+"""Distillation on trees: what a teacher shows of a batch, and the divergence of the policy from it.
 
-The teacher computes the rows that the policy computes, so a prefix that responses share is computed once by either. A
-row that predicts several targets is compared once, with the sum of their weights.
+A teacher in this process shows its hidden states; it computes the rows that the policy computes, so a prefix that
+responses share is computed once by either. A teacher on a server has shown the log-probs of its likeliest tokens, in
+columns of the trees. A row that predicts several targets is compared once, with the sum of their weights.
 """
 
 from __future__ import annotations
@@ -13,44 +14,63 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rolltree.kernels import LogprobTerm, Term, TermsLossOutput, linear_divergence
+from rolltree.kernels import LogprobTerm, Term, TermsLossOutput, linear_divergence, linear_topk_divergence
 
 from ...batches.batch import TreeBatch
-from ...batches.pack import pack
+from ...data.columns import TOP_IDS, TOP_LOGPROBS
+from ...data.tree import TokenTree
 from ..decoder import target_hidden
-from ..head import head
+from ..head import Head, head
 from ..roles import Role
+from ..teachers.repacked import of_trees
 
 TEACHER_PROMPT = "teacher_prompt"
 """Key of a tree's metadata: the token ids that the teacher reads in place of the prompt."""
 
 
-class Seen(NamedTuple):
-    """The values of a teacher that the divergence reads."""
+class Whole(NamedTuple):
+    """The values of a teacher in this process that the divergence reads."""
 
-    hidden: Tensor  # [M, H_t], the state that predicts each target of the batch
-    weight: Tensor  # [V, H_t]
-    bias: Tensor | None  # [V]
-    softcap: float | None
-    scale: float  # of the logits
+    hidden: Tensor  # [P, H_t], the state that predicts each target that the teacher teaches
+    head: Head  # without an adapter
+    target: Tensor | None  # [P] int64, those targets of the batch; None: all, P = M
+    name: str = ""  # of one of several teachers
+
+    def take(self, target: Tensor) -> Whole:
+        """Return the values of some targets of a batch of one tree, all of whose targets it teaches."""
+        return self._replace(hidden=self.hidden[target], target=None)
+
+
+class Likeliest(NamedTuple):
+    """The values of a teacher on a server that the divergence reads."""
+
+    ids: Tensor  # [P, K] int32, tokens whose log-probs are known; -1: none
+    logprob: Tensor  # [P, K] float32
+    target: Tensor | None  # [P], as in `Whole`
+    name: str = ""
+
+    def take(self, target: Tensor) -> Likeliest:
+        """Return the values of some targets, as `Whole.take` does."""
+        return self._replace(ids=self.ids[target], logprob=self.logprob[target], target=None)
+
+
+Seen = Whole | Likeliest
 
 
 class Distilled(NamedTuple):
-    """A loss term: ``weight`` times the mean divergence of the policy from a teacher, on the targets of a batch."""
+    """A loss term: ``weight`` times the mean divergence of the policy from its teachers, on the targets of a batch."""
 
-    teacher: Callable[[TreeBatch], Seen]
+    teacher: Callable[[TreeBatch], list[Seen]]
     weights: Tensor  # [M] float32, of each row at the first of its targets, and 0 at the others
-    options: dict[str, Any]  # kind, beta, alpha
+    options: dict[str, Any]  # kind, beta, alpha; and of a teacher on a server rest
     normalizer: float
     weight: float = 1.0
     name: str = "actor"
-    seen: Seen | None = None
+    seen: Sequence[Seen] = ()
 
     def take(self, target: Tensor) -> Distilled:
-        """Return the term of some targets of the batch."""
-        assert self.seen is not None
-        seen = self.seen._replace(hidden=self.seen.hidden[target])
-        return self._replace(weights=self.weights[target], seen=seen)
+        """Return the term of some targets of a batch of one tree."""
+        return self._replace(weights=self.weights[target], seen=[part.take(target) for part in self.seen])
 
 
 AnyTerm = Term | LogprobTerm | Distilled
@@ -70,23 +90,32 @@ def at_first_targets(weights: Tensor, head_index: Tensor) -> Tensor:
     return torch.zeros_like(weights).index_copy_(0, first, sums.to(weights.dtype))
 
 
-def _hidden(model: PreTrainedModel, batch: TreeBatch) -> Tensor:  # [M, H_t]
-    """Return the state that predicts each target of ``batch``, after the prompts that the teacher reads."""
-    prompts = [tree.meta.get(TEACHER_PROMPT) for tree in batch.trees]
-    if all(prompt is None for prompt in prompts):
+def targets_of(batch: TreeBatch, chosen: Sequence[int]) -> Tensor | None:
+    """Return the targets ``[P]`` of the chosen trees of ``batch``, in order; None: they are all."""
+    if len(chosen) == len(batch.trees):
+        return None
+    bounds = [0]
+    for tree in batch.trees:
+        bounds.append(bounds[-1] + tree.num_tokens - tree.prompt_length)
+    places = [torch.arange(bounds[i], bounds[i + 1]) for i in chosen]
+    return torch.cat(places).to(batch.target.device)
+
+
+def _hidden(model: PreTrainedModel, batch: TreeBatch, chosen: Sequence[int]) -> Tensor:  # [P, H_t]
+    """Return the state that predicts each target of the chosen trees, after the prompts that the teacher reads."""
+    prompts = [batch.trees[i].meta.get(TEACHER_PROMPT) for i in chosen]
+    if len(chosen) == len(batch.trees) and all(prompt is None for prompt in prompts):
         return target_hidden(model, batch)
-    trees = [t if p is None else t.reroot(p) for t, p in zip(batch.trees, prompts, strict=True)]
-    counts = [tree.num_tokens - tree.prompt_length for tree in trees]
-    most = max((p.end - p.begin for p in batch.pieces), default=sum(int(t.path_length.sum()) for t in trees))
-    parts: dict[int, Tensor] = {}
-    for other in pack(trees, max_tokens=most, in_pieces=bool(batch.pieces), flat=batch.padded is not None):
-        hidden = target_hidden(model, other.to(batch.target.device))
-        parts |= zip(other.tree_index, hidden.split([counts[i] for i in other.tree_index]), strict=True)
-    return torch.cat([parts[i] for i in range(len(trees))])
+
+    def read(tree: TokenTree, prompt: Sequence[int] | None) -> TokenTree:
+        return tree if prompt is None else tree.reroot(prompt)
+
+    trees = [read(batch.trees[i], prompt) for i, prompt in zip(chosen, prompts, strict=True)]
+    return torch.cat(of_trees(batch, trees, lambda other: target_hidden(model, other.to(batch.target.device))))
 
 
-def see(role: Role, batch: TreeBatch) -> Seen:
-    """Return what the divergence reads of ``role`` on ``batch``, without gradients.
+def see(role: Role, batch: TreeBatch, chosen: Sequence[int], name: str = "") -> Whole:
+    """Return what the divergence reads of ``role`` on the chosen trees of ``batch``, without gradients.
 
     A role that computes with the policy's module and other weights is seen before the policy's own forward.
     """
@@ -94,19 +123,24 @@ def see(role: Role, batch: TreeBatch) -> Seen:
     was_training = model.training
     model.eval()
     with torch.no_grad(), role.computing():
-        hidden = _hidden(model, batch.without_routes())
-        of_role = head(model)
-        # detached: those of a policy, in whose place they stand for now
-        weight, bias = of_role.weight.detach(), None if of_role.bias is None else of_role.bias.detach()
-        if of_role.lora is not None:
-            weight = torch.addmm(weight, of_role.lora.b, of_role.lora.a, alpha=of_role.lora.scale)
+        hidden = _hidden(model, batch.without_routes(), chosen)
+        of_role = head(model).frozen()
     model.train(was_training)
-    return Seen(hidden, weight, bias, of_role.softcap, of_role.scale)
+    return Whole(hidden, of_role, targets_of(batch, chosen), name)
+
+
+def read_likeliest(batch: TreeBatch, chosen: Sequence[int], name: str = "") -> Likeliest:
+    """Return what a teacher on a server has shown of the chosen trees of ``batch``."""
+    target = targets_of(batch, chosen)
+    ids, logprob = (batch.columns[column] for column in (TOP_IDS, TOP_LOGPROBS))
+    if target is not None:
+        ids, logprob = ids[target], logprob[target]
+    return Likeliest(ids, logprob, target, name)
 
 
 def with_teachers(batch: TreeBatch, terms: Sequence[AnyTerm]) -> list[AnyTerm]:
     """Return ``terms`` with what their teachers show of ``batch``; a teacher of several terms is asked once."""
-    shown: dict[int, Seen] = {}
+    shown: dict[int, list[Seen]] = {}
     seen: list[AnyTerm] = []
     for term in terms:
         if isinstance(term, Distilled):
@@ -134,28 +168,35 @@ def add_divergence(
         scale: the factor of the policy's logits.
         options: of its head; the temperature is divided by ``scale``.
     """
-    assert term.seen is not None
-    seen, of_pairs, temperature = term.seen, term.weights, options["temperature"]
-    at = temperature[row] if isinstance(temperature, Tensor) else temperature
-    compared = linear_divergence(
-        hidden,
-        weight,
-        seen.hidden,
-        seen.weight,
-        row=row,
-        weights=term.weight * of_pairs,
-        normalizer=term.normalizer,
-        teacher_bias=seen.bias,
-        teacher_softcap=seen.softcap,
-        teacher_temperature=at * scale / seen.scale,
-        **term.options,
-        **options,
-    )
-    count = of_pairs.double().sum()
-    metrics = {
-        f"{term.name}/{name}": (torch.where(of_pairs != 0, values.double() * of_pairs, 0).sum(), count)
-        for name, values in compared._asdict().items()
-        if name != "loss"
-    }
+    loss, metrics = out.loss, {f"{term.name}/divergence": (hidden.new_zeros((), dtype=torch.float64),) * 2}
+    for seen in term.seen:
+        pairs, weights = (v if seen.target is None else v[seen.target] for v in (row, term.weights))
+        common: dict[str, Any] = {"row": pairs, "weights": term.weight * weights, "normalizer": term.normalizer}
+        if isinstance(seen, Likeliest):
+            common |= {"rest": True, **term.options, **options}
+            compared = linear_topk_divergence(hidden, weight, seen.ids, seen.logprob, **common)
+        else:
+            temperature = options["temperature"]
+            at = temperature[pairs] if isinstance(temperature, Tensor) else temperature
+            of_teacher: dict[str, Any] = {
+                "teacher_bias": seen.head.bias,
+                "teacher_softcap": seen.head.softcap,
+                "teacher_temperature": at * scale / seen.head.scale,
+            }
+            heads = hidden, weight, seen.hidden, seen.head.weight
+            of_kind = {name: value for name, value in term.options.items() if name != "rest"}
+            compared = linear_divergence(*heads, **common, **of_teacher, **of_kind, **options)
+        loss = loss + compared.loss
+        count = weights.double().sum()
+        for name, values in compared._asdict().items():
+            if name == "loss" or values is None:
+                continue
+            total = torch.where(weights != 0, values.double() * weights, 0).sum()
+            keys = [f"{term.name}/{name}"]
+            if seen.name and name == "divergence":
+                keys.append(f"{term.name}/{name}/{seen.name}")
+            for key in keys:
+                before = metrics.get(key, (0.0, 0.0))
+                metrics[key] = before[0] + total, before[1] + count
     losses = {term.name: metrics[f"{term.name}/divergence"][0] / term.normalizer}
-    return out._replace(loss=out.loss + compared.loss, metrics=out.metrics | metrics, losses=out.losses | losses)
+    return out._replace(loss=loss, metrics=out.metrics | metrics, losses=out.losses | losses)

@@ -44,6 +44,24 @@ def _changes_twice(role: ReferenceConfig | TeacherConfig | None) -> bool:
     return role is not None and role.reset_every > 0 and role.ema is not None
 
 
+def _without_place(run: RunKeys) -> Fires:
+    names = [name for name, teacher in run.roles.teachers.items() if teacher.path is None and teacher.url is None]
+    return bool(names) and {"name": names[0]}
+
+
+def _served(run: RunKeys) -> Fires:
+    keys = [key for key, teacher in run.roles.all_teachers.items() if teacher.url is not None]
+    return bool(keys) and {"key": keys[0]}
+
+
+def _served_and_more(run: RunKeys) -> Fires:
+    for key, teacher in run.roles.all_teachers.items():
+        more = {name: getattr(teacher, name, None) for name in ("path", "reset_every", "ema", "context")}
+        if teacher.url is not None and any(more.values()):
+            return {"key": key, "other": next(name for name, value in more.items() if value)}
+    return False
+
+
 def _has_context(run: RunKeys) -> bool:
     return run.roles.teacher is not None and run.roles.teacher.context is not None
 
@@ -133,6 +151,34 @@ LEARNING: tuple[Row[RunKeys], ...] = (
         lambda run: _follows(run.roles.teacher) and getattr(run.roles.teacher, "path", None) is not None,
         "the teacher of `roles.teacher.path` has weights of its own, and `reset_every` and `ema` follow the policy's",
         "leave the path or these out"),
+    Row("`roles.teachers`", "`roles.teacher`",
+        lambda run: bool(run.roles.teachers) and run.roles.teacher is not None,
+        "give `roles.teacher` or `roles.teachers`, not both"),
+    Row("`roles.teachers.NAME`", "neither `path` nor `url`", _without_place,
+        "`roles.teachers.{name}` has no model", "give it a `path` or a `url`"),
+    Row("`roles.teachers`", "`trainer.ranks` above 1",
+        lambda run: bool(run.roles.teachers) and run.trainer.ranks > 1,
+        "`roles.teachers` does not go with `trainer.ranks` above 1, whose ranks would wait for different teachers",
+        "set it to 1"),
+    Row("`roles.teacher.url`, `roles.teachers.NAME.url`", "its `path`, `reset_every`, `ema` or `context`",
+        _served_and_more, "`{key}.url` is a model of its own on a server, which `{key}.{other}` does not go with",
+        "leave one out"),
+    *against(
+        "`roles.teacher.url`, `roles.teachers.NAME.url`",
+        _served,
+        "`{key}.url` does not go with {other}",
+        "change one of them",
+        {
+            "`rollout.temperature` other than 1, at which servers tell no log-probs": (
+                lambda run: run.rollout.temperature != 1
+            ),
+            "`loop.temperature_scale`, as servers tell log-probs at a temperature of 1": (
+                lambda run: run.loop.temperature_scale != 1
+            ),
+            "`data.image_key`, as only tokens are sent": lambda run: run.data.image_key is not None,
+            "`trainer.ranks` above 1": lambda run: run.trainer.ranks > 1,
+        },
+    ),
     Row("`roles.teacher.context`", "no loss term with `divergence`",
         lambda run: _has_context(run) and all(term.divergence is None for term in run.algorithm.terms),
         "`roles.teacher.context` is read by loss terms with `divergence` alone", "add one, or leave it out"),
@@ -196,7 +242,7 @@ LEARNING: tuple[Row[RunKeys], ...] = (
         "{left}", "change one of them"),
     _early("no reference or teacher of fixed weights", "a reference or a teacher of fixed weights in [roles]",
            lambda run: (run.roles.reference is None or _reference_follows(run)) 
-               and (run.roles.teacher is None or _follows(run.roles.teacher))),
+               and not run.roles.teachers and (run.roles.teacher is None or _follows(run.roles.teacher))),
     _early("`trainer.ranks` above 1", "trainer.ranks = 1, because several ranks score a batch together",
            lambda run: run.trainer.ranks > 1),
     _early("`models`", "a run of one policy, without [models]", lambda run: bool(run.models)),

@@ -56,6 +56,8 @@ class Model:
     same_vocabulary: bool = True
     same_shapes: bool = True
     same_tokens: bool = True
+    scores_early: bool = True
+    """A role of fixed weights writes a column, where the run scores early."""
     pictures_of: str = ""
     """Class of a model whose prompts have pictures that vLLM does not take; empty if there is none."""
 
@@ -70,7 +72,7 @@ def _needs_old(part: Part) -> Fires:
 
 def _needs_role(part: Part) -> Fires:
     for value, role in OF_ROLES.items():
-        if value in part.needs and getattr(part.run.roles, role) is None:
+        if value in part.needs and not part.run.roles.has(role):
             return {**_words(part), "value": value, "reason": part.needs[value], "role": role}
     return False
 
@@ -236,6 +238,9 @@ MODELS: tuple[Row[Model], ...] = (
         "{positions} positions",
         "lower data.max_prompt_tokens or rollout.max_new_tokens",
     ),
+    Row("`loop.score_early`", "a teacher of whom only hidden states are read", lambda model: not model.scores_early,
+        "`loop.score_early` has nothing to score, as updates read the hidden states of a teacher with a `path`",
+        "leave it out, or give the run a reference"),
     Row("`roles.teacher`", "the policy's vocabulary",
         lambda model: not model.same_vocabulary and {"key": model.key, "path": model.path},
         "{key} = '{path}' has another vocabulary than the policy", "choose a teacher with the policy's tokenizer"),

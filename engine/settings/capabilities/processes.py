@@ -86,7 +86,7 @@ PROCESSES: tuple[Row[RunKeys], ...] = (
             "model.replay_routes": lambda run: run.model.replay_routes,
             "replay": lambda run: run.replay is not None,
             "roles.critic": lambda run: run.roles.critic is not None,
-            "roles.teacher": lambda run: run.roles.teacher is not None,
+            "roles.teacher": lambda run: run.roles.has("teacher"),
             "roles.reference.path": lambda run: (
                 run.roles.reference is not None and run.roles.reference.path is not None
             ),

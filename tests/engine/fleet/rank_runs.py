@@ -103,6 +103,23 @@ CASES = {
         ),
         micro_batches_of=2,
     ),
+    "a moving teacher's distributions, fewer trees than ranks": Case(
+        (
+            '--algorithm.terms=[{name="distill",divergence="jsd"}]',
+            "--roles.teacher={ema=0.5}",
+            "--trainer.updates_per_step=2",
+        ),
+        groups=3,
+    ),
+    "distributions of a teacher of its own": Case(
+        (
+            "--algorithm.weight=0",
+            '--algorithm.terms=[{name="distill",divergence="forward_kl"},{name="policy",objective="dapo",weight=0.5}]',
+            "--roles.teacher={path='FOLDER/model'}",
+            "--trainer.max_tokens=96",
+        ),
+        tied=False,
+    ),
     "pairs, recomputed log-probs": Case(
         (
             '--algorithm.terms=[{name="dpo",pairs="every_unequal",weight=0.5},{name="calm",objective="sft",select="calm"}]',
@@ -179,7 +196,8 @@ def demonstration(step: int, number: int) -> TokenTree:
 
 
 def make(toml: Path, case: Case, group: Group, *options: str) -> Learner:
-    given = [option.replace("mine.py", f"{toml.parent}/mine.py") for option in case.options]
+    folder = str(toml.parent)
+    given = [option.replace("mine.py", f"{folder}/mine.py").replace("FOLDER", folder) for option in case.options]
     config = load_config(toml, [*FIXED, *given, *options])
     model, _ = prepare_model(config)
     torch.manual_seed(3)

@@ -17,7 +17,7 @@ from ...support.recurrent_models import make
 from ...support.tiny import write_job
 
 
-def train(directory: Path) -> list[dict[str, Any]]:
+def train(directory: Path, *options: str) -> list[dict[str, Any]]:
     """Train two steps with a page pool so small that branches are preempted; return the rows of the metrics."""
     toml = write_job(
         directory, trainer={"steps": 2}, rollout={"kv_tokens": 256, "kept_states": 4}, evaluation={"problems": 1}
@@ -25,7 +25,7 @@ def train(directory: Path) -> list[dict[str, Any]]:
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     make("qwen3_5", vocab_size=len(tokenizer), **ids).save_pretrained(directory / "model")
-    assert main(["train", str(toml)]) == 0
+    assert main(["train", str(toml), *options]) == 0
     rows = (directory / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, rows) if "training/rollout_probs_diff_mean" in row]
 

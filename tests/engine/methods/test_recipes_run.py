@@ -172,6 +172,7 @@ ELSEWHERE = {
     **dict.fromkeys(("dpo", "hypo"), "they need a file of pairs: tests/engine/prompts/test_demonstrations.py"),
     "next": "its stages and its extrapolation: tests/engine/{app/test_stages,loop/test_extrapolation}.py",
     **dict.fromkeys(("gkd", "opd_full", "self_distill"), "tests/engine/learn/test_whole_distributions.py"),
+    **dict.fromkeys(("mopd", "opd_topk"), "tests/engine/learn/test_teachers.py"),
     "turn_rewards": "it needs a chat template and tools: test_turn_rewards.py",
 }
 """Recipes whose step is not taken here, and the reason."""

@@ -27,6 +27,9 @@ TERM = "algorithm.terms=[{name='t',objective='sft'%s}]"
 MORE = "roles.teacher={context='{prompt}'}"
 COMPARED_TERM = "algorithm.terms=[{name='t',divergence='forward_kl'}]"
 DEMONSTRATED = TERM % ",select='demonstrated'"
+URL = "`roles.teacher.url`, `roles.teachers.NAME.url`"
+SERVED = "roles.teacher={url='http://x'}"
+TWO_TEACHERS = "roles.teachers={a={path='x'},b={url='http://x'}}"
 EARLY = f"loop.score_early=true  {REFERENCE}"
 NEXT = "model.lora={extrapolate={every=2,horizon=3}}"
 
@@ -148,6 +151,23 @@ OF_KEYS: dict[tuple[str, str], Case] = {
         "roles.teacher={ema=0.5}", "not both"),
     ("`roles.teacher.path`", "`roles.teacher.reset_every`, `ema`"): ("roles.teacher={path='x',reset_every=2}",
         "roles.teacher={path='x'}", "leave the path or these out"),
+    ("`roles.teachers`", "`roles.teacher`"): (f"{TWO_TEACHERS}  roles.teacher={{path='x'}}", TWO_TEACHERS, "not both"),
+    ("`roles.teachers.NAME`", "neither `path` nor `url`"): ("roles.teachers={a={path='x'},b={}}", TWO_TEACHERS,
+        "`roles.teachers.b` has no model"),
+    ("`roles.teachers`", "`trainer.ranks` above 1"): (
+        f"roles.teachers={{a={{path='x'}}}}  trainer.ranks=2  {ENGINES}",
+        f"{TWO_TEACHERS}  {ENGINES}", "wait for different teachers"),
+    (URL, "its `path`, `reset_every`, `ema` or `context`"): ("roles.teachers={a={path='x',url='http://x'}}", SERVED,
+        "which `roles.teachers.a.path` does not go with"),
+    **{
+        (URL, other): (f"{SERVED}  {flags}", flags, "`roles.teacher.url` does not go with `")
+        for other, flags in {
+            "`rollout.temperature` other than 1, at which servers tell no log-probs": "rollout.temperature=0.8",
+            "`loop.temperature_scale`, as servers tell log-probs at a temperature of 1": "loop.temperature_scale=0.8",
+            "`data.image_key`, as only tokens are sent": f"{FILE}  data.image_key=i",
+            "`trainer.ranks` above 1": f"trainer.ranks=2  {ENGINES}",
+        }.items()
+    },
     ("`roles.teacher.context`", "no loss term with `divergence`"): (f"{MORE}  {TERM % ''}", f"{MORE}  {COMPARED_TERM}",
         "add one, or leave it out"),
     ("`roles.teacher.context`", "`data.image_key`, whose pictures are part of the prompt"): (

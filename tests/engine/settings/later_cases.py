@@ -105,6 +105,11 @@ FACTS: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], str]] = {
             ("`models.NAME.path`", "the tokenizer of `model.path`", "same_tokens", "k", "`k` = 'p' has another token"),
         )
     },
+    ("`loop.score_early`", "a teacher of whom only hidden states are read"): (
+        {"scores_early": False},
+        {},
+        "has nothing to score",
+    ),
     ('`rollout.backend` = "vllm"', "pictures of a model that is not Qwen's"): (
         {"pictures_of": "Gemma"},
         {},

@@ -1,0 +1,1 @@
+"""Teachers: several of whom each tree has one, and those on a server."""
