@@ -442,7 +442,7 @@ def test_opcheck(backend: str) -> None:
     step = forest(seed=8, longest=9)
     given = [t.to(device_of(backend)) for t in (*tensors(step, 2, 1, 16), *step.plan.tensors().values())]
     with dispatch.use_backend(backend):
-        torch.library.opcheck(tree_decode_op, (*given, None, None, 0, None, 0.25, 7, None))
+        torch.library.opcheck(tree_decode_op, (*given, None, None, 0, None, None, 0.25, 7, None))
 
 
 def test_errors_name_the_argument() -> None:

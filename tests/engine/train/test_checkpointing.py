@@ -48,7 +48,6 @@ def gradients(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.T
         ("qwen3", False),
         pytest.param("qwen3", True, marks=needs_known_order),
         ("gemma2-window-softcap", False),
-        ("qwen3-moe", False),
     ],
 )
 def test_attention_is_computed_once(family: str, invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
