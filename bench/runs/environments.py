@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     many = 8 if quick else 64
     for episodes, seconds in ((1, 0.2), (many, 0.2), (many, 0.0)):
         of = "episode" if episodes == 1 else "episodes"
-        yield Case(f"{episodes} {of} of {STEPS} steps of {seconds:g} s", lambda x=Inputs(episodes, seconds): x)
+        yield Case(f"{episodes} {of} of {STEPS} steps of {seconds:g} s", partial(Inputs, episodes, seconds))
 
 
 @cache

@@ -252,10 +252,14 @@ def _top_k(router: nn.Module) -> int:
 
 
 def _wrap(cls: Any, forward: Any) -> None:
-    """Replace the class's forward by ``forward``, which gets the original, once."""
+    """Replace the class's forward by ``forward``, which gets the original, once.
+
+    Transformers checkpoints a layer only by the wrapper that its class calls first; a layer is wrapped anew, then.
+    """
     if hasattr(cls.forward, "with_routes"):
         return
-    original = cls.forward
+    checkpoints = issubclass(cls, GradientCheckpointingLayer)
+    original = cls.forward.__wrapped__ if checkpoints else cls.forward
 
     @functools.wraps(original)
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -263,6 +267,8 @@ def _wrap(cls: Any, forward: Any) -> None:
 
     wrapped.with_routes = True  # type: ignore[attr-defined]
     cls.forward = wrapped
+    if checkpoints:
+        GradientCheckpointingLayer.__init_subclass__.__func__(cls)  # type: ignore[attr-defined]
 
 
 def _layer_forward(original: Any, self: nn.Module, *args: Any, routes: Routes | None = None, **kwargs: Any) -> Any:

@@ -183,9 +183,9 @@ def add_divergence(
                 "teacher_softcap": seen.head.softcap,
                 "teacher_temperature": at * scale / seen.head.scale,
             }
-            heads = hidden, weight, seen.hidden, seen.head.weight
             of_kind = {name: value for name, value in term.options.items() if name != "rest"}
-            compared = linear_divergence(*heads, **common, **of_teacher, **of_kind, **options)
+            common |= {**of_teacher, **of_kind, **options}
+            compared = linear_divergence(hidden, weight, seen.hidden, seen.head.weight, **common)
         loss = loss + compared.loss
         count = weights.double().sum()
         for name, values in compared._asdict().items():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rolltree.engine import TokenTree, batch_loss, pack, skip_check
+from rolltree.engine.model import routes
 from rolltree.engine.model.invariant.install import make_invariant
 from rolltree.engine.train import checkpointing
 from rolltree.engine.train.checkpointing import (
@@ -43,18 +44,22 @@ def gradients(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.T
 
 
 @pytest.mark.parametrize(
-    ("family", "invariant"),
+    ("family", "change"),
     [
-        ("qwen3", False),
-        pytest.param("qwen3", True, marks=needs_known_order),
-        ("gemma2-window-softcap", False),
+        ("qwen3", None),
+        pytest.param("qwen3", make_invariant, marks=needs_known_order),
+        ("gemma2-window-softcap", None),
+        ("qwen3-moe", None),
+        ("qwen3-moe", routes.install),
     ],
 )
-def test_attention_is_computed_once(family: str, invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_computed_once(family: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of layers whose class passes on routes of experts, from then on in the whole process."""
     found = []
     for kept in (None, "attention", "nothing"):
         model = make_models(family)[0].train()
-        model = make_invariant(model) if invariant else model
+        if change is not None:
+            change(model)
         if kept == "attention":
             checkpoint_layers(model)
         elif kept == "nothing":
