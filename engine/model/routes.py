@@ -268,7 +268,7 @@ def _wrap(cls: Any, forward: Any) -> None:
     wrapped.with_routes = True  # type: ignore[attr-defined]
     cls.forward = wrapped
     if checkpoints:
-        GradientCheckpointingLayer.__init_subclass__.__func__(cls)  # type: ignore[attr-defined]
+        GradientCheckpointingLayer.__init_subclass__.__func__(cls)
 
 
 def _layer_forward(original: Any, self: nn.Module, *args: Any, routes: Routes | None = None, **kwargs: Any) -> Any:
