@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama import modeling_llama as llama
 
 from rolltree.kernels import dispatch
@@ -31,6 +32,18 @@ ROTARY = "apply_rotary_pos_emb"
 BACKENDS = {("cpu", torch.float32): "cpu"} | {
     ("cuda", dtype): "triton" for dtype in (torch.float32, torch.bfloat16, torch.float16)
 }
+
+
+def replace_forward(cls: Any, around: Callable[[Any], Any]) -> None:
+    """Replace a class's forward by ``around(forward)``; that of a layer stays below the wrapper that checkpoints it.
+
+    Transformers checkpoints a layer only where its class calls that wrapper first, and keeps all activations else.
+    """
+    if not issubclass(cls, GradientCheckpointingLayer):
+        cls.forward = around(cls.forward)
+        return
+    cls.forward = around(cls.forward.__wrapped__)
+    GradientCheckpointingLayer.__init_subclass__.__func__(cls)
 
 
 def fuse_layers(model: nn.Module) -> nn.Module:

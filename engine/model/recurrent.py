@@ -27,6 +27,7 @@ from rolltree.kernels.tree_recurrence import tree_convolution, tree_recurrence
 
 from ..batches.recurrence import Recurrence
 from ..errors import UserError
+from .fused_layers import replace_forward
 
 RECURRENT = re.compile(
     r"Mamba|Rwkv|Recurrent|GatedDelta|DeltaAttention|(?<!Kimi)LinearAttention|Lightning|ShortConv|Retention|Hyena|LSTM"
@@ -162,9 +163,12 @@ def _replace(module: Any, name: str) -> None:
 
 def _wrap(cls: Any) -> None:
     """Make a decoder layer's class set the context; do so once."""
-    if hasattr(cls.forward, "of_trees"):
-        return
-    original = cls.forward
+    if not hasattr(cls.forward, "of_trees"):
+        replace_forward(cls, functools.partial(_in_context, cls.__name__))
+
+
+def _in_context(name: str, original: Any) -> Any:
+    """Return the forward of the class ``name`` that sets the context."""
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, recurrence: Recurrence | None = None, **kwargs: Any) -> Any:
@@ -173,7 +177,7 @@ def _wrap(cls: Any) -> None:
             return original(self, *args, **kwargs)
         if recurrence is None:
             if kwargs.get("subtree_end") is not None or kwargs.get("kv_store") is not None:
-                raise ValueError(f"{cls.__name__} has a recurrent layer and computes trees only with `recurrence`.")
+                raise ValueError(f"{name} has a recurrent layer and computes trees only with `recurrence`.")
             return original(self, *args, **kwargs)
         running = _Running(recurrence, mixer.layer_idx)
         token = _running.set(running)
@@ -190,7 +194,7 @@ def _wrap(cls: Any) -> None:
         return out
 
     forward.of_trees = True  # type: ignore[attr-defined]
-    cls.forward = forward
+    return forward
 
 
 # -- the functions, on trees -------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from ..data.columns import Array
 from ..data.segment import Origin
 from ..data.tree import TokenTree
 from ..errors import UserError
+from .fused_layers import replace_forward
 
 ROUTERS = frozenset(
     {
@@ -252,23 +253,19 @@ def _top_k(router: nn.Module) -> int:
 
 
 def _wrap(cls: Any, forward: Any) -> None:
-    """Replace the class's forward by ``forward``, which gets the original, once.
-
-    Transformers checkpoints a layer only by the wrapper that its class calls first; a layer is wrapped anew, then.
-    """
+    """Replace the class's forward by ``forward``, which gets the original, once."""
     if hasattr(cls.forward, "with_routes"):
         return
-    checkpoints = issubclass(cls, GradientCheckpointingLayer)
-    original = cls.forward.__wrapped__ if checkpoints else cls.forward
 
-    @functools.wraps(original)
-    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(original, self, *args, **kwargs)
+    def around(original: Any) -> Any:
+        @functools.wraps(original)
+        def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return forward(original, self, *args, **kwargs)
 
-    wrapped.with_routes = True  # type: ignore[attr-defined]
-    cls.forward = wrapped
-    if checkpoints:
-        GradientCheckpointingLayer.__init_subclass__.__func__(cls)
+        wrapped.with_routes = True  # type: ignore[attr-defined]
+        return wrapped
+
+    replace_forward(cls, around)
 
 
 def _layer_forward(original: Any, self: nn.Module, *args: Any, routes: Routes | None = None, **kwargs: Any) -> Any:

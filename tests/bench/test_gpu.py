@@ -455,7 +455,7 @@ def test_the_rows_that_matter_most(tmp_path: Path) -> None:
     every = {op: set(load(op).providers) for op in OPS}
     assert chosen == {
         "rows linear_policy_loss": (4, {"rolltree", "torch", "liger"}),
-        "rows tree_attention": (1, {"rolltree", "rolltree, flash", "flex_attention"}),
+        "rows tree_attention": (1, {"rolltree", "rolltree, flash", "flex_attention", "flex_attention, FLASH"}),
         "rows tree_decode": (2, every["tree_decode"]),
         "rows sample_tokens": (6, every["sample_tokens"]),
         "rows logprob_from_logits": (1, every["logprob_from_logits"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -42,6 +41,13 @@ ARGUMENTS: list[dict[str, Any]] = [
     {"at": [1, 2], "how": {"deep": [1, {"x": "y"}]}},
     {"where": "a < b > c </x> {y} [z]"},
 ]
+
+
+def answered(message: Any) -> Any:
+    """The answer of an environment with a calculator to a turn."""
+    box = ToolBox({"tools": ["calculator"]})
+    box.open([message], 10.0)
+    return box.step([message])
 
 
 def calls(text: str, form: str) -> list[tuple[str, Any]]:
@@ -173,7 +179,7 @@ def test_what_is_no_call_is_answered_by_an_error_each(form: str, text: str, erro
     message = assistant_message(read_turn(text, SCHEMAS, FORMATS[form]), SCHEMAS)
     assert "tool_calls" not in message
     assert message["content"] == text
-    found = asyncio.run(ToolBox({"tools": ["calculator"]}).step([message]))
+    found = answered(message)
     assert not found.done
     assert [said["role"] for said in found.messages] == ["tool"] * errors
     assert all(said["content"].startswith("error: ") for said in found.messages)
@@ -185,15 +191,13 @@ def test_an_answer_is_no_call(form: str) -> None:
     for text in said:
         message = assistant_message(read_turn(text, SCHEMAS, FORMATS[form]), SCHEMAS)
         assert message == {"role": "assistant", "content": text}
-        assert asyncio.run(ToolBox({"tools": ["calculator"]}).step([message])).done
+        assert answered(message).done
 
 
 def test_errors_and_results_come_in_the_order_of_the_calls() -> None:
     one = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
     text = f"{one % '1+1'}<tool_call>no</tool_call>{one % '2+2'}"
-    found = asyncio.run(
-        ToolBox({"tools": ["calculator"]}).step([assistant_message(read_turn(text, ["calculator"]), ["calculator"])])
-    )
+    found = answered(assistant_message(read_turn(text, ["calculator"]), ["calculator"]))
     no_call = "error: that is no call of a tool; there are calculator"
     assert [(said["content"], said["tool_call_id"]) for said in found.messages] == [
         ("2", "call00000"), (no_call, "call00001"), ("4", "call00002"),
@@ -207,7 +211,7 @@ def test_bare_numbers_stay_texts_where_the_schema_says_so() -> None:
     for tools in (["calculator"], {"calculator": schema["parameters"]}):
         message = assistant_message(read_turn(call, tools, FORMATS["qwen_xml"]), tools)
         assert message["tool_calls"][0]["function"]["arguments"] == {"expression": "72"}
-        assert asyncio.run(ToolBox({"tools": ["calculator"]}).step([message])).messages[0]["content"] == "72"
+        assert answered(message).messages[0]["content"] == "72"
 
 
 def test_forms_that_nobody_knows_are_refused_with_the_known_ones() -> None:

@@ -111,7 +111,9 @@ def test_virtual_tokens(path: str) -> None:
 
 
 def test_arguments(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"accelerate supports GRPO, RLOO, DPO and SFT trainers of TRL, not a str\."):
+    with pytest.raises(
+        UserError, match=r"accelerate supports GRPO, RLOO, Distillation, DPO, SFT and GKD trainers of TRL, not a str\."
+    ):
         accelerate("trainer")
     trainer = make_grpo(path)
     with pytest.raises(UserError, match="tree=True scores by rolltree's head"):

@@ -25,6 +25,7 @@ from rolltree.engine.model.decoder import Decoded, decode
 from rolltree.engine.model.head import target_logprob
 from rolltree.engine.model.logprob import batch_logprob
 from rolltree.engine.model.self_check import skip_check
+from rolltree.engine.train.checkpointing import checkpointing_layers
 from rolltree.kernels.tree_recurrence import RecurrencePlan, Segments, find_segments, op
 
 from ...support.recurrent_models import FAMILIES, flat, gradients, make, random_trees, weights, worst
@@ -79,13 +80,18 @@ def test_checkpoints_and_adapters_keep_the_tree(family: str) -> None:
     loss(packed(model, trees)).backward()
     plain = gradients(model)
     assert worst(expected, plain)[0] < 1e-5
+    part = next(checkpointing_layers(base)[0].children())
+    computed: list[Any] = []
+    part.register_forward_hook(lambda *_: computed.append(part))
     for reentrant in (False, True):
+        computed.clear()
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         base.enable_input_require_grads()
         worker = threading.Thread(target=loss(packed(model, trees)).backward)
         worker.start()
         worker.join()
         found = gradients(model)
+        assert len(computed) == 2  # in the forward, and again in the backward
         assert all(torch.equal(plain[name], found[name]) for name in plain)
 
 
