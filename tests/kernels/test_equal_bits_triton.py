@@ -96,6 +96,7 @@ def test_no_program_shares_a_sum(depth: int, monkeypatch: pytest.MonkeyPatch) ->
     assert len({(of["ROWS"], of["COLUMNS"]) for _, of in found}) > 1  # but not one tile
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize("depth", [96, 200])
 @pytest.mark.parametrize("parts", [1, 4])
 def test_tiles_have_the_same_bits(parts: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +269,7 @@ def test_logits_of_the_head_are_the_product_of_one_order(dtype: torch.dtype) -> 
     assert (whole.double() - exact).abs().max() <= 2 * (plain.double() - exact).abs().max() + 2**-22 * exact.abs().max()
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("V", [96, 203])
 def test_drawn_tokens_are_scored_as_they_are_trained(V: int) -> None:
     hidden, weight, _ = operands(V, 48, torch.float32)

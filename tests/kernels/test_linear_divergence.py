@@ -227,6 +227,7 @@ def test_equal_models(backend: Backend, kind: Inputs) -> None:
             assert (run(linear_divergence, near)["divergence"] > (0 if V > 1 else -1e-12)).all()
 
 
+@pytest.mark.check(but=9)
 @of_each_kind
 @on_each_backend
 def test_weighed_pairs_of_rows(backend: Backend, kind: Inputs) -> None:
@@ -319,6 +320,7 @@ def test_vocabularies_of_different_padding(backend: Backend, monkeypatch: pytest
 # -- extreme values ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.check(but=9)
 @of_each_kind
 @on_each_backend
 @pytest.mark.parametrize("scale", [3e2, 1e4])
@@ -373,6 +375,7 @@ def test_tokens_that_one_model_cannot_draw(backend: Backend) -> None:
             assert (out.divergence.isinf() if kind["kind"] == infinite else out.divergence.isfinite()).all()
 
 
+@pytest.mark.check(but=18)
 @of_each_kind
 @on_each_backend
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
@@ -405,6 +408,7 @@ def test_a_teacher_of_another_dtype(backend: Backend) -> None:
 # -- what the result does not depend on -------------------------------------------------------------------------------
 
 
+@pytest.mark.check(but=2)
 @of_each_kind
 @pytest.mark.parametrize("backend", ROW_KERNELS)
 def test_row_kernels_do_not_see_the_batch(backend: Backend, kind: Inputs) -> None:

@@ -144,6 +144,7 @@ def test_a_trial_asks_the_engine_for_what_the_task_says(stand_in: Path, tmp_path
     assert not tests.parent.parent.exists()
 
 
+@pytest.mark.check
 def test_what_the_engine_refuses_is_told_and_nothing_is_left(stand_in: Path, tmp_path: Path) -> None:
     def check(toml: str) -> None:
         task = write_task(tmp_path / str(hash(toml)), toml=toml, environment__Dockerfile="FROM x")

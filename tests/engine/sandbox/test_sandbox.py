@@ -72,6 +72,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.check(but=12)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_programs_end_and_the_next_one_runs(sandbox: Sandbox, name: str) -> None:
     begin = time.monotonic()
