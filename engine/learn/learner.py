@@ -183,7 +183,8 @@ class Learner(Learned):
                     torch.cuda.empty_cache()
                     sums.count("actor/out_of_memory")
                     batches = self.batches.packed(live, all_terms)
-        self.compute.train(self.model, self.batches.work, self.batches.again, 1e12 * metrics["perf/head_tflop"][0])
+        tflop = metrics["perf/head_tflop"][0] + metrics.get("perf/divergence_tflop", (0.0, 1))[0]
+        self.compute.train(self.model, self.batches.work, self.batches.again, 1e12 * tflop)
         for name, (total, count) in metrics.items():
             sums.add(name, total, count)
         if self.critic is not None:

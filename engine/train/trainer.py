@@ -27,6 +27,7 @@ from ..batches.device import fetch, to_device
 from ..errors import RunError, UserError
 from ..model.invariant.install import is_invariant
 from ..model.loss import backward
+from ..model.losses.distillation import FLOP
 from ..model.losses.head_pass import with_plan
 from ..model.sharding import clip_by_rows, named_shards, placed, reduce_gradients
 from .config import TrainerConfig
@@ -218,6 +219,8 @@ class Trainer:
         sums = self._group.added(rank_sums)
         loss, finite, batches, head_flop = sums.pop("")
         metrics: Metrics = {name: (value, count) for name, (value, count) in sums.items()}
+        if FLOP in metrics:
+            metrics["perf/divergence_tflop"] = (metrics.pop(FLOP)[0] / 1e12, 1)
         applied = math.isfinite(loss) and math.isfinite(grad_norm)
         if applied:
             self._apply()

@@ -8,15 +8,24 @@ columns of the trees. A row that predicts several targets is compared once, with
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rolltree.kernels import LogprobTerm, Term, TermsLossOutput, linear_divergence, linear_topk_divergence
+from rolltree.kernels import (
+    DivergenceOutput,
+    LogprobTerm,
+    Term,
+    TermsLossOutput,
+    linear_divergence,
+    linear_topk_divergence,
+)
 
 from ...batches.batch import TreeBatch
+from ...batches.cost import CostModel, Work
 from ...data.columns import TOP_IDS, TOP_LOGPROBS
 from ...data.tree import TokenTree
 from ..decoder import target_hidden
@@ -24,6 +33,8 @@ from ..head import Head, head
 from ..roles import Role
 from ..teachers.repacked import of_trees
 
+FLOP = "divergence_flop"
+"""Key of the sum of the FLOP of teachers and of comparisons with them."""
 TEACHER_PROMPT = "teacher_prompt"
 """Key of a tree's metadata: the token ids that the teacher reads in place of the prompt."""
 
@@ -35,10 +46,13 @@ class Whole(NamedTuple):
     head: Head  # without an adapter
     target: Tensor | None  # [P] int64, those targets of the batch; None: all, P = M
     name: str = ""  # of one of several teachers
+    flop: float = 0.0  # of the teacher's decoder
 
     def take(self, target: Tensor) -> Whole:
         """Return the values of some targets of a batch of one tree, all of whose targets it teaches."""
-        return self._replace(hidden=self.hidden[target], target=None)
+        return self._replace(
+            hidden=self.hidden[target], target=None, flop=self.flop * len(target) / max(len(self.hidden), 1)
+        )
 
 
 class Likeliest(NamedTuple):
@@ -48,6 +62,7 @@ class Likeliest(NamedTuple):
     logprob: Tensor  # [P, K] float32
     target: Tensor | None  # [P], as in `Whole`
     name: str = ""
+    flop: float = 0.0  # of this process
 
     def take(self, target: Tensor) -> Likeliest:
         """Return the values of some targets, as `Whole.take` does."""
@@ -101,17 +116,24 @@ def targets_of(batch: TreeBatch, chosen: Sequence[int]) -> Tensor | None:
     return torch.cat(places).to(batch.target.device)
 
 
-def _hidden(model: PreTrainedModel, batch: TreeBatch, chosen: Sequence[int]) -> Tensor:  # [P, H_t]
-    """Return the state that predicts each target of the chosen trees, after the prompts that the teacher reads."""
+def _hidden(model: PreTrainedModel, batch: TreeBatch, chosen: Sequence[int]) -> tuple[Tensor, Work]:  # [P, H_t]
+    """Return the state that predicts each target of the chosen trees, after the prompts that the teacher reads, and
+    what the decoder has computed."""
     prompts = [batch.trees[i].meta.get(TEACHER_PROMPT) for i in chosen]
     if len(chosen) == len(batch.trees) and all(prompt is None for prompt in prompts):
-        return target_hidden(model, batch)
+        return target_hidden(model, batch), replace(Work.of([batch]), heads=0)
+    work = Work()
+
+    def compute(other: TreeBatch) -> Tensor:
+        nonlocal work
+        work += replace(Work.of([other]), heads=0)
+        return target_hidden(model, other.to(batch.target.device))
 
     def read(tree: TokenTree, prompt: Sequence[int] | None) -> TokenTree:
         return tree if prompt is None else tree.reroot(prompt)
 
     trees = [read(batch.trees[i], prompt) for i, prompt in zip(chosen, prompts, strict=True)]
-    return torch.cat(of_trees(batch, trees, lambda other: target_hidden(model, other.to(batch.target.device))))
+    return torch.cat(of_trees(batch, trees, compute)), work
 
 
 def see(role: Role, batch: TreeBatch, chosen: Sequence[int], name: str = "") -> Whole:
@@ -123,10 +145,10 @@ def see(role: Role, batch: TreeBatch, chosen: Sequence[int], name: str = "") -> 
     was_training = model.training
     model.eval()
     with torch.no_grad(), role.computing():
-        hidden = _hidden(model, batch.without_routes(), chosen)
+        hidden, work = _hidden(model, batch.without_routes(), chosen)
         of_role = head(model).frozen()
     model.train(was_training)
-    return Whole(hidden, of_role, targets_of(batch, chosen), name)
+    return Whole(hidden, of_role, targets_of(batch, chosen), name, CostModel.of(model).forward(work))
 
 
 def read_likeliest(batch: TreeBatch, chosen: Sequence[int], name: str = "") -> Likeliest:
@@ -145,8 +167,12 @@ def with_teachers(batch: TreeBatch, terms: Sequence[AnyTerm]) -> list[AnyTerm]:
     for term in terms:
         if isinstance(term, Distilled):
             key = id(term.teacher)
-            shown[key] = shown[key] if key in shown else term.teacher(batch)
-            term = term._replace(seen=shown[key])
+            again = key in shown
+            shown[key] = shown[key] if again else term.teacher(batch)
+            parts = shown[key]
+            if again:  # its FLOP are the first term's
+                parts = [part._replace(flop=0.0) for part in parts]
+            term = term._replace(seen=parts)
         seen.append(term)
     return seen
 
@@ -168,25 +194,15 @@ def add_divergence(
         scale: the factor of the policy's logits.
         options: of its head; the temperature is divided by ``scale``.
     """
-    loss, metrics = out.loss, {f"{term.name}/divergence": (hidden.new_zeros((), dtype=torch.float64),) * 2}
+    nothing = hidden.new_zeros((), dtype=torch.float64)
+    loss, metrics = out.loss, {f"{term.name}/divergence": (nothing, nothing)}
+    flop, _ = out.metrics.get(FLOP, (nothing, nothing))
     for seen in term.seen:
         pairs, weights = (v if seen.target is None else v[seen.target] for v in (row, term.weights))
-        common: dict[str, Any] = {"row": pairs, "weights": term.weight * weights, "normalizer": term.normalizer}
-        if isinstance(seen, Likeliest):
-            common |= {"rest": True, **term.options, **options}
-            compared = linear_topk_divergence(hidden, weight, seen.ids, seen.logprob, **common)
-        else:
-            temperature = options["temperature"]
-            at = temperature[pairs] if isinstance(temperature, Tensor) else temperature
-            of_teacher: dict[str, Any] = {
-                "teacher_bias": seen.head.bias,
-                "teacher_softcap": seen.head.softcap,
-                "teacher_temperature": at * scale / seen.head.scale,
-            }
-            of_kind = {name: value for name, value in term.options.items() if name != "rest"}
-            common |= {**of_teacher, **of_kind, **options}
-            compared = linear_divergence(hidden, weight, seen.hidden, seen.head.weight, **common)
+        common = {"row": pairs, "weights": term.weight * weights, "normalizer": term.normalizer, **options}
+        compared = _compare(seen, term.options, hidden, weight, scale, common)
         loss = loss + compared.loss
+        flop = flop + seen.flop + (weights != 0).sum().double() * _products(seen, weight)
         count = weights.double().sum()
         for name, values in compared._asdict().items():
             if name == "loss" or values is None:
@@ -199,4 +215,37 @@ def add_divergence(
                 before = metrics.get(key, (0.0, 0.0))
                 metrics[key] = before[0] + total, before[1] + count
     losses = {term.name: metrics[f"{term.name}/divergence"][0] / term.normalizer}
-    return out._replace(loss=loss, metrics=out.metrics | metrics, losses=out.losses | losses)
+    all_metrics = out.metrics | metrics | {FLOP: (flop, nothing)}
+    return out._replace(loss=loss, metrics=all_metrics, losses=out.losses | losses)
+
+
+def _compare(
+    seen: Seen, kind: dict[str, Any], hidden: Tensor, weight: Tensor, scale: float, common: dict[str, Any]
+) -> DivergenceOutput:
+    """Return the divergence of the policy's rows from what a teacher has shown; see `add_divergence`.
+
+    Args:
+        kind: options of the term.
+        common: arguments of both ops.
+    """
+    if isinstance(seen, Likeliest):
+        return linear_topk_divergence(hidden, weight, seen.ids, seen.logprob, **{"rest": True, **kind, **common})
+    temperature = common["temperature"]
+    at = temperature[common["row"]] if isinstance(temperature, Tensor) else temperature
+    options = {name: value for name, value in kind.items() if name != "rest"} | common
+    return linear_divergence(
+        hidden,
+        weight,
+        seen.hidden,
+        seen.head.weight,
+        teacher_bias=seen.head.bias,
+        teacher_softcap=seen.head.softcap,
+        teacher_temperature=at * scale / seen.head.scale,
+        **options,
+    )
+
+
+def _products(seen: Seen, weight: Tensor) -> float:
+    """Return the FLOP of the heads for a row: both forward, and the policy's backward twice that."""
+    of_teacher = 0 if isinstance(seen, Likeliest) else 2 * seen.head.weight.numel()
+    return 6.0 * weight.numel() + of_teacher

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rolltree.engine import Orchestrator, UserError, load_config
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
+from rolltree.engine.batches.batch import TreeBatch
+from rolltree.engine.batches.cost import CostModel, Work
 from rolltree.engine.learn.learner import Learner
+from rolltree.engine.model.losses.distillation import see
 
 from ...support.tiny import tiny_job
 
@@ -55,6 +59,29 @@ def test_a_recipe_learns_the_teacher(toml: Path, teacher: Path, recipe: str, tmp
     assert isinstance(done.learner, Learner)
     (role,) = done.learner.roles
     assert role.columns == ()
+
+
+def test_the_account_has_the_teachers_part(
+    toml: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows that the teacher computes, its head for those that are compared, and the policy's with its backward."""
+    shown: list[TreeBatch] = []
+
+    def kept(role: Any, batch: TreeBatch, *rest: Any) -> Any:
+        shown.append(batch)
+        return see(role, batch, *rest)
+
+    monkeypatch.setattr("rolltree.engine.train.distillation.see", kept)
+    options = "--recipe=opd_full", f"--roles.teacher.path={teacher}", "--trainer.max_tokens=80"
+    (row, *_), done = run(toml, tmp_path, *options, "--trainer.steps=1")
+    assert isinstance(done.learner, Learner)
+    (role,), width = done.learner.roles, done.learner.model.config.hidden_size
+    heads = (6 * width + 2 * 2 * width) * done.learner.model.config.vocab_size
+    decoders = CostModel.of(role.model).forward(replace(Work.of(shown), heads=0))
+    compared = sum(len(batch.head_row) for batch in shown)
+    assert len(shown) > 1
+    assert 1e12 * row["perf/divergence_tflop"] == pytest.approx(decoders + heads * compared)
+    assert row["perf/flop_trained"] > 1e12 * row["perf/divergence_tflop"]
 
 
 def test_beside_a_policy_gradient_a_copy_teaches_nothing_at_first(toml: Path, tmp_path: Path) -> None:
