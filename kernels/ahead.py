@@ -167,6 +167,7 @@ def launching_nothing(target: Target) -> Iterator[list[str]]:
     from . import dispatch
     from .linear_logprob import chunked
     from .linear_logprob.head import Head, HeadGradient
+    from .linear_policy_loss import fused
     from .tree_attention import blocks, triton
 
     compiled: list[str] = []
@@ -201,6 +202,7 @@ def launching_nothing(target: Target) -> Iterator[list[str]]:
         stack.enter_context(mock.patch.object(Head, "logits", lambda self, hidden, out: out))
         stack.enter_context(mock.patch.object(Head, "to_hidden", return_value=None))
         stack.enter_context(mock.patch.object(HeadGradient, "add", return_value=None))
+        stack.enter_context(mock.patch.object(fused, "add_gradient", return_value=None))
         stack.enter_context(
             mock.patch.object(chunked, "rows_with_gradient", return_value=None)
         )  # a CPU leaves rows out

@@ -15,6 +15,7 @@ READ_ONLY = {
     "engine/methods/problem_runs.py": ["take"],  # a run after its steps
     "engine/methods/test_recipes_run.py": ["take"],
     "kernels/blackwell_figures.py": ["written"],  # frozen figures
+    "support/harbor.py": ["no_podman"],  # a sentence
     "test_docs.py": ["endings"],  # a frozen set
 }
 """The functions whose results all tests share: they are dear, have no copies, and tests only read them."""

@@ -120,6 +120,8 @@ def mcp(x: Inputs) -> Calls:
 
 
 def openenv(x: Inputs) -> Calls:
+    import openenv.core.generic_client  # noqa: F401  # the server needs it
+
     program = EnvironmentTurns("openenv", {"url": command("openenv").address()}, max_turns=STEPS + 1)
     return _episodes(x, program, list(program.tools))
 

@@ -220,6 +220,7 @@ class Session:
                 library.AsyncClient(
                     trust_env=not is_loopback(entry.place), headers=filled(entry.headers, "header"),
                     timeout=library.Timeout(30.0, read=None), verify=_trust(library),
+                    event_hooks={"response": [self._note]},
                 )
             )  # fmt: skip
             sizes = {"max_sse_event_size": None} if hasattr(streamable_http, "DEFAULT_MAX_SSE_EVENT_SIZE") else {}
@@ -243,6 +244,12 @@ class Session:
                 return
             self._said += said
             del self._said[:-SAID]
+
+    async def _note(self, response: Any) -> None:
+        """Keep the status of an answer that refuses; the SDK of version 2 does not tell it. A server without a stream
+        of its own answers 405."""
+        if response.status_code >= 400 and response.status_code != 405:
+            self._said[:] = f"HTTP {response.status_code} {response.reason_phrase}".encode()
 
     def _lost(self, why: str = "") -> LostError:
         self.ended = True
