@@ -276,6 +276,7 @@ def at_the_door(path: str, folder: Path) -> Iterator[Callable[[bytes], httpx.Res
         opened.end()
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("path", PATHS)
 def test_no_request_breaks_the_server(path: str, cases: int) -> None:

@@ -259,6 +259,7 @@ def test_tree_step_computes_the_same_gradient_every_way(name: str) -> None:
     assert_gradients_agree(bench, replace(next(bench.cases(CPU, True)).make(), tree=TREES[name]))
 
 
+@pytest.mark.check
 def test_picture_step_computes_the_same_gradient_every_way() -> None:
     bench = load("picture_step")
     frozen, trained = (case.make() for case in bench.cases(CPU, True))

@@ -79,6 +79,7 @@ def test_recipes_are_compared_where_they_reach_a_target() -> None:
     )
 
 
+@pytest.mark.check
 def test_a_campaign_counts_training_alone_and_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

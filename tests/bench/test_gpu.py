@@ -152,6 +152,7 @@ def task(name: str, code: str, **options: object) -> gpu_tasks.Task:
     return gpu_tasks.Task(name, [sys.executable, "-c", code], **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.check
 def test_parts_go_on_where_they_stopped(tmp_path: Path) -> None:
     mark = f"open({str(tmp_path / 'ran')!r}, 'a').write('x')"
     tasks = [task("good", mark), task("bad", f"{mark}; raise SystemExit(4)"), task("other", mark)]
@@ -253,6 +254,7 @@ sys.exit(gpu_first.main(["triton", "--device", "cpu", "--out", sys.argv[1]]))
 """
 
 
+@pytest.mark.check
 def test_a_check_that_hangs_ends_alone(tmp_path: Path) -> None:
     """Its process is killed after the check's own limit, and the next goes on after it."""
     running, outcomes = (str(tmp_path / f"made_up.{name}") for name in ("running", "outcomes.jsonl"))

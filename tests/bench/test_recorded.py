@@ -96,6 +96,7 @@ def test_its_seeds_are_those_of_the_run(runs: Path) -> None:
         assert responses == [part.tokens.tolist() for part in group.parts.values() if not part.forks]
 
 
+@pytest.mark.check
 def test_command_line(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows"
     command = ["speculation", "--recorded", str(runs / "treepo"), "--quick", "--providers=rolltree", "--seconds=0.01"]

@@ -307,6 +307,7 @@ def test_opcheck_in_place() -> None:
     torch.library.opcheck(module._backward_in_place, args)
 
 
+@pytest.mark.check
 def test_compile() -> None:
     def step(logits: Tensor, target: Tensor) -> Tensor:
         out = logprob_from_logits(logits * 2, target, temperature=0.9, want=("entropy",))

@@ -73,6 +73,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_policy_loss(name: str) -> None:
     objective = Objective.preset(name, kl_coef=0.1, entropy_coef=0.1)
@@ -112,6 +113,7 @@ def test_a_choice_of_the_whole_batch_leaves_out_what_is_not_finite(name: str) ->
         torch.testing.assert_close(*grads)
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", ["gspo", "gmpo", "vespo", "grpo"])
 def test_policy_loss_on_trees(name: str) -> None:
     """A target reaches the leaves below it, and through these the targets on their paths, and no others."""
@@ -133,6 +135,7 @@ def test_policy_loss_on_trees(name: str) -> None:
             assert torch.equal(got[~met[place]], want[~met[place]]), (place, value)
 
 
+@pytest.mark.check
 def test_sums_of_paths_that_begin_within_the_tree() -> None:
     """Sums and their gradients are those of a product with a dense matrix, and each of its own targets alone."""
     for seed in range(4):
@@ -204,6 +207,7 @@ def test_linear_logprob(backend: str) -> None:
     check(f, [torch.randn(4, 8), torch.randn(7), torch.randn(4)], [each, row, each], [each, row, each])
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", ["dapo", "gspo", "gmpo"])
 def test_linear_policy_loss(name: str) -> None:
     weight, target, cu = torch.randn(33, 8), torch.arange(12), torch.tensor([0, 4, 8, 12])

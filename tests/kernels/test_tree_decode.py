@@ -357,6 +357,7 @@ def restrict(plan: DecodePlan, begin: int, end: int) -> DecodePlan:
 HEADS_AND_CHUNKS = [(4, 2, 32, 1), (3, 3, 64, 20), (3, 3, 64, 1), (4, 2, 32, 20)]
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize(
     ("backend", "heads", "kv_heads", "dim", "chunk"), interpret_some(BACKENDS[1:], HEADS_AND_CHUNKS, [0, 1])
 )
@@ -387,6 +388,7 @@ def test_threads_do_not_change_the_result() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_rows_under_one_prompt(backend: str) -> None:
     rows, prompt = 100 if backend in INTERPRETED else 300, 150

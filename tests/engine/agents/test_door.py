@@ -92,6 +92,7 @@ def group(engine: NativeEngine, folder: Path, n: int = 1, params: Any = None, **
             thread.join(10)
 
 
+@pytest.mark.check
 def test_keys(engine: NativeEngine, tmp_path: Path) -> None:
     with group(engine, tmp_path, n=2, roles=["planner"]) as opened:
         other, right = opened.episodes[1].key, opened.episodes[0].key
@@ -137,6 +138,7 @@ def test_an_ended_episode_is_gone_for_its_key_alone(engine: NativeEngine, tmp_pa
         assert int(tree.loss_mask.sum()) == sampled
 
 
+@pytest.mark.check
 def test_three_protocols_whole_and_streamed_are_one_conversation(engine: NativeEngine, tmp_path: Path) -> None:
     """Each goes on where another ended, so all calls are one sequence."""
     with group(engine, tmp_path, params={"max_new_tokens": 400}) as opened:
@@ -199,6 +201,7 @@ def until(true: Any) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.check
 def test_a_clients_second_try_is_the_same_call(engine: NativeEngine, tmp_path: Path) -> None:
     """OpenAI's and Anthropic's clients say that they try again; the answer that they missed is told once more."""
     with group(engine, tmp_path, params={"max_new_tokens": 400}) as opened:
@@ -256,6 +259,7 @@ def test_calls_beyond_those_at_once_are_asked_to_come_back(engine: NativeEngine,
         opened.end()
 
 
+@pytest.mark.check(but=3)
 @pytest.mark.parametrize(
     ("body", "said"),
     [

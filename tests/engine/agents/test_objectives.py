@@ -164,6 +164,7 @@ def test_every_objective_is_its_formula_on_the_chains(name: str, per_call: bool)
     check(TOKEN_LOSS[name], objective, trees)
 
 
+@pytest.mark.check(but=3)
 @pytest.mark.parametrize("packing", [{}, {"in_pieces": True}, {"flat": True}])
 @pytest.mark.parametrize("name", ["grpo", "gspo", "luspo"])
 def test_chains_that_are_packed_apart_weigh_the_same(name: str, packing: dict[str, bool]) -> None:

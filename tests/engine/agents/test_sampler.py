@@ -237,6 +237,7 @@ def solve(task, client):
 """
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     ("options", "status", "code"),
     [({}, 400, "context_length_exceeded"), ({"calls": 2}, 429, "insufficient_quota"),
@@ -296,6 +297,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize(("text", "said"), FAILURES)
 def test_an_agent_that_fails_has_no_reward(engine: NativeEngine, tmp_path: Path, text: str, said: str) -> None:
     tree = run(engine, job(engine), agent=agent(tmp_path, text), timeout_s=0.5)

@@ -152,6 +152,7 @@ def test_a_first_step_without_an_episode_ends_the_run(tmp_path: Path, capsys: An
     assert "the first was refused: `beam`: Extra inputs are not permitted" in said
 
 
+@pytest.mark.check
 def test_episodes_that_sample_and_then_fail_do_not_end_a_run(tmp_path: Path, capsys: Any) -> None:
     toml, flags = write(tmp_path)
     (tmp_path / "agent.py").write_text(FAILS)

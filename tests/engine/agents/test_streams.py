@@ -105,6 +105,7 @@ def finished(opened: Open, heard: Heard) -> None:
     until(over)
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("path", PATHS)
 def test_text_is_told_while_it_is_sampled(engine: NativeEngine, tmp_path: Path, path: str) -> None:
     """And all of it together is the answer that is recorded."""
@@ -158,6 +159,7 @@ def test_a_client_that_hangs_up_in_a_stream_is_not_recorded(engine: NativeEngine
     assert not engine.loop.busy
 
 
+@pytest.mark.check(but=3)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("cause", ["end", "engine", "time"])
 def test_a_stream_that_cannot_go_on_ends_with_an_error(
@@ -205,6 +207,7 @@ def test_an_error_before_any_text_has_its_own_status(engine: NativeEngine, tmp_p
         opened.end()
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("same", [True, False])
 def test_a_stream_whose_engine_is_lost_goes_on_only_with_the_same_text(
     engine: NativeEngine, tmp_path: Path, same: bool

@@ -74,6 +74,7 @@ def number(file: Path) -> int:
     return int(file.stem.rpartition("_")[2])
 
 
+@pytest.mark.check
 def test_news_are_what_has_been_added(run_dir: Path) -> None:
     back = cut(run_dir, 10)
     watched = Watched(run_dir)

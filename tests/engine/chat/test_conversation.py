@@ -151,6 +151,7 @@ def test_several_tools_answer_a_turn_and_then_the_user_speaks(name: str) -> None
         whole += [*new, turn(number + 1, "user")]
 
 
+@pytest.mark.check
 def test_every_template_of_trl_is_tried_or_refused_by_name() -> None:
     refused = {}
     for name in templates.names():

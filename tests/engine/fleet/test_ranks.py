@@ -113,6 +113,7 @@ def test_two_ranks_of_a_batch_invariant_model_learn_the_same_bits(
     assert not same_bits(one["tokens, two updates"], two[0]["tokens, two updates"])  # without the key
 
 
+@pytest.mark.check
 def test_the_metric_of_a_users_loss_does_not_depend_on_micro_batches(
     toml: Path, trees: list[list[Any]], one: dict[str, Result]
 ) -> None:

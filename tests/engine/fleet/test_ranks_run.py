@@ -198,6 +198,7 @@ def test_a_lost_rank_takes_the_run_back(
     audit(config)
 
 
+@pytest.mark.check
 def test_a_rank_that_is_lost_while_the_run_goes_back(
     toml: Path, alone: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

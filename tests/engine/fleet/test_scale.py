@@ -251,6 +251,7 @@ SEARCH = [
 ]
 
 
+@pytest.mark.check
 def test_programs_that_judge_ask_the_reward_hosts(
     toml: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

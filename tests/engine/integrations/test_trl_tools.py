@@ -131,6 +131,7 @@ def conversations(count: int = 16) -> Dataset:
 OPTIONS = {"max_completion_length": 240, "learning_rate": 0.1, "max_steps": 1}
 
 
+@pytest.mark.check
 def test_malformed_calls_are_answers(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls without a name, in a tag of another name, or that are no JSON call no tool and get no answer."""
     arguments = '{"arguments": {"a": 3, "b": 4}}'

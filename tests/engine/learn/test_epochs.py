@@ -162,6 +162,7 @@ def test_the_plan_names_updates_and_passes(toml, tmp_path):
     assert line.endswith("6 optimiser step(s) in 3 passes over the batch")
 
 
+@pytest.mark.check
 def test_every_policy_passes_over_the_batch(tmp_path):
     two = take(write_two(tmp_path), tmp_path, "--trainer.epochs=2", "--trainer.steps=1")
     (row,) = two.rows

@@ -105,6 +105,7 @@ def rows(toml: Path, folder: Path, *flags: str) -> list[dict[str, float]]:
     return run.log.rows()[1:]
 
 
+@pytest.mark.check
 def test_a_run_computes_less_and_says_what_it_lost(toml: Path, tmp_path: Path) -> None:
     whole = rows(toml, tmp_path / "whole")
     cut = rows(toml, tmp_path / "cut", "--algorithm.cut=0.97")

@@ -271,6 +271,7 @@ def test_a_server_that_fails_is_named(case: str) -> None:
         server.score([[1, 2, 3]], [1], 257)
 
 
+@pytest.mark.check
 def test_a_server_that_recovers_is_asked_again() -> None:
     def busy(number: int, tables: Any) -> Any:
         return (429 if number == 1 else 503, {}) if number < 3 else tables
@@ -288,6 +289,7 @@ def test_no_server() -> None:
         closed.check(ENGINE.tokenizer, 257)
 
 
+@pytest.mark.check
 def test_a_teacher_of_other_tokens_is_refused() -> None:
     def another(number: int, tables: Any) -> Any:
         return [

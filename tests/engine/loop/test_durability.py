@@ -264,6 +264,7 @@ def test_the_best_checkpoint_is_kept(toml: Path, tmp_path: Path) -> None:
     assert "No checkpoint was kept for checkpoint.best = 'eval/accuracy'" in out.getvalue()
 
 
+@pytest.mark.check
 def test_out_of_memory_halves_the_micro_batches(toml: Path, tmp_path: Path, monkeypatch) -> None:
     """The update is begun anew with smaller ones, learns the same, and is counted."""
     weights, counted = [], []

@@ -99,6 +99,7 @@ def test_clocks_that_jump_change_nothing(toml, tmp_path, whole, monkeypatch) -> 
     assert_same(run, whole)
 
 
+@pytest.mark.check
 def test_a_verifiers_process_that_is_killed_is_replaced(toml, tmp_path, monkeypatch) -> None:
     update, killed = Learner.update, []
 

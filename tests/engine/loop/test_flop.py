@@ -128,6 +128,7 @@ def rows_of(toml: Path, name: str, *flags: str) -> list[dict[str, float]]:
     return run.log.rows()
 
 
+@pytest.mark.check
 def test_the_account_of_a_run(toml: Path) -> None:
     start, first, second = rows_of(toml, "account")
     for row in (start, first, second):
@@ -146,6 +147,7 @@ def test_the_account_of_a_run(toml: Path) -> None:
     assert 1.15 < again["perf/flop_trained"] / first["perf/flop_trained"] < 4 / 3
 
 
+@pytest.mark.check
 def test_a_resumed_run_goes_on_with_its_account(toml: Path, tmp_path: Path) -> None:
     both = stop_and_resume(toml, tmp_path)
     whole, resumed = both.whole.log.rows()[-1], both.resumed.log.rows()[-1]

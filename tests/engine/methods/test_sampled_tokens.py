@@ -232,6 +232,7 @@ def problems(toml: Path) -> str:
     return f"--data.path={toml.parent}/problems.jsonl"
 
 
+@pytest.mark.check
 def test_a_cached_solution_has_the_policy_that_sampled_it(toml, tmp_path) -> None:
     steps = take_steps(toml, tmp_path, reward(toml, "odd"), problems(toml), *CACHED)
     live = [tree for tree in steps.updates[2].trees if np.ptp(tree.rewards["reward"])]

@@ -57,6 +57,7 @@ def sampled(model: Any) -> list[TokenTree]:
     return NativeEngine(model, config=EngineConfig(kv_tokens=4096)).generate(sample_prompts(model), params)
 
 
+@pytest.mark.check(but=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["qwen3", "qwen2 with a window", "llama"])
 def test_sampled_is_trained_in_any_form(name: str, dtype: torch.dtype) -> None:

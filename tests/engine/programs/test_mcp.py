@@ -86,6 +86,7 @@ def test_tools_are_offered_with_references_resolved(log: Path) -> None:
         tool_schemas([server(log), server(log, shared=True)])
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("shared", [False, True])
 def test_an_episode_has_a_session_of_its_own_or_shares_one(engine, log: Path, shared: bool) -> None:
     tools = [server(log, shared=shared), "calculator"]
@@ -301,6 +302,7 @@ def test_a_server_that_wants_a_token(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert not [path for path in files if b"s3cr3t" in path.read_bytes()], "no secret is in the run's files"
 
 
+@pytest.mark.check
 def test_a_run_offers_them_and_ends_them(log: Path, tmp_path: Path) -> None:
     toml = beside(
         write_conversations(tmp_path / "job"), "served", data={"tools": [server(log)], "max_prompt_tokens": 80},

@@ -188,6 +188,7 @@ def test_a_test_that_wants_much_output_gets_room(pool: RewardPool) -> None:
     assert rewards(pool, answer, program("print('7\\n' * 200000)"), program("print('7\\n' * 400000)")) == [1.0, 0.0]
 
 
+@pytest.mark.check
 def test_all_tests_or_their_share_tolerance_and_packages() -> None:
     half = ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]
     options = {"score": "all", "tolerance": 1e-3, "packages": ["numpy"]}

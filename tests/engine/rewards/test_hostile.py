@@ -205,6 +205,7 @@ def test_what_does_not_touch_the_answers_changes_none(mine: Path) -> None:
         assert [r.value for r in judges.score(items(mine, *texts))] == [1, 1, 3.4028235e38, -1e-46, 1, 1]
 
 
+@pytest.mark.check
 def test_a_worker_that_stops_reading_is_timed_out(mine: Path) -> None:
     with pool(mine) as judges:
         assert judges.score(items(mine, "later"))[0].value == 1

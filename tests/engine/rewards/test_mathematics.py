@@ -433,6 +433,7 @@ def test_a_reference_is_parsed_once_in_a_process(monkeypatch: pytest.MonkeyPatch
     assert len(parsed) == 4  # the reference once, each response
 
 
+@pytest.mark.check(but=4)
 @pytest.mark.parametrize(
     ("reference", "said", "right"),
     [

@@ -116,6 +116,7 @@ def test_the_reward_is_the_weighted_sum_of_the_parts_that_judge_a_task(rewards: 
         assert result.skipped is None
 
 
+@pytest.mark.check
 def test_one_part_fails_or_skips_and_the_values_of_the_others_stay(rewards: Rewards) -> None:
     texts = ["hang", "fine", "raise", "die", "skip", "form", "fine"]
     found = rewards.score([item(text, "word") for text in texts])

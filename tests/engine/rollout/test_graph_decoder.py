@@ -83,6 +83,7 @@ def test_rotations_of_later_positions_are_those_of_the_first_table(monkeypatch: 
     assert most_positions(model, small.cache) == 64
 
 
+@pytest.mark.check
 def test_rows_with_adapters_and_unknown_decoders_run_as_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(LlamaForCausalLM):
         pass

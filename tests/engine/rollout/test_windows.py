@@ -92,6 +92,7 @@ def test_every_model_makes_the_same_trees(name: str, windows: list[int]) -> None
     assert max(windows) == 5  # a segment
 
 
+@pytest.mark.check
 @settings(max_examples=16, deadline=None)
 @given(
     program=st.sampled_from(list(PROGRAMS)),

@@ -35,6 +35,7 @@ def sleepers(mark: str) -> int:
     return sum(line == f"sleep\0{mark}\0".encode() for line in lines)
 
 
+@pytest.mark.check(but=1)
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
 @pytest.mark.parametrize("how", ["terminated", "parent killed"])
 def test_nothing_is_left(how: str) -> None:

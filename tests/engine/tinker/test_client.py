@@ -186,6 +186,7 @@ def test_a_custom_loss_has_the_same_gradients_in_two_passes_and_as_a_graph(servi
     np.testing.assert_allclose(found[0], found[1], rtol=1e-4)
 
 
+@pytest.mark.check
 def test_a_bad_request_fails_alone(service: tinker.ServiceClient) -> None:
     trained, judge = made(service), made(service)
     bad = {

@@ -120,6 +120,7 @@ def judged(judge: Judge, net: Any, results: list[Any], own: list[Tensor]) -> Non
         adamw.step()
 
 
+@pytest.mark.check
 def test_steps_on_images_are_those_of_adamw(url: str, folder: Path, tmp_path: Path) -> None:
     trained = client(url).create_lora_training_client("tiny", 4, seed=1).result()
     judge = Judge(folder)
@@ -165,6 +166,7 @@ def check_samples(sampler: tinker.SamplingClient, judge: Judge, net: Any) -> Non
                 assert np.abs(judge.logprobs(net, other)[-6:].numpy() - one.logprobs).max() > 1e-3
 
 
+@pytest.mark.check
 def test_samples_after_an_image_are_those_of_the_adapter(url: str, folder: Path, tmp_path: Path) -> None:
     judge = Judge(folder)
     trained = client(url).create_lora_training_client("tiny", 4, seed=1).result()

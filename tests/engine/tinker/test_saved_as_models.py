@@ -181,6 +181,7 @@ def test_chats_and_streams(url: str, adapters: dict[str, str]) -> None:
     assert post(url, "messages/count_tokens", {"model": "final", "messages": messages}).json()["input_tokens"] > 0
 
 
+@pytest.mark.check
 def test_a_key_sees_its_own_adapters_alone(url: str, adapters: dict[str, str]) -> None:
     names = [model["id"] for model in get(url, "models").json()["data"]]
     assert names[:3] == ["tiny", adapters["newer"], adapters["older"]]
@@ -208,6 +209,7 @@ def test_a_deleted_adapter_is_no_model(url: str) -> None:
     assert path not in [model["id"] for model in get(url, "models").json()["data"]]
 
 
+@pytest.mark.check
 def test_an_adapter_stays_while_a_stream_uses_it_and_leaves_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

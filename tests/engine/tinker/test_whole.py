@@ -68,6 +68,7 @@ def logprobs(net: Any, ids: list[int]) -> torch.Tensor:
     return found.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
+@pytest.mark.check
 def test_steps_are_those_of_adamw_on_the_plain_model(url: str, tmp_path: Path) -> None:
     judge = model()
     adamw = torch.optim.AdamW(judge.parameters(), lr=1e-2, betas=(0.8, 0.9), eps=1e-7, weight_decay=0.1)
@@ -92,6 +93,7 @@ def test_steps_are_those_of_adamw_on_the_plain_model(url: str, tmp_path: Path) -
     assert AutoTokenizer.from_pretrained(folder)("ab").input_ids == tokenizer()("ab").input_ids
 
 
+@pytest.mark.check
 def test_samples_come_from_the_weights_that_they_ask_for(url: str, source: str, tmp_path: Path) -> None:
     trained = made(url)
     base = client(url).create_sampling_client(base_model="tiny").result()
