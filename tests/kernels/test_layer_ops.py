@@ -244,7 +244,7 @@ def test_no_rows(name: str, backend: Any) -> None:
         assert torch.equal(got.cpu(), want)  # of a weight: zeros
 
 
-@pytest.mark.check(but=1)
+@pytest.mark.check
 @pytest.mark.parametrize(("name", "shape"), [("silu_mul", (4, 6)), ("rms_norm", (4, 6)), ("rotate", (2, 3, 1, 4, 6))])
 def test_gradients_and_registration(name: str, shape: tuple[int, ...]) -> None:
     op = OPS[name]

@@ -24,7 +24,7 @@ from .test_tree_decode import forest, on_host
 Ints = Any  # arrays of numpy
 
 
-@pytest.mark.check(but=4)
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_items_cover_every_key_of_a_path_once(group: int, seed: int) -> None:

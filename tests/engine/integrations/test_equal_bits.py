@@ -67,7 +67,7 @@ def forward(model: Any, rows: Sequence[list[int]], *, left: bool = False) -> lis
     return found
 
 
-@pytest.mark.check(but=1)
+@pytest.mark.check
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_served_is_trained(directory: Path, dtype: str) -> None:
     with (

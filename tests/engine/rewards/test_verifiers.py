@@ -32,7 +32,7 @@ def judged(verifier: str, texts: list[str], answer: object, **options: object) -
 NO = "no_answer"
 
 
-@pytest.mark.check(but=2)
+@pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     ("verifier", "options", "texts", "verdicts"),
     [
