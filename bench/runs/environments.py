@@ -43,7 +43,7 @@ MESSAGES = [{"role": "user", "content": "Wait."}]
 class Inputs:
     episodes: int
     seconds: float
-    """Of a step."""
+    """The time that each step waits."""
 
 
 @cache

@@ -32,7 +32,7 @@ END_S = 5.0
 LAST = 5
 """Lines of the end of the engine's output that an error quotes."""
 FOREVER = ("sh", "-c", "sleep infinity")
-"""What a container runs beside its image's entry point, as Harbor's containers do."""
+"""The command of a container, after its image's entry point, as of Harbor's containers."""
 WRAPPER = 'echo $$; exec 2>&1; exec "$@"'
 """Tells the process id in the container, which is that of a session of its own, and becomes the command."""
 UNUSABLE = 125

@@ -36,7 +36,7 @@ MAX_BLOCK = 4096
 ROW_MULTIPLE = 16
 SHARES_ROWS = True  # see `statistics`
 RANGE = tl.constexpr(30.0)
-"""Of the exponentials above their base: e^30 times a vocabulary and its square are far from the ends of bf16."""
+"""The largest difference of a logit and the base: e^30 times a vocabulary, and its square, are within bf16's range."""
 UNALIGNED = (
     "temperature", "start", "target", "logprob", "logsumexp", "correction", "entropy", "sum_p2", "grad_logprob",
     "constant", "per_log", "per_p", "base",

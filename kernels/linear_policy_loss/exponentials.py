@@ -22,7 +22,7 @@ from ..linear_logprob.targets import Targets, sum_by_row
 
 
 class Stored(NamedTuple):
-    """What `RowKernels.exponentials` has made of n rows."""
+    """The results of `RowKernels.exponentials` for n rows."""
 
     exponentials: Tensor  # [n, V]
     base: Tensor  # [n]

@@ -102,7 +102,7 @@ def test_largest_scores(size: float, softcap: float | None, whole: bool) -> None
 
 
 def test_every_launch_says_whether_products_are_contracted() -> None:
-    """What Triton does where a launch does not say it has changed between its versions."""
+    """Triton's default has changed between its versions, so that every launch names it."""
     launches = silent = 0
     for file in KERNELS.rglob("*.py"):
         source = file.read_text()

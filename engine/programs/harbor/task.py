@@ -108,7 +108,7 @@ class Verifier(_Section):
 
 
 class Config(_Section):
-    """What is read of ``task.toml``."""
+    """The sections of ``task.toml`` that are read."""
 
     environment: Environment = Environment()
     agent: Agent = Agent()
