@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ import uvicorn
 pytest.importorskip("tinker", reason="Tinker's client is not installed: pip install rolltree[tinker]")
 pytest.importorskip("peft", reason="peft is not installed: pip install rolltree[tinker]")
 
+os.environ["TINKER_TELEMETRY"] = "0"  # a client would go on sending it, with retries, to servers that ended
+
 import tinker
 from tinker import types
 
@@ -30,7 +33,7 @@ from rolltree.engine.tinker.wire import Array, Datum
 from ...support.serving import make_engine
 
 KEY = "tml-tests"
-CLIENTS: dict[str, list[tinker.ServiceClient]] = {}
+CLIENTS: dict[str, list[tinker.ServiceClient | tinker.RestClient]] = {}
 """The clients of the servers that run, by their URLs."""
 
 
@@ -85,17 +88,34 @@ def client(url: str, key: str = KEY) -> tinker.ServiceClient:
     return made
 
 
+def rest_client(url: str, key: str = KEY) -> tinker.RestClient:
+    made = tinker.RestClient(base_url=url, api_key=key)
+    CLIENTS.setdefault(url, []).append(made)
+    return made
+
+
 def close_clients(url: str) -> None:
-    """End the heartbeats of a server's clients, which would go on and tell of failures."""
-    for own in CLIENTS.pop(url, []):
-        own.holder.close()
+    """End all that a server's clients do in the background.
+
+    Their heartbeats and retries would go on in later tests, log failures there and draw from Python's generator.
+    """
+    for made in CLIENTS.pop(url, []):
+        close(made)
+
+
+def close(made: Any) -> None:
+    """End a client's background tasks, and wait until they ended."""
+    own = (made._session_holder, made._rest_holder) if isinstance(made, tinker.ServiceClient) else (made.holder,)
+    for holder in own:
+        if holder is not None:
+            holder.run_coroutine_threadsafe(holder.aclose()).result(30)
 
 
 def downloaded(url: str, trained: tinker.TrainingClient, to: Path) -> Path:
     """The directory ``to`` with the files of a model's weights, as a client downloads them."""
     to.mkdir()
     path = trained.save_weights_external(to.name).result().path
-    found = tinker.RestClient(base_url=url, api_key=KEY).get_external_weights_urls(path).result()
+    found = rest_client(url).get_external_weights_urls(path).result()
     for name, address in found.urls.items():
         (to / name).write_bytes(httpx.get(address).content)
     return to

@@ -16,7 +16,7 @@ import torch
 
 from ...support.serving import model, save
 from ...support.tiny import ROOT
-from .served import client, downloaded, example, serving, tinker, tokens, types
+from .served import client, close, downloaded, example, serving, tinker, tokens, types
 
 IDS = [10, 200, 31, 42, 53, 64, 75, 86, 97, 108]
 ADAM = types.AdamParams(learning_rate=1e-2, weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-7, grad_clip_norm=0.5)
@@ -243,7 +243,7 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         monkeypatch.setenv("TINKER_API_KEY", "tml-any")
         monkeypatch.setattr("sys.argv", ["tinker_loop.py", "2"])
         run = runpy.run_path(str(ROOT / "examples" / "tinker_loop.py"))
-        run["training"].holder.close()  # ends its heartbeats, which would warn in later tests
+        close(run["training"])
     printed = capsys.readouterr().out
     assert re.fullmatch(r"step 0: reward 0\.\d+\nstep 1: reward 0\.\d+\n", printed), printed
     assert len((ROOT / "examples" / "tinker_loop.py").read_text(encoding="utf-8").splitlines()) <= 40

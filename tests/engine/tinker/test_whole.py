@@ -20,7 +20,7 @@ from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.tinker.whole import Whole
 
 from ...support.serving import model, save, tokenizer
-from .served import client, downloaded, example, serving, tinker, tokens, types
+from .served import client, close, downloaded, example, rest_client, serving, tinker, tokens, types
 
 IDS = [10, 200, 31, 42, 53, 64, 75, 86, 97, 108]
 SOME = [example(IDS, 5), example([*IDS[:4], 7, 8, 9], 3)]
@@ -117,7 +117,7 @@ def test_samples_come_from_the_weights_that_they_ask_for(url: str, source: str, 
 
 def made_again(url: str, trained: tinker.TrainingClient, folder: Path, steps: int) -> Any:
     """The weights after some steps, of a model that begins anew when the first one is gone."""
-    trained.holder.close()  # its heartbeat ends
+    close(trained)  # its heartbeat ends
     session = trained.model_id.partition(":")[0]
     assert httpx.post(f"{url}/api/v1/sessions/{session}/finish", headers=KEY).status_code == 200
     anew = made(url)
@@ -149,7 +149,7 @@ def test_training_goes_on_from_a_saved_state_after_the_server_ended(tmp_path: Pa
         assert fresh[2] != onward[2]
         info = again.get_info()
         assert (info.is_lora, info.lora_rank) == (False, None)
-        rest = tinker.RestClient(base_url=url, api_key="tml-tests")
+        rest = rest_client(url)
         assert rest.get_weights_info_by_tinker_path(path).result().is_lora is False
         assert [run.is_lora for run in rest.list_training_runs().result().training_runs] == [False, False]
 
