@@ -24,6 +24,10 @@ def test_long(): pass
 @pytest.mark.check(but=2)
 @pytest.mark.parametrize("case", range(9))
 def test_grid(case): pass
+@pytest.mark.slow(but=3)
+@pytest.mark.check(but=1)
+@pytest.mark.parametrize("case", range(8))
+def test_large(case): pass
 @pytest.mark.check
 class TestLong:
     @pytest.mark.slow
@@ -53,9 +57,12 @@ def test_every_test_is_in_one_tier(suite: Path) -> None:
     quick, long = collected(suite), collected(suite, "-m", "check")
     assert quick > {"test_quick"}
     assert long > {"test_long"}
-    assert len(quick) == 1 + 2
-    assert len(long) == 1 + 7
+    assert len(quick) == 1 + 2 + 1
+    assert len(long) == 1 + 7 + 2
     assert not quick & long
     assert collected(suite, "test_a.py") == collected(suite, "-m", "check or not check") == quick | long
-    assert collected(suite, "-m", "slow") == {"test_slow"}
+    slow = collected(suite, "-m", "slow")
+    assert slow > {"test_slow"}
+    assert len(slow - quick) == 1 + 5
+    assert not slow & long
     assert collected(suite, "-m", "slow and vllm") == {"test_slow_with_vllm"}

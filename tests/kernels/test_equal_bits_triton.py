@@ -161,6 +161,7 @@ def test_gradients_and_layouts() -> None:
         torch.testing.assert_close(got, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_log_probs_do_not_see_other_rows(dtype: torch.dtype) -> None:

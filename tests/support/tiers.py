@@ -22,7 +22,9 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         wanted.add("test")
     if config.args_source is pytest.Config.ArgsSource.ARGS:
         wanted.add("check")
-    tiers = {item: tier(item) for item in items} | {item: {"test"} for item in spared(items)}
+    tiers = {item: tier(item) for item in items}
+    for mark, lower in (("slow", "check"), ("check", "test")):
+        tiers |= {item: {lower} for item in spared(items, tiers, mark)}
     config.hook.pytest_deselected(items=[item for item in items if not tiers[item] <= wanted])
     items[:] = [item for item in items if tiers[item] <= wanted]
 
@@ -33,12 +35,12 @@ def tier(item: pytest.Item) -> set[str]:
     return campaigns or {"check" if item.get_closest_marker("check") else "test"}
 
 
-def spared(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield the cases that ``check(but=n)`` leaves to `make test`."""
+def spared(items: list[pytest.Item], tiers: dict[pytest.Item, set[str]], mark: str) -> Iterator[pytest.Item]:
+    """Yield the cases that ``slow(but=n)`` leaves to `make check`, or ``check(but=n)`` to `make test`."""
     cases: dict[tuple[pytest.Item, str], list[pytest.Item]] = {}
     for item in items:
-        if tier(item) == {"check"}:
+        if tiers[item] == {mark}:
             cases.setdefault((item.parent, item.originalname), []).append(item)
     for same in cases.values():
-        n = min(same[0].get_closest_marker("check").kwargs.get("but", 0), len(same))
+        n = min(same[0].get_closest_marker(mark).kwargs.get("but", 0), len(same))
         yield from (same[len(same) * i // n] for i in range(n))

@@ -161,6 +161,7 @@ QUICK = {(name, "qwen3") for name in CASES} | set(zip(list(CASES)[::3], itertool
 OF_EVERY_FAMILY = thinned(itertools.product(CASES, MODELS), lambda _, case: case in QUICK)
 
 
+@pytest.mark.slow(but=12)
 @pytest.mark.check(but=5)
 @pytest.mark.parametrize(("name", "family"), OF_EVERY_FAMILY)
 def test_leaves_are_what_the_model_says_alone_or_in_a_batch(name: str, family: str) -> None:

@@ -39,6 +39,7 @@ def sampled(native: NativeEngine, tokens: int = 5) -> list[Any]:
     return native.generate([list(range(20, 31))], params, seeds=[1])
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.check
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

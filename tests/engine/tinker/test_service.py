@@ -87,6 +87,7 @@ def test_numbers_of_adapters_are_given_again_without_their_keys(monkeypatch: pyt
     assert resident(native) == {stays}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("trainers", [1, 4])
 def test_long_training_requests_do_not_hold_up_samples(
