@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .jobs.job import Point
+from .jobs.job import Point, apart, of_seeds
 from .schema import RECORDS, Row, rows_at
 
 if TYPE_CHECKING:
@@ -148,19 +148,27 @@ def rooflines(rows: Sequence[Row]) -> Iterator[Drawn]:
 
 
 def curves(points: Sequence[Point]) -> Iterator[Drawn]:
-    """Yield a figure for each job: held-out accuracy, a line for each provider."""
-    for (device, case), of_job in _by(("device", "case"), points):
+    """Yield a figure for each job: held-out accuracy, a line for each provider and seed."""
+    jobs: dict[tuple[str, str], list[Point]] = {}
+    for point in points:
+        jobs.setdefault((point.device, apart(point.case)[0]), []).append(point)
+    for (device, job), of_job in jobs.items():
         figure, axes = _panels(1, 2, (11, 4.5), [1])
-        for (provider,), line in _by(("provider",), sorted(of_job, key=lambda p: p.step)):
+        for colour, ((provider,), of_provider) in enumerate(_by(("provider",), of_job)):
             style = "-" if provider.startswith(OURS) else "--"
-            accuracy = [100 * p.accuracy for p in line]
-            axes[0].plot([p.seconds for p in line], accuracy, style, marker=".", label=provider)
-            axes[1].plot([p.tokens for p in line], accuracy, style, marker=".", label=provider)
+            label = provider  # of the first seed's line alone
+            for _, line in _by(("case",), sorted(of_provider, key=lambda p: p.step)):
+                accuracy = [100 * p.accuracy for p in line]
+                options: dict[str, Any] = {"marker": ".", "color": f"C{colour}", "label": label}
+                axes[0].plot([p.seconds for p in line], accuracy, style, **options)
+                axes[1].plot([p.tokens for p in line], accuracy, style, **options)
+                label = "_"
         axes[0].set(xlabel="seconds of training", ylabel=f"% of {of_job[0].problems} held-out problems")
         axes[1].set(xlabel="tokens sampled")
         axes[0].legend(fontsize=8)
-        figure.suptitle(f"{case}\n{device}", fontsize=8)
-        yield _name("job", case, device), figure
+        name = of_seeds(job, list(dict.fromkeys(apart(point.case)[1] for point in of_job)))
+        figure.suptitle(f"{name}\n{device}", fontsize=8)
+        yield _name("job", name, device), figure
 
 
 def _panels(rows: int, columns: int, size: tuple[float, float], heights: Sequence[float]) -> tuple[Figure, list[Any]]:

@@ -13,10 +13,11 @@ import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, NamedTuple
 
 from .jobs import curves_table
-from .jobs.job import Point, name_of
+from .jobs.job import Point, apart, name_of, of_seeds
 from .schema import REPOSITORY, Row, read
 from .table import UNITS
 
@@ -123,36 +124,58 @@ def measured_on(rows: Sequence[Row]) -> str:
 
 
 def jobs(rows: Sequence[Row]) -> str:
-    """Return a table with a line for each job and provider: step time, job time, times to targets, memory, accuracy."""
+    """Return a table with a line for each job and provider: step time, job time, times to targets, memory, accuracy.
+
+    A figure of several seeds is the mean of theirs, with the lowest and the highest.
+    """
     lines = [
         "| job | | a step | speedup | all steps | to targets | memory | accuracy |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    of: dict[tuple[str, str], dict[tuple[str, str], Row]] = {}
+    of: dict[tuple[str, str], dict[str, dict[tuple[str, str], Row]]] = {}
     for row in rows:
-        of.setdefault((row.case, row.provider), {})[row.direction, row.metric] = row
-    for (case, provider), measured in of.items():
-        step, whole, accuracy = measured["step", "time_ms"], measured["job", "time_ms"], measured["job", "accuracy"]
-        speedup = measured.get(("step", "speedup"))
+        job, seed = apart(row.case)
+        of.setdefault((job, row.provider), {}).setdefault(seed, {})[row.direction, row.metric] = row
+    for (job, provider), runs in of.items():
+        steps = [run["step", "time_ms"] for run in runs.values()]
+        spread = min(step.p20 for step in steps), max(step.p80 for step in steps)
+        gain = _mean(runs, "step", "speedup")
+        whole, accuracy = (mean(_values(runs, "job", metric)) for metric in ("time_ms", "accuracy"))
+        memory = max(run["job", "peak_memory_mib"].value for run in runs.values())
         cells = (
-            case,
+            of_seeds(job, list(runs)),
             provider,
-            f"{_number(step.value)} ms ({_number(step.p20)} to {_number(step.p80)})",
-            "" if speedup is None else f"{speedup.value:.2f} x",
-            f"{whole.value / 1e3:.0f} s",
-            ", ".join(_to_targets(measured)),
-            f"{_number(measured['job', 'peak_memory_mib'].value)} MiB",
-            f"{100 * accuracy.value:.1f} %",
+            f"{_number(mean(step.value for step in steps))} ms ({' to '.join(map(_number, spread))})",
+            "" if gain is None else f"{gain:.2f} x",
+            f"{whole / 1e3:.0f} s",
+            ", ".join(_to_targets(runs)),
+            f"{_number(memory)} MiB",
+            f"{100 * accuracy:.1f} %",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", measured_on(rows)]) + "\n"
 
 
-def _to_targets(measured: Mapping[tuple[str, str], Row]) -> Iterator[str]:
-    for (direction, metric), row in measured.items():
-        if direction.startswith("to ") and metric == "time_ms":
-            gain = measured.get((direction, "speedup"))
-            yield f"{direction[3:]}: {row.value / 1e3:.0f} s" + ("" if gain is None else f" ({gain.value:.1f} x)")
+def _values(runs: Mapping[str, Mapping[tuple[str, str], Row]], direction: str, metric: str) -> list[float]:
+    return [run[direction, metric].value for run in runs.values() if (direction, metric) in run]
+
+
+def _mean(runs: Mapping[str, Mapping[tuple[str, str], Row]], direction: str, metric: str) -> float | None:
+    values = _values(runs, direction, metric)
+    return mean(values) if values else None
+
+
+def _to_targets(runs: Mapping[str, Mapping[tuple[str, str], Row]]) -> Iterator[str]:
+    directions = dict.fromkeys(
+        direction for run in runs.values() for direction, _ in run if direction.startswith("to ")
+    )
+    for direction in directions:
+        seconds = [value / 1e3 for value in _values(runs, direction, "time_ms")]
+        gain = _mean(runs, direction, "speedup")
+        few = [f"{len(seconds)} of {len(runs)}"] if len(seconds) < len(runs) else []
+        spread = [f"{min(seconds):.0f} to {max(seconds):.0f}"] if len(seconds) > 1 else []
+        notes = [*few, *spread, *([] if gain is None else [f"{gain:.1f} x"])]
+        yield f"{direction[3:]}: {mean(seconds):.0f} s" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def summary(folder: str) -> str:
@@ -238,11 +261,12 @@ def draw_jobs(results: Path = RESULTS, out: Path = REPOSITORY / "docs") -> None:
     for point in points:
         jobs.setdefault(name_of(point.case), []).append(point)
     for name, of_job in jobs.items():
-        of = sorted({f"'{point.case}' on {point.device}" for point in of_job})
+        of = sorted({f"'{apart(point.case)[0]}' on {point.device}" for point in of_job})
         if len(of) > 1:
             raise ValueError(f"There are curves of {' and of '.join(of)}; keep those that job_{name}.png is to show.")
         ((_, figure),) = plot.curves(of_job)
-        _save(figure, out / f"job_{name}.png", of_job[0].case)
+        seeds = list(dict.fromkeys(apart(point.case)[1] for point in of_job))
+        _save(figure, out / f"job_{name}.png", of_seeds(apart(of_job[0].case)[0], seeds))
 
 
 def main() -> None:

@@ -69,6 +69,7 @@ RECIPES: dict[str, dict[str, str]] = {
     "raft": {},
     "w_reinforce": {},
     "grpo_tuned": {"recipe": "", **TUNED},
+    "grpo_flat": {"recipe": "", **TUNED},
     "cut": {"recipe": "", "algorithm.cut": "0.97", **TUNED, "trainer.lr": "1e-4"},
     "aero": {**TUNED, "trainer.lr": "1e-4"},
     "efficient": {**TUNED, "trainer.lr": "1e-4"},
@@ -84,6 +85,8 @@ ACTS = re.compile(
 )
 """Metrics that show what a recipe does in a run; their medians over the steps are recorded."""
 CURVES = "recipes.curves.jsonl"
+FLAT = "grpo_flat"
+"""The recipe whose updates compute each response with a prompt of its own, as trainers on flat batches do."""
 
 
 class Reading(NamedTuple):
@@ -213,7 +216,7 @@ def _one(planned: Planned, journal: Journal) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     journal.begin(case, recipe)
     try:
-        readings, steps = train(config.model_copy(update={"output_dir": str(directory)}))
+        readings, steps = train(config.model_copy(update={"output_dir": str(directory)}), flat=recipe == FLAT)
     except (RunError, UserError) as error:
         print(journal.record(case, recipe, "failed", str(error)), flush=True)
         return
@@ -237,8 +240,11 @@ def _acts(case: str, recipe: str, steps: Sequence[Mapping[str, float]], context:
         yield Row("recipes", case, recipe, "step", name, value, p20, p80, None, **asdict(context))
 
 
-def train(config: TrainConfig) -> tuple[list[Reading], list[dict[str, float]]]:
+def train(config: TrainConfig, *, flat: bool = False) -> tuple[list[Reading], list[dict[str, float]]]:
     """Train, and return what was read at each evaluation and the metrics of each step.
+
+    Args:
+        flat: updates share no prefixes.
 
     Raises:
         RunError: the run failed.
@@ -248,6 +254,9 @@ def train(config: TrainConfig) -> tuple[list[Reading], list[dict[str, float]]]:
     clock: Any = _Clock()
     run = build(config.model_copy(update={"checkpoint": every, "trackers": ()}), console=clock)
     sampler: Any = run.sampler
+    learner: Any = run.learner
+    if flat:
+        learner.batches.flat = True
     old = run.evaluation
     evaluation = _Aside(old.problems, old.params, old.every, run.sampler, run.tokenizer, clock)
     clock.engine, evaluation.clock = sampler.engine, clock

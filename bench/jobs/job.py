@@ -44,6 +44,8 @@ PROVIDERS = {
 """The trainers, and the packages that each needs in addition to this project's."""
 BASE = "trl"
 """The provider whose times are divided by the others' for rows of metric "speedup"."""
+SEED = ", seed "
+"""Precedes the seed in the name of a case."""
 SIGMAS = 0.8416
 """Distance from the median of a normal distribution to its 80th percentile, in standard deviations."""
 
@@ -136,7 +138,18 @@ def _run(path: str, overrides: Sequence[str], providers: Sequence[str], limit: f
 def case_of(config: Any) -> str:
     trainer = config.trainer
     shape = f"{trainer.steps} steps of {trainer.prompts_per_step} x {config.rollout.n}"
-    return f"{config.name}, {shape}, at most {config.rollout.max_new_tokens} tokens, seed {config.seed}"
+    return f"{config.name}, {shape}, at most {config.rollout.max_new_tokens} tokens{SEED}{config.seed}"
+
+
+def apart(case: str) -> tuple[str, str]:
+    """Return a case's name without the seed, and the seed, or an empty text if it has none."""
+    job, mark, seed = case.rpartition(SEED)
+    return (job, seed) if mark else (case, "")
+
+
+def of_seeds(job: str, seeds: Sequence[str]) -> str:
+    """Return the name of one job's cases."""
+    return job + (f"{SEED if len(seeds) == 1 else ', seeds '}{', '.join(seeds)}" if any(seeds) else "")
 
 
 def name_of(case: str) -> str:

@@ -374,6 +374,24 @@ def test_the_table_of_jobs() -> None:
     assert line == f"| sums | rolltree_tree | 970 ms (960 to 980) | 2.50 x | 62 s | {targets} | 800 MiB | 85.1 % |"
 
 
+def test_a_job_s_seeds_share_a_line() -> None:
+    rows = []
+    for seed, seconds in ((0, 30.0), (1, 50.0)):
+        job = row(op="job", case=f"sums, seed {seed}", provider="trl", direction="job", value=1e3 * seconds)
+        rows += [
+            replace(job, direction="step", value=seconds, p20=seconds - 1, p80=seconds + 2),
+            job,
+            replace(job, metric="peak_memory_mib", value=10 * seconds),
+            replace(job, metric="accuracy", value=seconds / 100),
+            replace(job, direction="to 30 %", value=1e3 * seconds),
+            replace(job, direction="to 30 %", metric="speedup", value=seconds / 10),
+        ]
+    rows.append(replace(rows[-2], direction="to 40 %"))
+    (line,) = readme.jobs(rows).splitlines()[2:-2]
+    targets = "30 %: 40 s (30 to 50, 4.0 x), 40 %: 50 s (1 of 2)"
+    assert line == f"| sums, seeds 0, 1 | trl | 40 ms (29 to 52) |  | 40 s | {targets} | 500 MiB | 40.0 % |"
+
+
 def test_a_table_says_what_it_was_measured_on() -> None:
     one = row()
     rows = [one, replace(one, provider="torch", commit="fedcba9")]
