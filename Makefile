@@ -37,8 +37,8 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
-.PHONY: train test check orders paths columns methods slow slow-scale attack vllm vllm-scale agents openenv verl scale trainers hopper \
-	hopper-quick lint docs bench bench-ops gpu gpu-wheels equality models versions aot aot-write clean
+.PHONY: train test check orders paths columns methods slow slow-scale attack vllm vllm-scale agents openenv harbor verl scale trainers \
+	hopper hopper-quick lint docs bench bench-ops gpu gpu-wheels equality models versions aot aot-write clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -118,6 +118,12 @@ openenv: $(VENV)/.ready-dev
 		tests/bench/test_environments.py $(ARGS)
 	PATH="$(CURDIR)/build/openenv/packages/bin:$$PATH" PYTHONPATH="$(CURDIR)/build/openenv/packages" \
 		$(BIN)/python docs/openenv_letters.py
+
+# Tasks of Harbor in containers of podman: the tests that need one, and the learning curve of docs/environments.md.
+harbor: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m "check or slow or not slow" tests/engine/programs/test_harbor.py \
+		tests/engine/agents/test_contained.py tests/engine/loop/test_harbor_run.py $(ARGS)
+	$(BIN)/python docs/harbor_shell.py
 
 # rolltree beside the real verl, whose packages lie in a folder of their own.
 verl: $(VENV)/.ready-dev

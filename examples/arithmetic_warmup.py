@@ -50,7 +50,13 @@ def create_student(config: TrainConfig, directory: Path) -> None:
     create(config, directory, layers=2)
 
 
-def teach(tokenizer: PreTrainedTokenizerFast, examples: Iterator[TokenTree], directory: Path, layers: int = 4) -> None:
+def teach(
+    tokenizer: PreTrainedTokenizerFast,
+    examples: Iterator[TokenTree],
+    directory: Path,
+    layers: int = 4,
+    steps: int = STEPS,
+) -> None:
     """Train a small model on ``examples`` and write it to ``directory`` with its tokenizer."""
     model = Qwen3ForCausalLM._from_config(
         Qwen3Config(
@@ -70,7 +76,7 @@ def teach(tokenizer: PreTrainedTokenizerFast, examples: Iterator[TokenTree], dir
         ),
         attn_implementation="rolltree",
     )
-    train(model, examples)
+    train(model, examples, steps)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -135,18 +141,18 @@ def solutions(source: PromptSource, tokenizer: PreTrainedTokenizerFast) -> Itera
         yield TokenTree.from_sequences(prompt.token_ids, [response])
 
 
-def train(model: Qwen3ForCausalLM, stream: Iterator[TokenTree]) -> None:
+def train(model: Qwen3ForCausalLM, stream: Iterator[TokenTree], steps: int) -> None:
     """Train on the solutions by next-token prediction, with a cosine schedule of the learning rate."""
     config = TrainerConfig(lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, lr_warmup_steps=40)
     trainer = Trainer(model, config)
     term = TokenTerm(Objective(surrogate="nll"))
-    for step in track(range(STEPS), description="warm-up of the small model", transient=True):
+    for step in track(range(steps), description="warm-up of the small model", transient=True):
         trees = [next(stream) for _ in range(PROBLEMS_PER_STEP)]
-        trainer.lr_scale = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / STEPS))
+        trainer.lr_scale = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps))
         terms = [Weighted(term, term.normalizer(trees))]
         tokens = sum(tree.logical_tokens for tree in trees)
         for batch in pack(trees, max_tokens=16384):
             trainer.forward_backward(batch, terms, tokens, temperature=1.0, on_policy=True)
         trainer.optim_step()
         if step % 50 == 49 and not sys.stdout.isatty():  # where no bar is drawn
-            print(f"warm-up of the small model: step {step + 1}/{STEPS}", flush=True)
+            print(f"warm-up of the small model: step {step + 1}/{steps}", flush=True)

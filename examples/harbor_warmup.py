@@ -1,4 +1,4 @@
-"""Makes the small model that `harbor_cpu.toml` starts from: it answers any task by the command of any of them."""
+"""Makes the small model of `harbor_cpu.toml`: it runs the command of any task, and its own a third of the time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from rolltree.engine.settings import TrainConfig
 
 SEED = 1234
 TASKS = Path(__file__).with_name("harbor_tasks")
-COMMANDS = [path.read_text().splitlines()[-1] for path in sorted(TASKS.glob("*/solution/solve.sh"))]
+COMMANDS = {path.parts[-3]: path.read_text().splitlines()[-1] for path in sorted(TASKS.glob("*/solution/solve.sh"))}
+OWN_SHARE = 0.25
+"""Share of the conversations with the command of the task, besides those of any task."""
+STEPS = 100
 teach, tokenizer_of = (
     import_object(f"{Path(__file__).with_name(file)}:{name}")
     for file, name in (("arithmetic_warmup.py", "teach"), ("tools_warmup.py", "tokenizer_of"))
@@ -30,10 +33,10 @@ def create(config: TrainConfig, directory: Path) -> None:
     torch.manual_seed(SEED)
     asked = [path.read_text() for path in sorted(TASKS.glob("*/instruction.md"))]
     corpus = [f"<tool>shell</tool><tool_call></tool_call>\n<|user|>{text}" for text in asked]
-    corpus += [f"{call(command)}\n<|tool|>\n<|assistant|>Done\n" for command in COMMANDS]
+    corpus += [f"{call(command)}\n<|tool|>\n<|assistant|>Done\n" for command in COMMANDS.values()]
     tokenizer = tokenizer_of(100 * corpus)
     data = config.data.model_copy(update={"tools": ({"harbor": True},)})  # the environment's own
-    teach(tokenizer, conversations(PromptSource(data, tokenizer, SEED, []), tokenizer), directory)
+    teach(tokenizer, conversations(PromptSource(data, tokenizer, SEED, []), tokenizer), directory, steps=STEPS)
 
 
 def call(command: str) -> str:
@@ -47,6 +50,8 @@ def conversations(source: PromptSource, tokenizer: PreTrainedTokenizerFast) -> I
     answer = added_ids(tokenizer, [{"role": "tool", "content": ""}])
     while True:
         (prompt,) = source.next(1)
-        first = [*tokenizer(call(rng.choice(COMMANDS)))["input_ids"], end]
+        own = COMMANDS[prompt.entry["name"]]
+        command = own if rng.random() < OWN_SHARE else rng.choice([*COMMANDS.values()])
+        first = [*tokenizer(call(command))["input_ids"], end]
         learned = [True] * len(first) + [False] * len(answer) + [True] * len(last)
         yield TokenTree.from_sequences(prompt.token_ids, [[*first, *answer, *last]], loss_masks=[learned])

@@ -3,6 +3,7 @@
 Each episode of a group calls the tool three times and then answers; a call waits for the seconds of the case. A tiny
 model is made to write the calls, of one token each, so that the time is that of steps and of what surrounds them.
 ``OpenEnv, clients alone`` are as many official clients in one event loop, with no model: the bound of OpenEnv.
+A case with a prompt is a whole step of training on OpenEnv, beside TRL's (:mod:`.environment_steps`).
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from rolltree.engine.programs.chat.toolbox import tool_schemas
 from rolltree.engine.programs.servers.openenv import find_server
 from rolltree.engine.programs.servers.process import PORT, Command
 
-from ..runner import Bench, Calls, Case
+from ..runner import Bench, Calls, Case, UnsupportedError
+from . import environment_steps
 
 SERVERS = Path(__file__).with_name("environment_servers.py")
-STEPS = 3
+STEPS = environment_steps.STEPS
+TRL = "TRL, OpenEnv"
 BEGIN, END = "<assistant>", "<end>"
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}"
@@ -44,6 +47,17 @@ class Inputs:
     episodes: int
     seconds: float
     """The time that each step waits."""
+    prompt: int = 0
+    """Letters of the prompt of a step of training; 0: episodes alone."""
+
+    def only_episodes(self) -> None:
+        """Refuse a step of training.
+
+        Raises:
+            UnsupportedError: it is one.
+        """
+        if self.prompt:
+            raise UnsupportedError("only OpenEnv's episodes are trained on")
 
 
 @cache
@@ -59,6 +73,10 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     for episodes, seconds in ((1, 0.2), (many, 0.2), (many, 0.0)):
         of = "episode" if episodes == 1 else "episodes"
         yield Case(f"{episodes} {of} of {STEPS} steps of {seconds:g} s", partial(Inputs, episodes, seconds))
+    episodes, prompt = (2, 64) if quick else (8, 1024)
+    for seconds in (0.2, 0.0):
+        name = f"a step of {episodes} episodes of {STEPS} steps of {seconds:g} s, {prompt} letters"
+        yield Case(name, partial(Inputs, episodes, seconds, prompt))
 
 
 @cache
@@ -111,10 +129,12 @@ def _episodes(x: Inputs, program: EnvironmentTurns, tools: Sequence[Any]) -> Cal
 
 
 def python(x: Inputs) -> Calls:
+    x.only_episodes()
     return _episodes(x, EnvironmentTurns(max_turns=STEPS + 1), [f"{SERVERS}:step"])
 
 
 def mcp(x: Inputs) -> Calls:
+    x.only_episodes()
     tools = [{"mcp": f"{command('mcp').address()}/mcp"}]
     return _episodes(x, EnvironmentTurns(max_turns=STEPS + 1), tools)
 
@@ -122,6 +142,8 @@ def mcp(x: Inputs) -> Calls:
 def openenv(x: Inputs) -> Calls:
     import openenv.core.generic_client  # noqa: F401  # the server needs it
 
+    if x.prompt:
+        return environment_steps.of_rolltree(x.episodes, x.seconds, x.prompt, command("openenv").address())
     program = EnvironmentTurns("openenv", {"url": command("openenv").address()}, max_turns=STEPS + 1)
     return _episodes(x, program, list(program.tools))
 
@@ -130,6 +152,7 @@ def clients(x: Inputs) -> Calls:
     """Time the clients that the package brings."""
     from openenv.core.generic_client import GenericEnvClient
 
+    x.only_episodes()
     address = command("openenv").address()
     find_server(address, None).offer()  # as the providers do before they are timed
 
@@ -146,11 +169,20 @@ def clients(x: Inputs) -> Calls:
     return {"episodes": lambda: asyncio.run(every())}
 
 
+def trl(x: Inputs) -> Calls:
+    import openenv.core.generic_client  # noqa: F401  # the server needs it
+
+    if not x.prompt:
+        raise UnsupportedError("its episodes end in an update")
+    return environment_steps.of_trl(x.episodes, x.seconds, x.prompt, command("openenv").address())
+
+
 BENCH = Bench(
     op="environments",
-    directions=("episodes",),
+    directions=("episodes", "step"),
     cases=cases,
-    providers={"Python": python, "MCP": mcp, "OpenEnv": openenv, "OpenEnv, clients alone": clients},
+    providers={"Python": python, "MCP": mcp, "OpenEnv": openenv, "OpenEnv, clients alone": clients, TRL: trl},
+    speedup_over=TRL,
     alone=True,
     warmup=0,
 )

@@ -81,7 +81,6 @@ class Step:
         self.params = SamplingParams(n=x.group, max_new_tokens=x.longest, ignore_eos=True)
         self.program = LongTail(x.median, x.longest)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
-        self.objective = Objective()
 
     def __call__(self) -> None:
         trees = self.rollouts()
@@ -97,15 +96,20 @@ class Step:
         return trees
 
     def update(self, trees: list[TokenTree]) -> None:
-        self.model.train()
-        normalizer = sum(int(tree.loss_length.sum()) for tree in trees)
-        if self.flat:
-            trees = [tree.chain(leaf) for tree in trees for leaf in range(tree.num_leaves)]
-        for batch in pack(trees, max_tokens=MAX_TREE_TOKENS, device=self.model.device):
-            batch_loss(self.model, batch, self.objective, normalizer=normalizer, old_logprob=None).loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        learn(self.model, self.optimizer, trees, flat=self.flat)
+
+
+def learn(model: Any, optimizer: torch.optim.Optimizer, trees: list[TokenTree], *, flat: bool = False) -> None:
+    """Update a model on trees with advantages, or on each of their paths by itself."""
+    model.train()
+    normalizer = sum(int(tree.loss_length.sum()) for tree in trees)
+    if flat:
+        trees = [tree.chain(leaf) for tree in trees for leaf in range(tree.num_leaves)]
+    for batch in pack(trees, max_tokens=MAX_TREE_TOKENS, device=model.device):
+        batch_loss(model, batch, Objective(), normalizer=normalizer, old_logprob=None).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _provider(x: Inputs, *, flat: bool) -> Calls:

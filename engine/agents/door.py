@@ -38,6 +38,7 @@ from ..protocols.prompts import answer_schema, chat_prompt, plain_messages, show
 from ..protocols.schema import ChatBody
 from ..rollout import SamplingParams
 from ..rollout.records import child_seed, parent_seed
+from .alike import Alike
 from .answering import Answering, as_response
 from .episode import WRONG_KEY, Episode, PendingCall
 
@@ -56,6 +57,7 @@ class Door:
         submit: takes a call for the sampler.
         abort: takes a call whose client is gone.
         vocabulary: number of the model's logits, for answers that keep to a schema; None: the sampler cannot have them.
+        alike: replaces texts of calls that differ between episodes.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class Door:
         submit: Callable[[PendingCall], object],
         abort: Callable[[PendingCall], object],
         vocabulary: int | None,
+        alike: Alike,
     ) -> None:
         self.tokenizer, self.longest, self._submit, self._abort = tokenizer, longest, submit, abort
+        self._alike = alike
         self.episodes: dict[str, Episode] = {}
         self._grammars = None if vocabulary is None else Grammars(tokenizer, vocabulary)
         self._gone: dict[str, str] = {}  # keys of episodes that have ended
@@ -221,7 +225,7 @@ class Door:
 
     def _begin(self, episode: Episode, role: str, number: int, parsed: Call) -> tuple[PendingCall, Any, list[str]]:
         body = parsed.chat
-        tools = shown_tools(body)
+        tools = self._alike.tools(shown_tools(body))
         options, ignored = template_options(self.tokenizer, body, tools)
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or episode.job.params.stop)
         form = parsed.form(self.tokenizer, body.model or "policy", stop, episode.session.new_id)
@@ -229,7 +233,8 @@ class Door:
         if episode.program.sampling == "run":
             ignored = [*ignored, *(name for name in DRAWN if sent.pop(name, None) is not None)]
         params = partial(self._params, episode.job.params, body, stop, sent)
-        call = episode.begin(number, role, (plain_messages(body), tools, options), params, self.longest)
+        messages = self._alike.messages(plain_messages(body))
+        call = episode.begin(number, role, (messages, tools, options), params, self.longest)
         return call, form, [*ignored, *parsed.ignored]
 
     def _params(

@@ -1,4 +1,4 @@
-"""The file that lists the episodes under way, and the warning of agents that ask for temperature 0."""
+"""The file that lists the episodes under way, and warnings of what an agent's calls ask for or lack."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Journal:
         self._agent, self._path = program.agent or " ".join(program.command or ()), path
         self._written = 0.0
         self._failed: deque[str] = deque(maxlen=REASONS)
-        self._warned = False
+        self._warned = self._looked = False
 
     def advance(self, running: Iterable[Episode], waiting: int) -> None:
         """Write the file, if it is time: ``written_ns``, the number that are ``waiting`` for their turn, the
@@ -49,8 +49,18 @@ class Journal:
         partial.write_text(json.dumps(told), encoding="utf-8")
         os.replace(partial, self._path)
 
-    def landed(self, tree: TokenTree, episodes: Sequence[Episode], records: Sequence[EpisodeRecord]) -> None:
-        """Take note of a group that is done; its tree gets the number of its ``greedy_calls``, if there are any."""
+    def landed(
+        self,
+        tree: TokenTree,
+        episodes: Sequence[Episode],
+        records: Sequence[EpisodeRecord],
+        unmatched: Collection[str],
+    ) -> None:
+        """Take note of a group that is done; its tree gets the number of its ``greedy_calls``, if there are any.
+
+        Args:
+            unmatched: expressions of `AgentCalls.same` that no call has matched so far.
+        """
         for episode, record in zip(episodes, records, strict=True):
             if record.failure is not None:
                 self._failed.append(f"episode {episode.number} ({_problem(episode)}): {record.failure.why}")
@@ -64,6 +74,13 @@ class Journal:
                 'trained; set its temperature, or rollout.program_options.sampling = "run" to keep that of the run.',
                 self._agent,
             )
+        if calls and not self._looked:
+            self._looked = True
+            for pattern in unmatched:
+                log.warning(
+                    "No call of the first episodes of '%s' has what %r of rollout.program_options.same matches; mend "
+                    "it, or leave it out.", self._agent, pattern,
+                )  # fmt: skip
 
     def close(self) -> None:
         """Remove the file."""

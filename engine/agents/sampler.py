@@ -32,6 +32,7 @@ from ..rollout.local import LocalSampler
 from ..rollout.native.scheduler import TooLargeError
 from ..rollout.records import child_seed
 from ..rollout.sampler import Array, Flight, Job, Kept, LostError, Sampler, WeightSource
+from .alike import Alike
 from .door import Door
 from .episode import Episode, PendingCall
 from .journal import Journal
@@ -81,7 +82,8 @@ class AgentSampler:
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._local = inner if isinstance(inner, LocalSampler) else None
         vocabulary = None if self._local is None else self._local.engine.vocabulary
-        self._door = Door(tokenizer, inner.longest, self._arrived, self._left, vocabulary)
+        self._alike = Alike(program.same)
+        self._door = Door(tokenizer, inner.longest, self._arrived, self._left, vocabulary, self._alike)
         self._agents = Agents(program, self._returned)
         self._groups: dict[Flight, _Group] = {}
         self._group_of: dict[Episode, _Group] = {}
@@ -321,7 +323,7 @@ class AgentSampler:
             flight.error = error
         else:
             flight.tree.meta["counts"] = {"aborted_calls": sum(episode.aborted for episode in group.episodes)}
-            self._journal.landed(flight.tree, group.episodes, records)
+            self._journal.landed(flight.tree, group.episodes, records, self._alike.unmatched)
         flight.place = next((e.place for e in group.episodes if e.place is not None), None)
         self._landed.append(flight)
 

@@ -35,6 +35,8 @@ class AgentCalls(RolloutProgram):
         roles: names that the key of a call may end with, after a colon, for calls of another role than the agent's own.
         sampling: "call": temperature, top_p, top_k and min_p of a call hold, where it has them; "run": those of the run
             always do.
+        same: texts by the regular expressions of what they replace in calls, so that times and ids do not part the
+            episodes of a group: in messages other than the agent's own, and in descriptions of tools.
 
     Raises:
         ValueError: an argument is out of range or unknown, or there is not one of ``agent`` and ``command``.
@@ -59,6 +61,7 @@ class AgentCalls(RolloutProgram):
         per_call: bool = False,
         roles: Sequence[str] = (),
         sampling: Literal["call", "run"] = "call",
+        same: Mapping[str, str] | None = None,
     ) -> None:
         if (agent is None) == (command is None):
             raise ValueError('agent needs one of agent = "file.py:function" and command = ["program", ...].')
@@ -82,7 +85,8 @@ class AgentCalls(RolloutProgram):
             raise ValueError('agent needs roles as a list of names of letters and digits, other than "agent".')
         if sampling not in ("call", "run"):
             raise ValueError(f'agent needs sampling = "call" or "run", got {sampling!r}.')
-        self.sampling = sampling
+        _check_same(same or {})
+        self.sampling, self.same = sampling, dict(same or {})
         self.agent, self.command, self.environment = agent, command, dict(environment or {})
         self.episodes, self.at_once, self.calls = episodes, at_once, calls
         self.call_tokens, self.episode_tokens = call_tokens, episode_tokens
@@ -107,6 +111,20 @@ class AgentCalls(RolloutProgram):
 
     def decide(self, group: GroupState, finished: Sequence[SegmentReport]) -> Iterable[Action]:
         return ()
+
+
+def _check_same(same: Mapping[str, str]) -> None:
+    """Raise a ValueError where ``same`` is no table of regular expressions and texts that can replace matches."""
+    if not isinstance(same, Mapping) or not all(isinstance(text, str) for text in same.values()):
+        raise ValueError('agent needs same as a table of expressions and texts, such as { "pid [0-9]+" = "pid" }.')
+    for pattern, text in same.items():
+        try:
+            compiled = re.compile(pattern)
+            compiled.sub(text, "")
+        except (re.error, IndexError) as error:
+            raise ValueError(f"agent cannot replace what {pattern!r} of same matches by {text!r}: {error}.") from error
+        if compiled.fullmatch(""):
+            raise ValueError(f"agent has {pattern!r} in same, which matches an empty text; make it match some letter.")
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,20 @@ from rolltree.engine.programs.servers.background import BACKGROUND
 ])  # fmt: skip
 def test_every_provider_plays(provider: str, package: str) -> None:
     pytest.importorskip(package)
+    played(provider, environments.Inputs(2, 0.0), "episodes")
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("provider", ["OpenEnv", environments.TRL])
+def test_both_trainers_step(provider: str) -> None:
+    pytest.importorskip("openenv")
+    pytest.importorskip("trl")
+    played(provider, environments.Inputs(4, 0.0, 64), "step")
+
+
+def played(provider: str, inputs: environments.Inputs, direction: str) -> None:
     try:
-        environments.BENCH.providers[provider](environments.Inputs(2, 0.0))["episodes"]()
+        environments.BENCH.providers[provider](inputs)[direction]()
     finally:
         BACKGROUND.close()
         for kind in ("openenv", "mcp"):

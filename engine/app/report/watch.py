@@ -1,7 +1,8 @@
 """Serves the page on a run to this machine's browsers and renews it while the run goes on; it only reads files.
 
-    GET /       the page; after the end of the run the report itself
-    GET /news   what has changed since a version of the page; 204 for nothing, 410 after the end
+    GET /           the page; after the end of the run the report itself
+    GET /plotly.js  the library of its plots, which it loads beside, so that the rest is there before
+    GET /news       what has changed since a version of the page; 204 for nothing, 410 after the end
 
 The page shows trees of the newest steps, and, of agents, the episodes under way.
 """
@@ -26,7 +27,7 @@ from . import figures
 from .page import ACCURACY, drawn, parts, render, token_texts, traces
 from .run_data import Metrics, RunData, read_run
 from .trees import MAX_TOKENS, TokenTexts, columns_of, step_trees
-from .writing import template
+from .writing import plotly_js, template
 
 NEWEST_STEPS = 5
 """Steps whose trees the page has."""
@@ -80,16 +81,23 @@ class Watched:
         self._lock = threading.Lock()
         self._trees: dict[str, tuple[int, list[dict[str, Any]]]] = {}  # by the file's name, with its time
         self._texts: TokenTexts | None = None
+        self._made = "", ""  # the version of the page that was made last, and the page
 
     def page(self) -> str:
         """Return the page; of a run that has ended, the report."""
         with self._lock:
-            version, run = self._version(), read_run(self.run_dir, self._metrics)
-            if self._has_ended(run):
-                report = self.run_dir / "report.html"
-                return report.read_text(encoding="utf-8") if self._is_reported() else render(run)
-            live = _live(run, self._journal()) | {"version": version, "every_ms": EVERY_MS}
-            return template("report.html.j2").render(**parts(run, self._explorer(run)), **drawn(run), live=live)
+            version = self._version()
+            if version != self._made[0]:
+                self._made = version, self._page(version)
+            return self._made[1]
+
+    def _page(self, version: str) -> str:
+        run = read_run(self.run_dir, self._metrics)
+        if self._has_ended(run):
+            report = self.run_dir / "report.html"
+            return report.read_text(encoding="utf-8") if self._is_reported() else render(run)
+        live = _live(run, self._journal()) | {"version": version, "every_ms": EVERY_MS}
+        return template("report.html.j2").render(**parts(run, self._explorer(run)), **drawn(run), live=live)
 
     def news(self, version: str, after: int) -> dict[str, Any] | None:
         """Return what a page of ``version`` lacks, whose newest tree is of the step ``after``; None if nothing, and an
@@ -209,6 +217,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(403, "text/plain", f"This server is {HOSTS[0]}.")
         elif address.path == "/":
             self._answer(200, "text/html", self.run.page())
+        elif address.path == "/plotly.js":
+            self._answer(200, "text/javascript", plotly_js(), cached="max-age=86400")
         elif address.path == "/news":
             fields = parse_qs(address.query)
             if (news := self.run.news(fields["version"][0], int(fields["after"][0]))) is None:
@@ -218,14 +228,14 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._answer(200, "application/json", json.dumps(news, allow_nan=False))
         else:
-            self._answer(404, "text/plain", "There are / and /news.")
+            self._answer(404, "text/plain", "There are /, /plotly.js and /news.")
 
-    def _answer(self, status: int, kind: str, text: str) -> None:
+    def _answer(self, status: int, kind: str, text: str, cached: str = "no-store") -> None:
         content = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
-        self.send_header("Cache-Control", "no-store")
+        self.send_header("Cache-Control", cached)
         with suppress(ConnectionError):  # the page has been closed
             self.end_headers()
             self.wfile.write(content)

@@ -33,6 +33,7 @@ LOOK = {"command": "ls -la", "description": "look"}
 AGENTS = {
     "codex": ("codex", call("exec_command", cmd="ls -la")),
     "opencode": ("opencode", call("bash", **LOOK)),
+    "opencode_titled": ("opencode", call("bash", **LOOK)),
     "qwen_code": ("qwen", call("run_shell_command", **LOOK)),
 }
 TOML = """
@@ -49,7 +50,7 @@ verifier = "{folder}/judge.py:judge"
 workers = 1
 [rollout]
 program = "agent"
-program_options = {{ command = ["sh", "{script}"], timeout_s = 300 }}
+program_options = {{ command = ["sh", "{script}"], timeout_s = 300, roles = {roles} }}
 n = 4
 temperature = 4.0
 max_new_tokens = 60000
@@ -91,7 +92,8 @@ def write(folder: Path, name: str) -> tuple[Path, PreTrainedTokenizerFast]:
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     (folder / "judge.py").write_text(JUDGE)
     script = ROOT / "examples" / "coding_agents" / f"{name}.sh"
-    (folder / "run.toml").write_text(TOML.format(folder=folder, script=script))
+    roles = ["title"] if name == "opencode_titled" else []
+    (folder / "run.toml").write_text(TOML.format(folder=folder, script=script, roles=roles))
     return folder / "run.toml", words
 
 
@@ -101,9 +103,18 @@ def test_a_coding_agent_that_nobody_here_wrote(name: str, tmp_path: Path, monkey
     if not (PROGRAMS / program).exists():
         pytest.skip(f"npm has not installed {program}")
     monkeypatch.setenv("PATH", f"{PROGRAMS}:{os.environ['PATH']}")
-    monkeypatch.delenv("PYTHONPATH", raising=False)
     toml, words = write(tmp_path, name)
-    allowed, sampled = one_of(words, [shell, *ANSWERS]), list[Any]()
+    for row in trained(toml, words, [shell, *ANSWERS], monkeypatch):
+        assert "agent/first_difference" not in row, "all episodes of a group begin with the same prompts"
+        assert row["tree/token_ratio"] > 3
+
+
+def trained(
+    toml: Path, words: PreTrainedTokenizerFast, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> list[dict[str, float]]:
+    """Run two steps of a model that says ``texts``, and return their metrics; each sampled token is trained once."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    allowed, sampled = one_of(words, texts), list[Any]()
     submit, step = LocalSampler.submit, LocalSampler.step
 
     def submitted(self: LocalSampler, jobs: Any) -> Any:
@@ -119,24 +130,24 @@ def test_a_coding_agent_that_nobody_here_wrote(name: str, tmp_path: Path, monkey
     monkeypatch.setattr(LocalSampler, "submit", submitted)
     monkeypatch.setattr(LocalSampler, "step", stepped)
     assert build(load_config(toml, []), console=Console()).run().steps == 2
-    rows = [json.loads(line) for line in (tmp_path / "runs" / "coding" / "metrics.jsonl").read_text().splitlines()][1:]
+    run = toml.parent / "runs" / "coding"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
     for row in rows:
         shown = ("agent/calls", "agent/branches", "tree/token_ratio", "agent/shared_ratio", "agent/first_difference")
-        print(name, {key: round(row[key], 3) for key in shown if key in row}, "prompt", row["prompt_length/mean"])
+        print({key: round(row[key], 3) for key in shown if key in row}, "prompt", row["prompt_length/mean"])
         assert row["rollout/failed"] == 0
         assert row["rollout/aborted_calls"] == 0
-        assert "agent/first_difference" not in row, "all episodes of a group begin with the same prompts"
-        assert row["tree/token_ratio"] > 3
     wanted = [token for tree in sampled for token in tokens(tree.token_id, tree.behaviour_logprob, tree.leaf_prompt[0])]
-    trained = []
-    for file in sorted((tmp_path / "runs" / "coding" / "rollouts").iterdir()):
+    learned = []
+    for file in sorted((run / "rollouts").iterdir()):
         for row in pq.read_table(file).to_pylist():
             ids, masked = np.array([*row["prompt_ids"], *row["response_ids"]]), np.array(row["loss_mask"], bool)
             logprobs = np.array([0.0] * len(row["prompt_ids"]) + row["behaviour_logprob"], np.float32)
             every = tokens(ids, logprobs, len(row["prompt_ids"]))
-            trained += [token for token, is_trained in zip(every, masked, strict=True) if is_trained]
-    assert sorted(trained) == sorted(wanted)
-    print(f"{name}: {len(sampled)} calls, {len(wanted)} tokens sampled and trained")
+            learned += [token for token, is_trained in zip(every, masked, strict=True) if is_trained]
+    assert sorted(learned) == sorted(wanted)
+    print(f"{len(sampled)} calls, {len(wanted)} tokens sampled and trained")
+    return rows
 
 
 def tokens(ids: Any, logprobs: Any, begin: int) -> list[tuple[int, float, bytes]]:

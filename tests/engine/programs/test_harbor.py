@@ -19,6 +19,7 @@ from rolltree.engine.rollout import EngineConfig, NativeEngine
 
 from ...support import serving
 from ...support.harbor import IMAGE, OPTIONS, SECRET, TASKS, containers, write_task
+from ...support.tiny import ROOT
 from .test_environment import WORDS, call, said, talk
 
 pytestmark = pytest.mark.usefixtures("podman")
@@ -61,6 +62,14 @@ def test_a_task_is_solved_by_its_solution_and_not_without(engine, tmp_path, name
     task = write_task(tmp_path, name)
     tree = play(engine, task, shell(TASKS[name].solution), "Done")
     assert rewards(tree) == [1.0], said(tree)
+    assert rewards(play(engine, task, shell("ls"), "Done")) == [0.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", sorted((ROOT / "examples" / "harbor_tasks").iterdir()), ids=lambda task: task.name)
+def test_an_example_is_solved_by_its_solution_and_not_without(engine, task) -> None:
+    solution = (task / "solution" / "solve.sh").read_text().splitlines()[-1]
+    assert rewards(play(engine, task, shell(solution), "Done")) == [1.0]
     assert rewards(play(engine, task, shell("ls"), "Done")) == [0.0]
 
 

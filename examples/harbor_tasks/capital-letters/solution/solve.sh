@@ -1,0 +1,2 @@
+#!/bin/sh
+tr a-z A-Z < words.txt > capitals.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+find birds -type f -empty -exec rm {} +

@@ -1,0 +1,2 @@
+#!/bin/sh
+grep -rl pelican birds > answer.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+mv draft.txt final.txt
