@@ -81,15 +81,15 @@ class Watched:
         self._lock = threading.Lock()
         self._trees: dict[str, tuple[int, list[dict[str, Any]]]] = {}  # by the file's name, with its time
         self._texts: TokenTexts | None = None
-        self._made = "", ""  # the version of the page that was made last, and the page
+        self._last_page = "", ""  # the version of the page that was made last, and the page
 
     def page(self) -> str:
         """Return the page; of a run that has ended, the report."""
         with self._lock:
             version = self._version()
-            if version != self._made[0]:
-                self._made = version, self._page(version)
-            return self._made[1]
+            if version != self._last_page[0]:
+                self._last_page = version, self._page(version)
+            return self._last_page[1]
 
     def _page(self, version: str) -> str:
         run = read_run(self.run_dir, self._metrics)
