@@ -151,11 +151,18 @@ def test_metrics_are_read_on_from_where_they_were(tmp_path: Path) -> None:
     assert [row["step"] for row in kept.read(path, [])] == [9], "a file that is shorter is another one"
 
 
+def _heed_interrupts() -> None:
+    """Undo that shells let what they start in the background ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def served(run_dir: Path) -> Iterator[str]:
     """The address of the page, served by the command."""
     command = [*CLI, "report", str(run_dir), "--watch"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts
+    )
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
