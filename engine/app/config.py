@@ -345,6 +345,7 @@ FREE_TO_CHANGE = (
     "trainer.max_bad_steps",
     "trainer.self_check",
     "trainer.ranks",
+    "trainer.tensor",
     "trainer.timeout_s",
     "trainer.reshard",
     "evaluation.every",

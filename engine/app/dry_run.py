@@ -11,6 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from rolltree.kernels import Objective
 from rolltree.kernels.libraries import load_library
 
@@ -31,7 +33,7 @@ from ..tasks import GymProblems, Problems
 from ..tasks.problems import spread
 from ..train.terms import TokenTerm
 from .assembly import preflight
-from .assembly.checks import check_lengths, check_training, kept_entries, tried_methods
+from .assembly.checks import check_lengths, check_split, check_training, kept_entries, tried_methods
 from .assembly.learning import inert, spared
 from .assembly.methods import Methods
 from .assembly.policies import check_same_tokens, of_policy, policies_methods, resting, roles_of
@@ -212,7 +214,8 @@ def _sampling_lines(config: TrainConfig) -> Iterator[str]:
         sleeping = ", asleep during updates" if config.placement.layout == "colocated" else ""
         yield f"engines            {rollout.engines} processes of Ray on {cluster}{sleeping}"
     if trainer.ranks > 1:
-        yield f"ranks              {trainer.ranks} processes of Ray that train together"
+        each = f", {trainer.tensor} of them on each micro-batch" if trainer.tensor > 1 else ""
+        yield f"ranks              {trainer.ranks} processes of Ray that train together{each}"
     if config.reward.hosts:
         yield f"reward hosts       {config.reward.hosts} processes of Ray on {cluster}"
 
@@ -299,6 +302,7 @@ def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
     check_model_dir(path)
     sizes = read_sizes(path, config.model.lora)
     check_lengths(config, sizes.positions)
+    check_split(config, AutoConfig.from_pretrained(path))
     state = sizes.training_bytes(config.model.dtype)
     kv = sizes.key_bytes(config.model.dtype) * config.rollout.kv_tokens
     yield f"model              {path}: {sizes.kind}, {sizes.parameters / 1e6:.2f} M parameters, {config.model.dtype}"

@@ -309,10 +309,9 @@ class Learner(Learned):
     def _exchange(self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], column: str) -> None:
         """Tell the other ranks the scores in ``column`` of this rank's ``batches``, and write theirs on ``trees``."""
         scores = {i: trees[i].columns[column] for batch in batches for i in batch.tree_index}
-        for rank, of_rank in enumerate(self.group.gather(scores)):
-            if rank != self.group.rank:
-                for i, values in of_rank.items():
-                    trees[i].set(column, values)
+        for of_share in self.group.of_shares(scores) if self.group.count > 1 else ():
+            for i, values in of_share.items():
+                trees[i].set(column, values)
 
     def weights(self) -> WeightSource:
         """Return the source of the policy's weights, for a sampler."""

@@ -60,9 +60,9 @@ class MicroBatches:
             self.work, self.again = Work.of(packed), Work.again(packed)
             return [replace(batch, of=len(packed)) for batch in packed]
         if is_invariant(self.model):
-            shares = deal(trees, self.group.count, **options)
+            shares = deal(trees, self.group.shares, **options)
         else:
-            shares = distribute(trees, self.group.count, self.cost, **options)
+            shares = distribute(trees, self.group.shares, self.cost, **options)
         real = [batch for batches in shares for batch in batches if batch.trees]
         parts = [part for b in real for part in zip(b.tree_index, b.leaf_index, strict=True)]
         whole = flat or all(len(leaves) == trees[i].num_leaves for i, leaves in parts)
@@ -73,7 +73,7 @@ class MicroBatches:
                 "trainer.max_tokens, or set trainer.ranks to 1."
             )
         self.work, self.again = Work.of(batch for batches in shares for batch in batches), Work()
-        return [replace(batch, of=len(real)) for batch in shares[self.group.rank]]
+        return [replace(batch, of=len(real)) for batch in shares[self.group.share]]
 
     def halve(self, trees: Sequence[TokenTree]) -> bool:
         """Halve the micro-batches after an update of ``trees`` that ran out of memory.
@@ -95,9 +95,9 @@ class MicroBatches:
             packed = pack(trees, in_pieces=in_pieces, **options)
             self.work, self.again = Work.of(packed), Work()
             return packed
-        shares = distribute(trees, self.group.count, self.cost, **options)
+        shares = distribute(trees, self.group.shares, self.cost, **options)
         self.work, self.again = Work.of(batch for batches in shares for batch in batches), Work()
-        return shares[self.group.rank]
+        return shares[self.group.share]
 
     @property
     def in_pieces(self) -> bool:

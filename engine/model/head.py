@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rolltree.kernels import HeadLora, LogprobOutput, linear_logprob
+from rolltree.kernels import HeadLora, LogprobOutput, VocabShards, linear_logprob
 from rolltree.kernels.linear_logprob import linear_statistics
 
-from .sharding import whole
+from .sharding import shards_of, whole
 
 SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Names of the factor of the logits in configurations, and its power."""
@@ -28,6 +28,8 @@ class Head(NamedTuple):
     """peft's LoRA adapter on the head itself: the effective weight is ``weight + lora.scale b a``."""
     scale: float = 1.0
     """The factor of the logits, which the ops take as a temperature of 1 / scale; 1 where there is a softcap."""
+    shards: VocabShards | None = None
+    """The ranks' rows of a weight that is split over the vocabulary, of which ``weight`` is this rank's."""
 
     def frozen(self) -> Head:
         """Return the head without gradient and with its adapter added to the weight; it keeps its present weights while
@@ -41,7 +43,8 @@ class Head(NamedTuple):
         """Return the keyword arguments of the fused head's ops other than the weight, at ``temperature``."""
         if self.scale != 1:
             temperature = temperature / self.scale
-        return {"bias": self.bias, "temperature": temperature, "softcap": self.softcap, "lora": self.lora}
+        options = {"bias": self.bias, "temperature": temperature, "softcap": self.softcap, "lora": self.lora}
+        return options if self.shards is None else {**options, "tp_group": self.shards}
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
@@ -83,7 +86,8 @@ def head_reader(model: PreTrainedModel) -> Callable[[], Head]:
     def read() -> Head:
         layer = model.get_output_embeddings()
         bias = getattr(layer, "bias", None)
-        return Head(whole(layer.weight), None if bias is None else whole(bias), softcap, _head_lora(layer), scale)
+        bias = None if bias is None else whole(bias)
+        return Head(whole(layer.weight), bias, softcap, _head_lora(layer), scale, shards_of(layer.weight))
 
     return read
 

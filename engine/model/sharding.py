@@ -2,21 +2,162 @@
 
 Losses are divided by normalisers of the whole update, so gradients of the ranks are *added*, not averaged as is FSDP's
 default.
+
+With tensor parallelism the ranks are a mesh of two dimensions, `DATA` and `TENSOR`. Those of one row compute the same
+batches: `split` gives each a part of every product, by the plan of Transformers, and FSDP2 shards that part over the
+ranks of the other rows. Every parameter is then a DTensor of both dimensions, also what all ranks of a row have whole,
+so the optimiser, the norm of the gradient and checkpoints count each number once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
+
+from rolltree.kernels import VocabShards
 
 ADDED = "_rolltree_added"
 """Attribute of parameters whose gradients are added over the ranks."""
+DATA, TENSOR = "data", "tensor"
+"""Dimensions of a mesh of ranks with tensor parallelism."""
+Forward = Callable[..., Any]
+
+
+def split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Give each rank of ``mesh``, of the dimension `TENSOR`, its part of every product of ``model``, before `shard`.
+
+    The plan is that of the model's class. Transformers' own styles are not used: that of norms of heads adds up the
+    gradients of each backward over the ranks, and so some more than once where FSDP2 accumulates several; that of
+    embeddings makes the gradient of all rows on each rank. Embedding and head are split by rows, and stay tied if they
+    are: the head is not called, `whole` returns a rank's rows. All other parameters are whole on every rank.
+
+    Raises:
+        ValueError: the plan of the installed Transformers leaves out a part of what it divides.
+    """
+    decoder, plan = model.get_decoder(), model.config.base_model_tp_plan
+    embedding, layer = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = layer.weight is embedding.weight
+    group = mesh.get_group()
+    divided = {key.rpartition(".")[0] for key in plan}
+    for name, module in decoder.named_modules():
+        of_layers = re.sub(r"\.\d+\.", ".*.", name)
+        style = plan.get(of_layers)
+        if module is embedding:
+            _divide(module, mesh, 0, _looked_up(module, mesh))
+        elif style == "colwise":
+            _divide(module, mesh, 0, _of_copies(module.forward, group))
+        elif style == "rowwise":
+            _divide(module, mesh, 1, _summed(module, group))
+        elif style == "replicated_with_grad_allreduce":  # norms of a rank's heads
+            _divide(module, mesh, None, module.forward, gradient=Partial())
+        elif style is not None or (of_layers.rpartition(".")[0] in divided and any(module._parameters)):
+            raise ValueError(
+                f"Transformers' plan to split {type(model).__name__} says '{style}' of '{name}', which is not known "
+                "here; set trainer.tensor to 1."
+            )
+    if tied:
+        layer.weight = embedding.weight
+    else:
+        _divide(layer, mesh, 0, layer.forward)
+    for module in model.modules():
+        if any(not isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            _divide(module, mesh, None, module.forward)
+
+
+def _divide(
+    module: nn.Module, mesh: DeviceMesh, dim: int | None, forward: Forward, gradient: Placement | None = None
+) -> None:
+    """Give each rank of ``mesh`` its part of the parameters of ``module``, with which ``forward`` computes as with
+    plain tensors.
+
+    Args:
+        dim: dimension along which they are divided; None: every rank has all of them, as it has those without it.
+        gradient: of parameters on each rank; by default it is that of its part.
+    """
+    for name, weight in list(module.named_parameters(recurse=False)):
+        along: Placement = Replicate() if dim is None or dim >= weight.dim() else Shard(dim)
+        divided = distribute_tensor(weight.detach(), mesh, [along], src_data_rank=None)
+        module._parameters[name] = nn.Parameter(divided, requires_grad=weight.requires_grad)
+
+    def with_plain_tensors(*args: Any, **kwargs: Any) -> Any:
+        before = dict(module._parameters)
+        for name, weight in before.items():
+            if isinstance(weight, DTensor):
+                placements = weight.placements if gradient is None else [gradient]
+                module._parameters[name] = weight.to_local(grad_placements=placements)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(before)
+
+    module.forward = with_plain_tensors
+
+
+def _of_copies(forward: Forward, group: Any) -> Forward:
+    """Return ``forward`` of an input that every rank has and uses for its part of the result."""
+    return lambda x: forward(_Copied.apply(x, group))
+
+
+def _summed(linear: Any, group: Any) -> Forward:
+    """Return the forward of a linear layer of which each rank has its part of the input; the bias is added once."""
+
+    def forward(x: Tensor) -> Tensor:
+        total: Tensor = _Summed.apply(functional.linear(x, linear.weight), group)
+        return total if linear.bias is None else total + linear.bias
+
+    return forward
+
+
+def _looked_up(embedding: nn.Embedding, mesh: DeviceMesh) -> Forward:
+    """Return the forward of an embedding of which each rank has its rows."""
+    first, end = _edges(embedding.num_embeddings, mesh.size())[mesh.get_local_rank() :][:2]
+    pad = embedding.padding_idx
+    local_pad = pad - first if pad is not None and first <= pad < end else None
+
+    def forward(ids: Tensor) -> Tensor:
+        elsewhere = (ids < first) | (ids >= end)
+        rows = functional.embedding((ids - first).masked_fill(elsewhere, 0), embedding.weight, local_pad)
+        total: Tensor = _Summed.apply(rows.masked_fill(elsewhere[..., None], 0), mesh.get_group())
+        return total
+
+    return forward
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of the ranks' parts, of which each rank gets the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        total = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Copied(torch.autograd.Function):
+    """A value that every rank has; its gradient is the sum of the ranks'."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Summed.forward(None, grads[0], ctx.group), None
 
 
 def shard(model: PreTrainedModel, **options: Any) -> None:
@@ -54,7 +195,7 @@ def shard(model: PreTrainedModel, **options: Any) -> None:
 
 
 def _is_sharded(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor)
+    return isinstance(tensor, DTensor) and tensor.device_mesh.mesh_dim_names != (TENSOR,)
 
 
 def _sharded(model: PreTrainedModel) -> Iterator[FSDPModule]:
@@ -62,22 +203,70 @@ def _sharded(model: PreTrainedModel) -> Iterator[FSDPModule]:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """Return ``weight``, gathered if it is sharded.
+    """Return ``weight``, gathered if it is sharded; of one that is split over the vocabulary (`shards_of`) this rank's
+    rows.
 
     Its gradient is then reduced over the ranks as FSDP reduces those of the other parameters: added after `shard`,
     otherwise averaged.
     """
     if not isinstance(weight, DTensor):
         return weight
+    if shards_of(weight) is not None:
+        rows: Tensor = _Rows.apply(weight)
+        return rows
     how = "sum" if hasattr(weight, ADDED) else "avg"
     full: Tensor = weight.full_tensor(grad_placements=[Partial(how)] * weight.device_mesh.ndim)
     return full
 
 
+def shards_of(weight: Tensor) -> VocabShards | None:
+    """Return the ranks' rows of a head or an embedding that `split` has divided; None of another one."""
+    if not isinstance(weight, DTensor) or TENSOR not in (weight.device_mesh.mesh_dim_names or ()):
+        return None
+    mesh = weight.device_mesh[TENSOR]
+    return VocabShards(mesh.get_group(), _edges(len(weight), mesh.size()))
+
+
+def whole_shape(weight: Tensor) -> torch.Size:
+    """Return the shape of `whole`."""
+    shards = shards_of(weight)
+    return weight.shape if shards is None else torch.Size([_count(shards.edges, shards.rank), *weight.shape[1:]])
+
+
+def _edges(size: int, parts: int) -> list[int]:
+    """Return the boundaries of the parts into which torch chunks a dimension of ``size``."""
+    step = -(-size // parts)
+    return [min(part * step, size) for part in range(parts + 1)]
+
+
+def _count(edges: Sequence[int], rank: int) -> int:
+    return edges[rank + 1] - edges[rank]
+
+
+class _Rows(torch.autograd.Function):
+    """This rank's rows of a head that is split over the vocabulary and sharded over the ranks of `DATA`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: DTensor) -> Tensor:
+        ctx.weight = weight.detach()
+        shape = whole_shape(weight)
+        rows = DTensor.from_local(
+            weight.to_local(), weight.device_mesh[DATA], [Shard(0)], run_check=False, shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )  # fmt: skip
+        return rows.full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> DTensor:
+        return added(grads[0], ctx.weight)
+
+
 def added(gradient: Tensor, weight: DTensor) -> DTensor:
-    """Return the sum of the ranks' ``gradient``, a whole tensor on each, sharded as ``weight`` is."""
-    partial = DTensor.from_local(gradient, weight.device_mesh, [Partial("sum")] * weight.device_mesh.ndim)
-    total: DTensor = partial.redistribute(placements=weight.placements)
+    """Return the sum of the ranks' ``gradient``, each as `whole` of ``weight`` is, sharded as ``weight`` is."""
+    mesh = weight.device_mesh if shards_of(weight) is None else weight.device_mesh[DATA]
+    partial = DTensor.from_local(gradient, mesh, [Partial("sum")] * mesh.ndim)
+    total = joined(partial.redistribute(placements=[Shard(0)]).to_local(), weight)
+    assert isinstance(total, DTensor)
     return total
 
 
@@ -108,10 +297,16 @@ def clip_by_rows(weights: Sequence[Tensor], most: float) -> Tensor:  # []
 
 
 def placed(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a whole ``tensor``, which every rank has, sharded as ``like`` is."""
-    if not isinstance(like, DTensor):
+    """Return a whole ``tensor``, which every rank has, sharded as ``like`` is; one that is sharded so as it is."""
+    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return tensor
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    part, mesh = tensor.to(like.device), like.device_mesh
+    for number, placement in reversed(list(enumerate(like.placements))):  # FSDP shards what is split already
+        if not isinstance(placement, Replicate):
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            edges, rank = _edges(part.shape[dim], mesh.size(number)), mesh.get_local_rank(number)
+            part = part.narrow(dim, edges[rank], _count(edges, rank))
+    return joined(part.contiguous(), like)
 
 
 def joined(part: Tensor, like: Tensor) -> Tensor:

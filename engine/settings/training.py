@@ -53,6 +53,9 @@ class TrainerSection(Section):
     ranks: PositiveInt = 1
     """Processes that train together, over which FSDP2 shards all models; above 1 it needs `rollout.engines`, see
     docs/scale.md."""
+    tensor: PositiveInt = 1
+    """Ranks that compute each micro-batch together, each with a part of the heads, of the feed-forward layers and of
+    the vocabulary (tensor parallelism); it divides `ranks`, see docs/scale.md."""
     timeout_s: PositiveFloat = 1800.0
     """Seconds that a rank waits for the others before the update counts as failed."""
     reshard: bool = True

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..model.sharding import added
+from ..model.sharding import added, whole_shape
 
 
 class Gradients:
@@ -49,7 +49,7 @@ class Gradients:
         master = self._masters[self._head]
         if self._ordered or isinstance(master, DTensor):
             if self._of_head is None:
-                self._of_head = torch.zeros(master.shape, dtype=torch.float32, device=master.device)
+                self._of_head = torch.zeros(whole_shape(master), dtype=torch.float32, device=master.device)
             return self._of_head
         if master.grad is None and master is not self._parameters[self._head]:
             master.grad = torch.zeros_like(master)

@@ -16,15 +16,33 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Group:
-    """``count`` processes, of which this one is number ``rank``; by default a process that trains alone."""
+    """``count`` processes, of which this one is number ``rank``; by default a process that trains alone.
+
+    Each ``tensor`` of them in turn compute the same share of a batch, each with a part of every product.
+    """
 
     count: int = 1
     rank: int = 0
+    tensor: int = 1
 
     @staticmethod
     def joined() -> Group:
         """Return the group of torch.distributed's default process group, which this process has joined."""
         return Group(dist.get_world_size(), dist.get_rank())
+
+    @property
+    def shares(self) -> int:
+        """Number of shares into which batches are divided."""
+        return self.count // self.tensor
+
+    @property
+    def share(self) -> int:
+        """Number of this process's share."""
+        return self.rank // self.tensor
+
+    def of_shares(self, value: Any) -> list[Any]:
+        """Return the ``value`` of the first rank of each share; see `gather`."""
+        return self.gather(value)[:: self.tensor]
 
     def gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of every rank, in their order; all ranks must call it. It is pickled."""
@@ -35,15 +53,15 @@ class Group:
         return values
 
     def added(self, sums: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
-        """Return the sums of the numbers under each name over all ranks; not every rank needs to have every name.
+        """Return the sums of the numbers under each name over all shares; not every rank needs to have every name.
 
         The order of the additions is that of the ranks, so the sums are the same bits on all of them.
         """
         if self.count == 1:
             return dict(sums)
         total: dict[str, tuple[float, ...]] = {}
-        for of_rank in self.gather(dict(sums)):
-            for name, numbers in of_rank.items():
+        for of_share in self.of_shares(dict(sums)):
+            for name, numbers in of_share.items():
                 before = total.get(name, (0.0,) * len(numbers))
                 total[name] = tuple(a + b for a, b in zip(before, numbers, strict=True))
         return total

@@ -148,7 +148,7 @@ class Trainer:
             by_target = isinstance(temperature, Tensor)
             planned = with_plan(self.model, batch, on_batch, gradient_share=self._gradient_share, by_target=by_target)
             plans = [planned.plan, *(piece.plan for piece in planned.pieces)]
-            self._pending.head_flop.extend(plan.flop() for plan in plans if plan is not None)
+            self._pending.head_flop.extend(self._group.tensor * plan.flop() for plan in plans if plan is not None)
             return backward(
                 self.model,
                 planned.to(self._device),

@@ -76,7 +76,7 @@ def linear_logprob(
         lora: a low-rank adapter of the head; weight + scale b a is never formed.
         weight_grad: ``[V, H]``, an accumulator in fp32 (Megatron's ``main_grad``): the backward adds weight's gradient
             to it, chunk by chunk, and leaves ``weight.grad`` alone. ``weight`` must still require a gradient. Does not
-            combine with tp_group or kept.
+            combine with kept.
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message names which.
@@ -84,7 +84,7 @@ def linear_logprob(
     """
     options = {"kept": kept, "tp_group": tp_group, "lora": lora, "weight_grad": weight_grad}
     together = [name for name, option in options.items() if option is not None]
-    if len(together) > 1 and together != ["lora", "weight_grad"]:
+    if len(together) > 1 and together not in (["lora", "weight_grad"], ["tp_group", "weight_grad"]):
         raise ValueError(f"linear_logprob: {together[0]} does not combine with {together[1]}.")
     Arguments("linear_logprob", "hidden", hidden).names("want", want, OUTPUTS)
     hidden, weight, bias, lora, temperature = prepare(
@@ -120,7 +120,7 @@ def linear_logprob(
             )
         else:
             logprob, logsumexp, entropy, sum_p2 = sharded(
-                hidden, weight, bias, *targets, temperature, softcap or 0.0, *outputs, tp_group
+                hidden, weight, bias, *targets, temperature, softcap or 0.0, *outputs, weight_grad, tp_group
             )
     logprob, extra_logprob = (logprob, None) if more is None else more.split(logprob)
     return LogprobOutput(

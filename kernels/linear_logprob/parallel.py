@@ -39,6 +39,11 @@ class VocabShards(NamedTuple):
             edges.append(edges[-1] + n)
         return cls(group, edges)
 
+    @classmethod
+    def of(cls, tp_group: Any, weight: Tensor) -> VocabShards:
+        """Return ``tp_group`` if it is the shards, else those of a process group, of which this rank has ``weight``."""
+        return tp_group if isinstance(tp_group, cls) else cls.gather(tp_group, len(weight), weight.device)
+
     @property
     def rank(self) -> int:
         return dist.get_rank(self.group)
@@ -46,11 +51,8 @@ class VocabShards(NamedTuple):
 
 def sharded(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return `_ShardedLogprob` of the arguments, the last of which may be a process group."""
-    *rest, shards = arguments
-    weight = rest[1]
-    if not isinstance(shards, VocabShards):
-        shards = VocabShards.gather(shards, len(weight), weight.device)
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = _ShardedLogprob.apply(*rest, shards)
+    *rest, tp_group = arguments
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _ShardedLogprob.apply(*rest, VocabShards.of(tp_group, rest[1]))
     return result
 
 
@@ -69,6 +71,7 @@ class _ShardedLogprob(torch.autograd.Function):
         softcap: float,
         want_entropy: bool,
         want_sum_p2: bool,
+        weight_grad: Tensor | None,  # [V of this rank, H]
         shards: VocabShards,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         rank, edges = shards.rank, shards.edges
@@ -85,7 +88,7 @@ class _ShardedLogprob(torch.autograd.Function):
             *head, local_target, row, temperature, softcap, want_entropy, want_sum_p2, False, None
         )
         logprob, logsumexp, correction, entropy, sum_p2 = _combine(local, target, row, shards)
-        ctx.shards, ctx.softcap = shards, softcap
+        ctx.shards, ctx.softcap, ctx.into = shards, softcap, weight_grad
         ctx.save_for_backward(
             hidden, weight, bias, local_target, row, temperature, logsumexp, correction, entropy, sum_p2, kept, in_shard
         )
@@ -130,15 +133,15 @@ class _ShardedLogprob(torch.autograd.Function):
             need_weight,
             need_bias,
             False,
-            None,
+            ctx.into,
         )
         if need_hidden:
             total = d_hidden.to(logsumexp.dtype)
             dist.all_reduce(total, group=ctx.shards.group)
             d_hidden = total.to(hidden.dtype)
         gradients = (d_hidden, d_weight, d_bias)
-        needed = ctx.needs_input_grad[:3]
-        return *(g if n else None for g, n in zip(gradients, needed, strict=True)), *(None,) * 7
+        needed = need_hidden, need_weight and ctx.into is None, need_bias
+        return *(g if n else None for g, n in zip(gradients, needed, strict=True)), *(None,) * 8
 
 
 def _combine(

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .api import linear_logprob, of_rows
 from .head import HeadLora
+from .parallel import VocabShards
 from .targets import ABSENT
 
 STATISTICS = ("entropy", "sum_p2", "mean_logprob", "extra_logprob")
@@ -49,8 +51,8 @@ def linear_statistics(
         hidden, weight, target, row, bias, temperature, softcap, lora, weight_grad, options: as in `linear_logprob`.
 
     Raises:
-        ValueError: ``mean_logprob`` is wanted of a head with a softcap or one that is split over ranks, which are not
-            supported; or as in `linear_logprob`.
+        ValueError: ``mean_logprob`` is wanted of a head with a softcap, which is not supported; or as in
+            `linear_logprob`.
     """
     M = len(target)
     targets, rows = target, row
@@ -67,11 +69,11 @@ def linear_statistics(
     statistics = {"logprob": out.logprob[:M]}
     by_row = {"entropy": out.entropy, "sum_p2": out.sum_p2}
     if "mean_logprob" in want:
-        if softcap or options.get("tp_group") is not None:
-            raise ValueError(
-                "linear_statistics: mean_logprob needs a head without softcap and in one piece; leave it out."
-            )
-        mean = _mean_logit(hidden, weight, bias, lora, weight_grad).to(out.logsumexp.dtype)
+        if softcap:
+            raise ValueError("linear_statistics: mean_logprob needs a head without softcap; leave it out.")
+        group = options.get("tp_group")
+        shards = None if group is None else VocabShards.of(group, weight)
+        mean = _mean_logit(hidden, weight, bias, lora, weight_grad, shards).to(out.logsumexp.dtype)
         by_row["mean_logprob"] = mean / of_rows(temperature, out.logsumexp.dtype, hidden) - out.logsumexp
     for name, values in by_row.items():
         if values is not None:
@@ -82,31 +84,43 @@ def linear_statistics(
 
 
 def _mean_logit(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: HeadLora | None, weight_grad: Tensor | None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora: HeadLora | None,
+    weight_grad: Tensor | None,
+    shards: VocabShards | None,
 ) -> Tensor:  # [N], in fp32 or fp64
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     hidden = hidden.to(dtype)
-    mean: Tensor = hidden @ _MeanRow.apply(weight, weight_grad, dtype)
+    mean: Tensor = hidden @ _MeanRow.apply(weight, weight_grad, dtype, shards)
     if bias is not None:
-        mean = mean + bias.mean(dtype=dtype)
+        mean = mean + _MeanRow.apply(bias[:, None], None, dtype, shards)
     if lora is not None:
         mean = mean + lora.scale * (hidden @ lora.a.to(dtype).T) @ lora.b.mean(0, dtype=dtype)
     return mean
 
 
 class _MeanRow(torch.autograd.Function):
-    """The mean row ``[H]`` of the head; its gradient goes to ``weight_grad`` where that is given."""
+    """The mean row ``[H]`` of the head, of all its ``shards``; its gradient goes to ``weight_grad`` where that is
+    given."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, weight_grad: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, weight_grad: Tensor | None, dtype: torch.dtype, shards: VocabShards | None
+    ) -> Tensor:
         ctx.into, ctx.like = weight_grad, (weight.shape, weight.dtype)
-        return weight.mean(0, dtype=dtype)
+        ctx.rows = len(weight) if shards is None else shards.edges[-1]
+        total = weight.sum(0, dtype=dtype)
+        if shards is not None:
+            dist.all_reduce(total, group=shards.group)
+        return total / ctx.rows
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         shape, dtype = ctx.like
-        share = grads[0] / shape[0]
+        share = grads[0] / ctx.rows
         if ctx.into is not None:
             ctx.into += share
-            return None, None, None
-        return share.to(dtype).expand(shape), None, None
+            return None, None, None, None
+        return share.to(dtype).expand(shape), None, None, None

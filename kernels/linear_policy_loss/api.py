@@ -73,7 +73,8 @@ def linear_policy_loss(
         temperature: a number, or ``[N]``, one a row; positive, applied after softcap.
         softcap: ``softcap * tanh(logits / softcap)`` before the temperature.
         tp_group: a process group over which the vocabulary is split, as in `linear_logprob`; then the two ops run one
-            after the other, and the backward recomputes the logits.
+            after the other, and the backward recomputes the logits. A plan is for this rank's rows of the head, and
+            leaves out what has no gradient.
         lora: a low-rank adapter of the head; weight + scale b a is never formed.
         plan: from `plan_policy_loss`. If it was made on the host, nothing here waits for a GPU. Default: made here,
             which waits for the GPU once; without ``row`` and for an objective of tokens it does not wait, and computes
@@ -149,7 +150,8 @@ def linear_terms_loss(
     head = CallHead(weight, bias, lora, softcap, tp_group, weight_grad)
     _check_head(call, head, temperature.dtype, in_forward)
     rows = CallRows(hidden, temperature, target, row, None, len(target))
-    if tp_group is not None or (plan is None and torch.compiler.is_compiling() and not _reads_no_data(row, terms)):
+    whole_graph = torch.compiler.is_compiling() and not _reads_no_data(row, terms)
+    if plan is None and (tp_group is not None or whole_graph):
         return by_autograd(rows, head, terms)
     need = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, *head.tensors)]
     if plan is None:
@@ -159,7 +161,7 @@ def linear_terms_loss(
     else:
         plan.check(terms, row, hidden, weight)
     of_policy = [t for t in terms if isinstance(t, Term)]
-    if plan.schedule in ONE_PASS and any(need) and len(of_policy) == len(terms):
+    if tp_group is None and plan.schedule in ONE_PASS and any(need) and len(of_policy) == len(terms):
         return _in_one_pass(rows, head, of_policy, plan, need, in_forward)
     return by_autograd(rows.planned(plan)._replace(row=plan.row_of_target()), head, terms)
 
@@ -168,9 +170,8 @@ def _check_head(call: Arguments, head: CallHead, accumulator: torch.dtype, in_fo
     check_accumulator("linear_policy_loss", head.weight, head.weight_grad, accumulator)
     if in_forward:
         check_in_forward(call, head.weight, head.weight_grad)
-    for name, option in (("lora", head.lora), ("weight_grad", head.weight_grad)):
-        if head.tp_group is not None and option is not None:
-            raise ValueError(f"linear_policy_loss: tp_group does not combine with {name}.")
+    if head.tp_group is not None and head.lora is not None:
+        raise ValueError("linear_policy_loss: tp_group does not combine with lora.")
 
 
 def _checked(call: Arguments, terms: Sequence[AnyTerm], target: Tensor, temperature: Tensor) -> list[AnyTerm]:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rolltree.kernels import Objective, PolicyFields, linear_logprob, linear_policy_loss
+from rolltree.kernels import Objective, PolicyFields, linear_logprob, linear_policy_loss, plan_policy_loss
+from rolltree.kernels.linear_logprob import linear_statistics
 from rolltree.kernels.linear_logprob.parallel import VocabShards
 
 from ..support.ranks import run_ranks
@@ -50,15 +51,42 @@ def run(inputs: dict[str, Any], **more: Any) -> dict[str, Tensor]:
 
 
 def policy_loss_of(inputs: dict[str, Any], **more: Any) -> dict[str, Tensor]:
-    """linear_policy_loss on the same inputs: loss and gradients."""
+    """linear_policy_loss on the same inputs: loss and gradients, without and with a plan and an accumulator."""
     leaves = {n: inputs[n].clone().requires_grad_() for n in ("hidden", "weight", "bias") if n in inputs}
-    rest = {n: inputs[n] for n in ("row", "temperature", "softcap") if n in inputs}
+    rest = {n: inputs[n] for n in ("row", "temperature", "softcap") if n in inputs} | {"bias": leaves.get("bias")}
     advantage = torch.linspace(-1, 1, len(inputs["target"]))
-    fields = PolicyFields.flat(advantage, old_logprob=torch.full_like(advantage, -4.0))
-    args = (leaves["hidden"], leaves["weight"], inputs["target"], fields, Objective.preset("dapo", entropy_coef=0.1))
-    loss = linear_policy_loss(*args, normalizer=9.0, bias=leaves.get("bias"), **rest, **more).loss
+    mask = torch.arange(len(advantage)) % 3 != 1
+    fields = PolicyFields.flat(advantage, old_logprob=torch.full_like(advantage, -4.0), mask=mask)
+    objective = Objective.preset("dapo", entropy_coef=0.1)
+    args = (leaves["hidden"], leaves["weight"], inputs["target"], fields, objective)
+    loss = linear_policy_loss(*args, normalizer=9.0, **rest, **more).loss
     grads = torch.autograd.grad(loss, list(leaves.values()))
-    return {"policy_loss": loss.detach()} | {f"policy_d_{n}": d for n, d in zip(leaves, grads, strict=True)}
+    found = {"policy_loss": loss.detach()} | {f"policy_d_{n}": d for n, d in zip(leaves, grads, strict=True)}
+    V, H = inputs["weight"].shape
+    plan = plan_policy_loss(
+        fields, objective, num_rows=N, vocabulary=V, hidden_size=H, device="cpu", row=inputs.get("row")
+    )
+    total = torch.zeros(V, H, dtype=torch.promote_types(inputs["weight"].dtype, torch.float32))
+    loss = linear_policy_loss(*args, normalizer=9.0, plan=plan, weight_grad=total, **rest, **more).loss
+    loss.backward()
+    assert leaves["weight"].grad is None
+    found |= {"planned_loss": loss.detach(), "planned_d_hidden": leaves["hidden"].grad, "planned_d_weight": total}
+    return found
+
+
+def mean_of(inputs: dict[str, Any], **more: Any) -> dict[str, Tensor]:
+    """The mean log-prob of each target, and its gradients."""
+    leaves = {n: inputs[n].clone().requires_grad_() for n in ("hidden", "weight", "bias") if n in inputs}
+    rest = {n: inputs[n] for n in ("row", "temperature") if n in inputs}
+    args = (leaves["hidden"], leaves["weight"], inputs["target"])
+    values = linear_statistics(*args, bias=leaves.get("bias"), want=("mean_logprob",), **rest, **more)["mean_logprob"]
+    grads = torch.autograd.grad((values * torch.linspace(-1, 1, len(values))).sum(), list(leaves.values()))
+    return {"mean": values.detach()} | {f"mean_d_{n}": d for n, d in zip(leaves, grads, strict=True)}
+
+
+def everything(inputs: dict[str, Any], **more: Any) -> dict[str, Tensor]:
+    finite = "bias" not in inputs or bool(inputs["bias"].isfinite().all())
+    return policy_loss_of(inputs, **more) | (mean_of(inputs, **more) if finite else {})
 
 
 class Case(NamedTuple):
@@ -97,7 +125,7 @@ def rank(r: int, store: str, results: str) -> None:
         wrong = VocabShards(group, [0, *(begin + 1 for begin in range(len(sizes)))])
         with pytest.raises(ValueError, match=rf"weight has {sizes[r]} rows and tp_group says 1 for rank {r}"):
             run(mine, tp_group=wrong)
-        torch.save(got[0] | policy_loss_of(mine, tp_group=shards), f"{results}/{name}.{r}.pt")
+        torch.save(got[0] | everything(mine, tp_group=shards), f"{results}/{name}.{r}.pt")
     dist.destroy_process_group()
 
 
@@ -113,7 +141,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_shards_equal_the_whole(results: Path, name: str) -> None:
     case = CASES[name]
     inputs, dtype = case.inputs(), case.dtype
-    want = run(inputs) | policy_loss_of(inputs)
+    want = run(inputs) | everything(inputs)
     got = [torch.load(results / f"{name}.{r}.pt") for r in range(len(case.sizes))]
     tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 2e-6, "atol": 5e-6}
     rounded = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else tolerance

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from ...methods.advantages import ADVANTAGES
 from ...methods.curricula import CURRICULA
 from ...methods.groups import GROUP_CALLBACKS
@@ -56,6 +58,16 @@ def check_lengths(config: TrainConfig, positions: int | None, demonstration: int
         UserError: they do not fit.
     """
     refuse(MODELS, Model(config, positions, demonstration))
+
+
+def check_split(config: TrainConfig, model: PreTrainedConfig) -> None:
+    """Check that `trainer.tensor` can split a model of this configuration.
+
+    Raises:
+        UserError: it cannot.
+    """
+    heads = tuple(getattr(model, f"num_{kind}_heads", 0) for kind in ("attention", "key_value"))
+    refuse(MODELS, Model(config, model_type=model.model_type, heads=heads))
 
 
 def tried_methods(config: TrainConfig) -> Methods:

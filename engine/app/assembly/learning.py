@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ...model.invariant.install import is_invariant
 from ...model.loading import choose_device, load_model
 from ...model.lora import Alone, Merged, has_lora
 from ...model.roles import Role, SampledRole
-from ...model.sharding import shard
+from ...model.sharding import DATA, TENSOR, shard, split
 from ...model.teachers.several import Teachers
 from ...parts.context import Context, now
 from ...programs import make_program
@@ -27,6 +28,7 @@ from ...settings import AlgorithmConfig, LoraConfig, ReferenceConfig, TeacherCon
 from ...settings.capabilities import MODELS, Model, refuse
 from ...train.critic import Critic
 from ...train.group import ALONE, Group
+from .checks import check_split
 from .methods import Methods
 from .sampling import adapter_alone
 from .statistics import given_roles, statistics
@@ -47,7 +49,8 @@ def learning_parts(
     config, context = methods.config, methods.context
     loop, trainer = config.loop, config.trainer
     adapter = Alone if adapter_alone(config) else Merged
-    spread = spreading(trainer.reshard, group, model.device.type)
+    group = replace(group, tensor=trainer.tensor)
+    spread = spreading(config, group, model.device.type)
     spread(model)
     scoring = roles(config, model, spread, methods)
     early = not loop.score_early or any(role.fixed and role.columns for role in scoring)
@@ -100,16 +103,23 @@ def trajectory(lora: LoraConfig | None, seed: int) -> Trajectory | None:
 Spread = Callable[[PreTrainedModel], object]
 
 
-def spreading(reshard: bool, group: Group, device: str) -> Spread:
+def spreading(config: TrainConfig, group: Group, device: str) -> Spread:
     """Return the function that shards a model over the devices of ``group``, which are of one type.
 
-    It does nothing for a process that trains alone.
+    It does nothing for a process that trains alone, and raises as `check_split`.
     """
+    if group.count == 1:
+        return lambda model: None
+    reshard = config.trainer.reshard
+    if group.tensor == 1:
+        mesh = init_device_mesh(device, (group.count,))
+        return lambda model: shard(model, mesh=mesh, reshard_after_forward=reshard)
+    rows = init_device_mesh(device, (group.shares, group.tensor), mesh_dim_names=(DATA, TENSOR))
 
     def spread(model: PreTrainedModel) -> None:
-        if group.count > 1:
-            mesh = init_device_mesh(device, (group.count,))
-            shard(model, mesh=mesh, reshard_after_forward=reshard)
+        check_split(config, model.config)
+        split(model, rows[TENSOR])
+        shard(model, mesh=rows[DATA], reshard_after_forward=reshard)
 
     return spread
 

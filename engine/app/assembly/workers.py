@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from transformers import set_seed
+from transformers import AutoConfig, set_seed
 
 from ...errors import UserError
 from ...fleet.fleet import Fleet
@@ -28,6 +28,7 @@ from ...rewards import ProgramVerifier, make_rewards
 from ...settings import TrainConfig
 from ...settings.capabilities import PARTS, Part, refuse
 from ...train.group import Group
+from .checks import check_split
 from .learning import learning_parts
 from .methods import TERMS, Methods
 from .sampling import check_backend, load_policy, make_engine, rollout_program
@@ -156,7 +157,12 @@ def make_reward_hosts(config: TrainConfig, workers: Workers) -> HostedRewards:
 
 
 def make_ranks(config: TrainConfig, workers: Workers, note: Callable[[str], object]) -> Ranks:
-    """Start the run's ranks in other processes, without waiting for them."""
+    """Start the run's ranks in other processes, without waiting for them.
+
+    Raises:
+        UserError: as `check_split`.
+    """
+    check_split(config, AutoConfig.from_pretrained(config.model.path))
     return Ranks(
         workers,
         config.trainer.ranks,

@@ -192,7 +192,7 @@ class FusedHead:
 
     @torch.no_grad()
     def _mean_logits(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:  # [R, H] -> [R]
-        weight, bias, softcap, lora, scale = head(model)
+        weight, bias, softcap, lora, scale, _ = head(model)
         if softcap is not None:
             return torch.cat([self._logits(model, rows).mean(-1) for rows in hidden.split(ROWS)])
         mean = hidden.float() @ weight.float().mean(0)
@@ -201,7 +201,7 @@ class FusedHead:
         return (mean if bias is None else mean + bias.float().mean()) * (scale / self.temperature)
 
     def _logits(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:  # [R, H] -> [R, V], over temperature
-        weight, bias, softcap, lora, scale = head(model)
+        weight, bias, softcap, lora, scale, _ = head(model)
         hidden = hidden.to(weight.dtype)
         logits = torch.nn.functional.linear(hidden, weight, bias).float()
         if lora is not None:

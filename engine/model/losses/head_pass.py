@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 from transformers import PreTrainedModel
 
-from rolltree.kernels import LogprobTerm, Term, plan_terms_loss
+from rolltree.kernels import HeadPlan, LogprobTerm, Term, plan_terms_loss
 
 from ...batches.batch import TreeBatch
 from ...batches.pieces import Piece
+from ..sharding import shards_of, whole_shape
 from .distillation import AnyTerm, Distilled
 
 
@@ -56,16 +57,23 @@ def with_plan(
         by_target: the head pass will get a temperature for each target.
     """
     layer = model.get_output_embeddings()
-    V, H = layer.weight.shape
+    V, H = whole_shape(layer.weight)
+    split = shards_of(layer.weight) is not None
     of_head = (layer.weight, getattr(layer, "bias", None))
-    planned = partial(
-        plan_terms_loss,
-        vocabulary=V,
-        hidden_size=H,
-        device=model.device,
-        frozen=not any(t is not None and t.requires_grad for t in of_head),
-        gradient_share=gradient_share,
-    )
+    frozen = not any(t is not None and t.requires_grad for t in of_head)
+
+    def planned(terms: Sequence[Term | LogprobTerm], **rows: Any) -> HeadPlan:
+        plan = plan_terms_loss(
+            terms,
+            vocabulary=V,
+            hidden_size=H,
+            device=model.device,
+            frozen=frozen,
+            gradient_share=gradient_share,
+            **rows,
+        )
+        return replace(plan, schedule="two_phase") if split else plan
+
     of_logprobs = of_kernels(terms)
     if not of_logprobs:
         return batch

@@ -238,7 +238,7 @@ class Runner:
     def logits(self, hidden: Tensor, runs: Runs | None = None) -> Tensor:  # [S, H] -> [S, V] fp32
         """Compute logits that are never rounded below fp32: products in the weights' dtype are summed in fp32. ``runs``
         are the rows that have adapters."""
-        weight, bias, softcap, lora, scale = self._head()
+        weight, bias, softcap, lora, scale, _ = self._head()
         product = self._product
         if product is None or product.weight is not weight or lora is not None:
             product = Head(weight, None, lora, torch.float32)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from ..keys import RunKeys
 from .row import Fires, Row
 
+SPLIT = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types that `trainer.tensor` splits: dense decoders whose plan of Transformers has been compared."""
 OF_ROLES = {"ref_logprob": "reference", "teacher_logprob": "teacher", "value": "critic"}
 """Values that a part may need, each with the role that scores it."""
 
@@ -58,6 +60,10 @@ class Model:
     same_tokens: bool = True
     scores_early: bool = True
     """A role of fixed weights writes a column, where the run scores early."""
+    model_type: str = ""
+    """Model type that `trainer.tensor` is to split; empty if that was not looked at."""
+    heads: tuple[int, ...] = ()
+    """Numbers of its attention heads and of its key-value heads."""
     pictures_of: str = ""
     """Class of a model whose prompts have pictures that vLLM does not take; empty if there is none."""
 
@@ -96,6 +102,22 @@ def _words(part: Part) -> dict[str, object]:
 def _played(part: Part) -> Mapping[str, tuple[str, ...]]:
     """Return the roles of each further policy."""
     return {name: policy.roles or (name,) for name, policy in part.run.models.items()}
+
+
+def _split(model: Model) -> bool:
+    return model.model_type != "" and model.run.trainer.tensor > 1
+
+
+def _of_other_plan(model: Model) -> Fires:
+    words = {"kinds": ", ".join(SPLIT), "kind": model.model_type, "tensor": model.run.trainer.tensor}
+    return _split(model) and model.model_type not in SPLIT and words
+
+
+def _heads_left(model: Model) -> Fires:
+    tensor = model.run.trainer.tensor
+    if not _split(model) or model.model_type not in SPLIT or not any(count % tensor for count in model.heads):
+        return False
+    return {"tensor": tensor, "heads": model.heads[0], "pairs": model.heads[1]}
 
 
 def _program(part: Part) -> bool:
@@ -163,6 +185,15 @@ PARTS: tuple[Row[Part], ...] = (
         ),
         "{key} = '{name}' reads the column {column}",
         "give the run a [roles.reference]",
+    ),
+    Row(
+        "a part that reads the divergence from the reference",
+        "`trainer.tensor` above 1",
+        lambda part: (
+            part.divergence != "" and part.run.trainer.tensor > 1 and {**_words(part), "column": part.divergence}
+        ),
+        "{key} = '{name}' reads the column {column}, which `trainer.tensor` above 1 does not compute",
+        "set it to 1",
     ),
     Row("a loss term with ratios of segments", '`rollout.program` = "agent"',
         lambda part: part.ratios_of_segments and part.run.rollout.program == "agent" and _words(part),
@@ -244,6 +275,11 @@ MODELS: tuple[Row[Model], ...] = (
     Row("`roles.teacher`", "the policy's vocabulary",
         lambda model: not model.same_vocabulary and {"key": model.key, "path": model.path},
         "{key} = '{path}' has another vocabulary than the policy", "choose a teacher with the policy's tokenizer"),
+    Row("`trainer.tensor` above 1", "a model of another type", _of_other_plan,
+        "`trainer.tensor` = {tensor} splits models of the types {kinds}, not of '{kind}'", "set it to 1"),
+    Row("`trainer.tensor` above 1", "heads that it does not divide", _heads_left,
+        "`trainer.tensor` = {tensor} does not divide the model's {heads} attention heads and {pairs} key-value heads",
+        "choose a divisor of both, or set it to 1"),
     Row("`roles.reference.path`", "the policy's parameters",
         lambda model: not model.same_shapes and {"key": model.key, "path": model.path},
         "{key} = '{path}' has other parameter shapes than the policy", "give a model with the same"),

@@ -56,6 +56,19 @@ def _ranks(run: RunKeys) -> bool:
     return run.trainer.ranks > 1
 
 
+def _tensor(run: RunKeys) -> bool:
+    return run.trainer.tensor > 1
+
+
+def _rank_left(run: RunKeys) -> Fires:
+    left = run.trainer.ranks % run.trainer.tensor != 0
+    return left and {"ranks": run.trainer.ranks, "tensor": run.trainer.tensor}
+
+
+def _compares_distributions(run: RunKeys) -> bool:
+    return any(term.divergence is not None for term in run.algorithm.terms)
+
+
 PROCESSES: tuple[Row[RunKeys], ...] = (
     Row("`model.train_tower`", "`model.lora`", lambda run: run.model.train_tower and run.model.lora is not None,
         "train_tower trains weights that [model.lora] leaves as they are", "leave one of them out"),
@@ -133,6 +146,22 @@ PROCESSES: tuple[Row[RunKeys], ...] = (
         "`data.image_key` and `model.replay_routes` do not go with `trainer.ranks` above 1 yet", "set it to 1"),
     Row("`trainer.ranks` above 1", '`placement.layout` = "colocated"', lambda run: _ranks(run) and _colocated(run),
         '`placement.layout` = "colocated" does not go with `trainer.ranks` above 1', "set it to 1"),
+    Row("`trainer.tensor`", "`trainer.ranks` that it does not divide", _rank_left,
+        "`trainer.tensor` = {tensor} does not divide `trainer.ranks` = {ranks}", "change one of them"),
+    *against(
+        "`trainer.tensor` above 1",
+        _tensor,
+        "{other} does not go with `trainer.tensor` above 1 yet",
+        "set it to 1",
+        {
+            "`model.lora`": lambda run: run.model.lora is not None,
+            "a loss term with `divergence`": _compares_distributions,
+        },
+    ),
+    Row("`trainer.tensor` above 1", "`model.batch_invariant`",
+        lambda run: _tensor(run) and run.model.batch_invariant,
+        "`model.batch_invariant` does not hold for `trainer.tensor` above 1, which adds up products of several ranks",
+        "set one of them back"),
     Row("`placement.per_engine`, `placement.layout`", "no `rollout.engines`",
         lambda run: (bool(run.placement.per_engine) or _colocated(run)) and not run.rollout.engines,
         "`placement.per_engine` and `placement.layout` are for `rollout.engines`", "set these, or leave them out"),

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -265,20 +265,27 @@ def _joined(rank: int, work: Callable[..., Any], store: str, count: int, argumen
     dist.destroy_process_group()
 
 
-def of_cases(group: Group, toml: Path, trees: Sequence[list[Any]], names: Sequence[str]) -> dict[str, Result]:
-    return {name: learn(make(toml, CASES[name], group), trees, CASES[name]) for name in names}
+def of_cases(
+    group: Group, toml: Path, trees: Sequence[list[Any]], names: Sequence[str], cases: Mapping[str, Case] = CASES
+) -> dict[str, Result]:
+    return {name: learn(make(toml, cases[name], group), trees, cases[name]) for name in names}
 
 
 RESUMED = ("sequences, a reference that moves, untied", "critic, fewer trees than ranks", FOLLOWED)
 """Cases with weights of roles, or of a critic, in the checkpoint."""
 
 
-def saving(group: Group, toml: Path, trees: Sequence[list[Any]], directory: Path) -> dict[str, Result]:
+RESUMED_CASES = {name: CASES[name] for name in RESUMED}
+
+
+def saving(
+    group: Group, toml: Path, trees: Sequence[list[Any]], directory: Path, cases: Mapping[str, Case] = RESUMED_CASES
+) -> dict[str, Result]:
     """Learn two steps, save a checkpoint as a run does, and learn the rest."""
     found = {}
-    for name in RESUMED:
-        learner, where = make(toml, CASES[name], group), directory / name
-        learn(learner, trees[:2], CASES[name])
+    for name, case in cases.items():
+        learner, where = make(toml, case, group), directory / name
+        learn(learner, trees[:2], case)
         if group.rank == 0:
             checkpoint.save(
                 where,
@@ -291,17 +298,19 @@ def saving(group: Group, toml: Path, trees: Sequence[list[Any]], directory: Path
             )
         else:
             learner.save(group.gather(None)[0])
-        found[name] = learn(learner, trees, CASES[name], 2)
+        found[name] = learn(learner, trees, case, 2)
     return found
 
 
-def resuming(group: Group, toml: Path, trees: Sequence[list[Any]], directory: Path) -> dict[str, Result]:
+def resuming(
+    group: Group, toml: Path, trees: Sequence[list[Any]], directory: Path, cases: Mapping[str, Case] = RESUMED_CASES
+) -> dict[str, Result]:
     """Learn the steps after those in the checkpoints of `saving`."""
     found = {}
-    for name in RESUMED:
-        learner, saved = make(toml, CASES[name], group), checkpoint.load(directory / name / "step_000002")
+    for name, case in cases.items():
+        learner, saved = make(toml, case, group), checkpoint.load(directory / name / "step_000002")
         learner.load(saved.learner, saved.state["learner"])
-        found[name] = learn(learner, trees, CASES[name], 2)
+        found[name] = learn(learner, trees, case, 2)
     return found
 
 

@@ -19,6 +19,7 @@ GROUP = "evaluation.problems=0  reward.verifier=mine.py:f  reward.group=true"
 ENGINES = "rollout.engines=1"
 VLLM = "rollout.backend=vllm"
 LORA = "model.lora={}"
+TENSOR = f"trainer.ranks=2  trainer.tensor=2  {ENGINES}"
 REFERENCE = "roles.reference={}"
 CALLBACK = "loop.callback=dynamic_sampling"
 PLAIN = f"{CALLBACK}  loop.train_context=plain"
@@ -289,6 +290,17 @@ OF_KEYS: dict[tuple[str, str], Case] = {
         "are for `rollout.engines`; set these, or leave them out"),
     ('`placement.layout` = "colocated"', "`loop.overlap`"): (f"{ENGINES}  placement.layout=colocated  loop.staleness=1",
         f"{ENGINES}  placement.layout=colocated  loop.staleness=1  loop.overlap=false", "set `loop.overlap` to false"),
+    ("`trainer.tensor`", "`trainer.ranks` that it does not divide"): (
+        f"trainer.ranks=3  trainer.tensor=2  {ENGINES}", f"trainer.ranks=4  trainer.tensor=2  {ENGINES}",
+        "`trainer.tensor` = 2 does not divide `trainer.ranks` = 3; change one of them"),
+    **{
+        ("`trainer.tensor` above 1", other): (f"{TENSOR}  {flags}", flags, f"{other} does not ")
+        for other, flags in {
+            "`model.lora`": LORA,
+            "a loss term with `divergence`": f"roles.teacher={{ema=0.5}}  {COMPARED_TERM}",
+            "`model.batch_invariant`": "model.batch_invariant=true",
+        }.items()
+    },
     ("`rollout.compile`", '`rollout.backend` = "vllm"'): (f"rollout.compile=true  {VLLM}", "rollout.compile=true",
         "use `rollout.vllm_options`"),
     (PROGRAM, "`models`"): (f"{AGENT}  {MODELS}", AGENT, "`models.verifier` plays a role of a program"),

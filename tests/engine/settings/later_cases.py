@@ -82,6 +82,21 @@ FACTS: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], str]] = {
         {"has_state": False},
         "'key' has a state, and with trainer.ranks = 2 each rank",
     ),
+    ("a part that reads the divergence from the reference", "`trainer.tensor` above 1"): (
+        {"divergence": "policy_kl"},
+        {},
+        "reads the column policy_kl, which `trainer.tensor` above 1 does not compute; set it to 1",
+    ),
+    ("`trainer.tensor` above 1", "a model of another type"): (
+        {"model_type": "gemma3_text", "heads": (4, 2)},
+        {"model_type": "llama", "heads": (4, 2)},
+        "`trainer.tensor` = 2 splits models of the types llama, mistral, qwen2, qwen3, not of 'gemma3_text'",
+    ),
+    ("`trainer.tensor` above 1", "heads that it does not divide"): (
+        {"model_type": "qwen3", "heads": (4, 1)},
+        {"model_type": "qwen3", "heads": (4, 2)},
+        "`trainer.tensor` = 2 does not divide the model's 4 attention heads and 1 key-value heads; choose a divisor",
+    ),
     ("`demonstrations`", "`trainer.max_tokens`"): (
         {"demonstration": 16385},
         {"demonstration": 16384},

@@ -114,7 +114,7 @@ def test_parts(toml: Path, row: Row[Any]) -> None:
 @pytest.mark.parametrize("row", [row for row in (*PARTS, *MODELS) if named(row) in later_cases.FACTS], ids=title)
 def test_facts(toml: Path, row: Row[Any]) -> None:
     facts, others, says = later_cases.FACTS[named(row)]
-    config = load(toml, f"trainer.ranks=2  {cases.ENGINES}  {cases.VLLM}")
+    config = load(toml, f"trainer.ranks=2  trainer.tensor=2  {cases.ENGINES}  {cases.VLLM}")
 
     def decide(facts: dict[str, Any]) -> None:
         if row in PARTS:
