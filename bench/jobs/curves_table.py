@@ -206,7 +206,8 @@ def figure(runs: dict[Run, list[Point]], axis: Axis) -> Figure:
                 panel.plot(x, y, color=colour, linewidth=1)
         panel.set_title(recipe, fontsize=9)
         panel.tick_params(labelsize=7)
-    canvas.supxlabel(f"{LABELS[axis]} ({BASE}: grey)", fontsize=9)
+    grey = f" ({BASE}: grey)" if any(recipe == BASE for _, recipe in runs) else ""
+    canvas.supxlabel(LABELS[axis] + grey, fontsize=9)
     canvas.supylabel("% of held-out problems", fontsize=9)
     return canvas
 

@@ -17,6 +17,7 @@ from rolltree.bench.cli import main
 from rolltree.bench.jobs import curves, curves_table, tuning
 from rolltree.bench.jobs.job import Point
 from rolltree.bench.schema import read
+from rolltree.engine.app.config import load_config
 from rolltree.engine.errors import RunError
 from rolltree.engine.learn.learner import Learner
 from rolltree.engine.loop.evaluation import Evaluation
@@ -88,7 +89,7 @@ def test_a_campaign_counts_training_alone_and_continues(
     toml, out, kept = write_job(tmp_path, **NO_METHOD), tmp_path / "out", {}
     train, evaluate, update, spent = curves.train, Evaluation.run, Learner.update, [0.0]
 
-    def keeping(config: Any) -> Any:
+    def keeping(config: Any, **_: Any) -> Any:
         found = train(config)
         lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
         kept[Path(config.output_dir).name] = [json.loads(line) for line in lines]
@@ -140,6 +141,26 @@ def runs_of(*accuracies: tuple[float, ...]) -> list[list[Point]]:
     ]
 
 
+@pytest.mark.check
+def test_updates_that_share_no_prefix_learn_the_same_for_more_flop(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym", reason="the task's problems: pip install rolltree[tasks]")
+    toml, runs = write_job(tmp_path, **NO_METHOD), {}
+    for flat in (False, True):
+        keys = {
+            "recipe": "grpo",
+            "trainer.steps": "2",
+            "evaluation.every": "1",
+            "output_dir": str(tmp_path / str(flat)),
+        }
+        config = load_config(str(toml), [part for key, value in keys.items() for part in (f"--{key}", value)])
+        runs[flat] = curves.train(config, flat=flat)
+    (of_tree, tree_steps), (of_flat, flat_steps) = runs[False], runs[True]
+    assert [(r.tokens, r.accuracy) for r in of_flat] == [(r.tokens, r.accuracy) for r in of_tree]
+    assert all(
+        f["perf/flop_trained"] > 1.2 * t["perf/flop_trained"] for f, t in zip(flat_steps, tree_steps, strict=True)
+    )
+
+
 def test_settings_are_chosen_by_how_many_runs_reach_the_end_then_by_flop() -> None:
     fast = runs_of((0.1, 0.8, 0.8, 0.8), (0.1, 0.8, 0.9, 0.9))  # one of two reaches 0.85, early
     sure = runs_of((0.1, 0.2, 0.5, 0.9), (0.1, 0.2, 0.5, 0.9))
@@ -156,7 +177,7 @@ def test_a_grid_is_tried_and_its_best_is_taken(
     """Larger rates end higher here; the reported run has the rate that the tries chose, and the key of the grid."""
     rates: list[tuple[int, float]] = []
 
-    def learn(config: Any) -> Any:
+    def learn(config: Any, **_: Any) -> Any:
         rates.append((config.seed, config.trainer.lr))
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
         end = 0.5 + 1e3 * config.trainer.lr
@@ -188,7 +209,7 @@ def test_a_grid_is_tried_and_its_best_is_taken(
 def test_a_recipe_that_cannot_run_is_recorded_and_the_others_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(config: Any) -> Any:
+    def fail(config: Any, **_: Any) -> Any:
         if config.recipe == "grpo":
             raise RunError("It broke.")
         return [curves.Reading(0, 0.0, 0, 0.25), curves.Reading(1, 3.0, 50, 0.5)], [
