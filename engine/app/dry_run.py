@@ -11,15 +11,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from rolltree.kernels import Objective
 from rolltree.kernels.libraries import load_library
 
 from ..chat.ends import end_token_ids, unlisted_end
 from ..errors import BadRowError
 from ..methods.groups import GroupCallback
-from ..model.loading import check_model_dir, choose_device, load_tokenizer
+from ..model.loading import check_model_dir, choose_device, load_tokenizer, read_config
 from ..parts.resolve import import_object
 from ..plan.sizes import read_sizes
 from ..programs import RolloutProgram
@@ -302,7 +300,7 @@ def _model_lines(config: TrainConfig, path: Path) -> Iterator[str]:
     check_model_dir(path)
     sizes = read_sizes(path, config.model.lora)
     check_lengths(config, sizes.positions)
-    check_split(config, AutoConfig.from_pretrained(path))
+    check_split(config, read_config(path))
     state = sizes.training_bytes(config.model.dtype)
     kv = sizes.key_bytes(config.model.dtype) * config.rollout.kv_tokens
     yield f"model              {path}: {sizes.kind}, {sizes.parameters / 1e6:.2f} M parameters, {config.model.dtype}"

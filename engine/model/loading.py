@@ -58,6 +58,18 @@ def check_model_dir(path: str | Path) -> None:
         raise UserError(f"'{directory}' holds {why} (expected model.safetensors).")
 
 
+def read_config(path: str | Path) -> Any:
+    """Return Transformers' configuration of the model at ``path``.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:  # a damaged directory can make transformers raise anything
+        raise UserError(f"The model '{path}' cannot be loaded: {_why(error)}.") from error
+
+
 def load_model(
     path: str | Path,
     *,
@@ -83,8 +95,8 @@ def load_model(
     local = Path(path).exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") != 1
     if local:
         check_model_dir(path)
+    config = read_config(path)
     try:
-        config = AutoConfig.from_pretrained(path)
         _check_layers(config, path)
         # wrong shapes are ignored here, so that _check_tensors can name them
         model, report = auto_class(config).from_pretrained(

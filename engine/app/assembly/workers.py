@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from transformers import AutoConfig, set_seed
+from transformers import set_seed
 
 from ...errors import UserError
 from ...fleet.fleet import Fleet
@@ -21,7 +21,7 @@ from ...fleet.ranks import Ranks
 from ...fleet.workers import Role, Workers
 from ...learn.learning import LearningParts
 from ...loop.judging import decode
-from ...model.loading import choose_device, load_tokenizer
+from ...model.loading import choose_device, load_tokenizer, read_config
 from ...openmp import release_threads
 from ...parts.context import Context
 from ...rewards import ProgramVerifier, make_rewards
@@ -160,9 +160,9 @@ def make_ranks(config: TrainConfig, workers: Workers, note: Callable[[str], obje
     """Start the run's ranks in other processes, without waiting for them.
 
     Raises:
-        UserError: as `check_split`.
+        UserError: the model's configuration cannot be read, or as `check_split`.
     """
-    check_split(config, AutoConfig.from_pretrained(config.model.path))
+    check_split(config, read_config(config.model.path))
     return Ranks(
         workers,
         config.trainer.ranks,

@@ -215,6 +215,13 @@ def test_a_model_that_cannot_be_split_is_refused_before_ranks_start(toml: Path) 
         make_ranks(config, workers, print)
 
 
+def test_a_damaged_model_is_refused_before_ranks_start(toml: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "none such"}')
+    config = load_config(toml, ["--trainer.ranks=2", "--rollout.engines=1", f"--model.path={tmp_path}"])
+    with pytest.raises(UserError, match="cannot be loaded"):
+        make_ranks(config, InThreads(), print)
+
+
 # -- wrong code --------------------------------------------------------------------------------------------------------
 
 _divide, _whole = sharding._divide, head.whole
