@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +21,11 @@ from ..data.tree import TokenTree
 from .batch import TreeBatch
 from .cost import CostModel
 from .pieces import cut
-from .rows import Rows, concat_rows, distinct_rows, head_rows
+from .rows import Rows, concat_rows, distinct_rows, head_rows, rows_of_all
 
 WORTH_SHARING = 1.1
-"""A tree is computed as a tree if the flat batch needs at least this many times its FLOP."""
+"""A tree is computed as a tree if the flat batch needs at least this many times its FLOP, and trees below one beginning
+if apart they have this many times the rows."""
 
 
 class Part(NamedTuple):
@@ -49,6 +51,8 @@ def pack(
 
     Trees stay whole and go to the fullest batch they fit (best-fit decreasing; deterministic). A larger tree is split
     by its leaves, each part repeating the ancestors it needs; losses and gradients of the parts add up to the tree's.
+    Prompts that begin alike, with one system prompt, tools or worked examples, are computed below one beginning where
+    that saves a tenth of all rows, and go to the batch with the most rows in common.
 
     Args:
         max_tokens: rows a batch, or a piece, may have.
@@ -86,8 +90,9 @@ def pack(
         losing = [unshare.flat(part.tree) < WORTH_SHARING * unshare.shared(part.tree) for part in parts]
         plain = [leaf for part, loses in zip(parts, losing, strict=True) if loses for leaf in _sequences(part)]
         parts = [part for part, loses in zip(parts, losing, strict=True) if not loses]
-    fitted = [batch for of_kind in (parts, plain) for batch in _best_fit(of_kind, max_tokens, device, replay_routes)]
-    return oversized + fitted
+    common = _common(parts)
+    fitted = [assemble(p, device, replay_routes, common is None) for p in _best_fit(parts, max_tokens, common)]
+    return oversized + fitted + [assemble(p, device, replay_routes) for p in _best_fit(plain, max_tokens)]
 
 
 def _part(index: int, tree: TokenTree, leaves: Array) -> Part:
@@ -100,24 +105,41 @@ def _sequences(part: Part) -> list[Part]:
     return [_part(part.tree_index, tree.chain(i), part.leaf_index[i : i + 1]) for i in range(tree.num_leaves)]
 
 
-def _best_fit(
-    parts: list[Part], max_tokens: int, device: torch.device | str | None, replay_routes: bool
-) -> list[TreeBatch]:
-    order = sorted(range(len(parts)), key=lambda i: (-parts[i].rows.num_rows, i))
+def _common(parts: Sequence[Part]) -> list[Array] | None:  # [rows that others have too] int64 each
+    """Return, for each part, numbers of the prefixes that other parts have too; None where too few are common."""
+    apart = sum(part.rows.num_rows for part in parts)
+    if len(parts) < 2:
+        return None
+    rows = rows_of_all([part.tree for part in parts])
+    if apart < WORTH_SHARING * rows.num_rows:
+        return None
+    bounds = np.cumsum([0, *(part.tree.num_tokens for part in parts)])
+    of_parts = [np.unique(rows.of_token[begin:end]) for begin, end in pairwise(bounds)]
+    repeated = np.bincount(np.concatenate(of_parts), minlength=rows.num_rows) > 1
+    number = np.cumsum(repeated) - 1
+    return [number[of_part[repeated[of_part]]] for of_part in of_parts]
+
+
+def _best_fit(parts: Sequence[Part], max_tokens: int, common: list[Array] | None = None) -> list[list[Part]]:
+    """Return the parts of each batch, in their order. Prefixes that several of them have in ``common`` count once."""
+    of_parts = common or [np.zeros(0, np.int64)] * len(parts)
+    prefixes = 1 + max((int(numbers.max()) for numbers in of_parts if len(numbers)), default=-1)
     bins: list[list[int]] = []
     room: list[int] = []
-    for i in order:
-        size = parts[i].rows.num_rows
-        fitting = [b for b in range(len(bins)) if room[b] >= size]
+    held: list[Array] = []  # [prefixes] bool for each batch: the prefixes in it
+    for i in sorted(range(len(parts)), key=lambda i: (-parts[i].rows.num_rows, i)):
+        size, numbers = parts[i].rows.num_rows, of_parts[i]
+        there = [int(holds[numbers].sum()) for holds in held]
+        fitting = [b for b in range(len(bins)) if room[b] >= size - there[b]]
         if fitting:
-            best = min(fitting, key=lambda b: room[b])
+            best = min(fitting, key=lambda b: (-there[b], room[b]))
         else:
-            bins.append([])
-            room.append(max_tokens)
-            best = len(bins) - 1
+            bins, room, held = [*bins, []], [*room, max_tokens], [*held, np.zeros(prefixes, bool)]
+            there, best = [*there, 0], len(bins) - 1
         bins[best].append(i)
-        room[best] -= size
-    return [assemble([parts[i] for i in sorted(members)], device, replay_routes) for members in bins]
+        room[best] -= size - there[best]
+        held[best][numbers] = True
+    return [[parts[i] for i in sorted(members)] for members in bins]
 
 
 def _pack_flat(
@@ -181,11 +203,14 @@ def _split(whole: Part, max_tokens: int) -> list[Part]:
     return parts
 
 
-def assemble(parts: Sequence[Part], device: torch.device | str | None, replay_routes: bool = False) -> TreeBatch:
-    """``parts`` as one batch: a row for every distinct prefix of a part, a target for every token after its prompt."""
+def assemble(
+    parts: Sequence[Part], device: torch.device | str | None, replay_routes: bool = False, apart: bool = True
+) -> TreeBatch:
+    """``parts`` as one batch: a row for every distinct prefix of a part, or unless ``apart`` of all parts, and a target
+    for every token after a part's prompt."""
     trees = [part.tree for part in parts]
     all_of = side_by_side(trees)
-    rows = concat_rows([part.rows for part in parts])
+    rows = concat_rows([part.rows for part in parts]) if apart else rows_of_all(trees)
     node = np.repeat(np.arange(all_of.num_nodes), all_of.length)
     response = all_of.parent[node] >= 0
     before = np.append(0, np.cumsum(response))  # targets before each token
@@ -198,6 +223,7 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None, replay_ro
     target = target if media is None else _within_vocabulary(target, loss_mask)
     copies = np.bincount(rows.of_token, weights=(all_of.last_leaf - all_of.first_leaf + 1)[node])
     bounds = np.cumsum([0, *(tree.num_tokens for tree in trees)])
+    plain = all(tree.num_leaves == 1 for tree in trees) and rows.num_rows == bounds[-1]
 
     def target_of(token: Array) -> Array:
         return np.where(response[token], before[token], -1)
@@ -232,7 +258,7 @@ def assemble(parts: Sequence[Part], device: torch.device | str | None, replay_ro
         path_target=along.get("path_target"),
         path_leaf=along.get("path_leaf"),
         path_advantage=along.get("path_advantage"),
-        cu_seqlens=tensor(bounds, np.int32) if all(tree.num_leaves == 1 for tree in trees) else None,
+        cu_seqlens=tensor(bounds, np.int32) if plain else None,
         longest=int(all_of.path_length.max()),
         padded=None,
         place=torch.arange(rows.num_rows, device=device),

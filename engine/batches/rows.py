@@ -15,7 +15,7 @@ import numba
 import numpy as np
 
 from ..data.build import key_slot
-from ..data.columns import Array
+from ..data.columns import COLUMNS, Array
 from ..data.tree import TokenTree
 
 
@@ -49,6 +49,26 @@ def distinct_rows(tree: TokenTree) -> Rows:
     identity = numbered(tree.token_id, tree.routes) if "routes" in tree.columns else tree.token_id
     of_token, token, end = _merge(tree.parent_row, identity, tree.num_nodes)
     return Rows(of_token, token, tree.position[token], end)
+
+
+def rows_of_all(trees: Sequence[TokenTree]) -> Rows:
+    """Return the rows of several trees side by side; prompts that begin alike are computed below one beginning.
+
+    Rows that predict a target stay apart, a prompt's last one too: the teacher of a tree may differ from the others'.
+    """
+    tokens = [tree.num_tokens for tree in trees]
+    first = np.cumsum([1, *tokens])[:-1]  # every tree hangs below one token more, which is left out again
+    above = [np.where(tree.parent_row < 0, 0, tree.parent_row + n) for tree, n in zip(trees, first, strict=True)]
+    identity = np.concatenate([[0], *(tree.token_id for tree in trees)]).astype(np.int32)
+    identity[first + [tree.prompt_length - 1 for tree in trees]] = -1 - np.arange(len(trees))
+    if any("routes" in tree.columns for tree in trees):
+        routes = COLUMNS["routes"].joined([tree.columns.get("routes") for tree in trees], tokens)
+        identity[1:] = numbered(identity[1:], routes)
+    nodes = 1 + sum(tree.num_nodes for tree in trees)
+    of_token, token, end = _merge(np.concatenate([[-1], *above]), identity, nodes)
+    token = token[1:] - 1
+    position = np.concatenate([tree.position for tree in trees])[token]
+    return Rows(of_token[1:] - 1, token, position, end[1:] - np.int32(1))
 
 
 def numbered(*columns: Array) -> Array:  # [T, ...] each -> [T] int32

@@ -330,9 +330,10 @@ def sampling_params(config: RolloutConfig) -> SamplingParams:
 
 
 def greedy_params(config: TrainConfig) -> SamplingParams:
-    """Return the sampling of the evaluation: the most likely token, one answer a problem."""
+    """Return the sampling of the evaluation: the most likely token, one answer a problem; texts that end a response do
+    so here too."""
     longest = config.evaluation.max_new_tokens or config.rollout.max_new_tokens
-    return SamplingParams(n=1, temperature=0.0, max_new_tokens=longest)
+    return SamplingParams(n=1, temperature=0.0, max_new_tokens=longest, stop=tuple(config.rollout.stop))
 
 
 def rollout_program(config: RolloutConfig) -> RolloutProgram:

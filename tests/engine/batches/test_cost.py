@@ -126,13 +126,13 @@ def test_ranks_get_equal_work_and_equally_many_batches() -> None:
 
 def test_ranks_take_the_batches_of_one_process_in_turn() -> None:
     trees = [group(10 + i, 5, 3) for i in range(9)]
-    batches = pack(trees, max_tokens=60)
+    batches = pack(trees, max_tokens=40)
     assert len(batches) % 2 == 1
-    first, second = deal(trees, 2, max_tokens=60)
+    first, second = deal(trees, 2, max_tokens=40)
     assert [b.tree_index for b in first] == [b.tree_index for b in batches[::2]]
     assert [b.tree_index for b in second] == [*(b.tree_index for b in batches[1::2]), ()]
     assert not second[-1].loss_mask.any()
-    assert deal([], 2, max_tokens=60) == [[], []]
+    assert deal([], 2, max_tokens=40) == [[], []]
 
 
 def test_the_ranks_together_learn_what_one_would() -> None:

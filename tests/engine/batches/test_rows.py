@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltree.engine import CostModel, TokenTree, pack
-from rolltree.engine.batches.rows import concat_rows, distinct_rows
+from rolltree.engine.batches.rows import Rows, concat_rows, distinct_rows, rows_of_all
 from rolltree.engine.data.concat import side_by_side
 
 from ..data.test_tree import groups
@@ -24,17 +24,18 @@ def prefixes(samples: Samples) -> set[tuple[int, ...]]:
     return {tuple((p + r)[:n]) for p, r in samples for n in range(1, len(p + r) + 1)}
 
 
-def prefix_of_tokens(tree: TokenTree) -> list[tuple[int, ...]]:
-    """The ids on the path to each token, by its predecessors."""
+def prefix_of_tokens(tree: TokenTree, number: int) -> list[tuple[int, ...]]:
+    """The ids on the path to each token, by its predecessors; the prompt's last one is the tree's own."""
     found: list[tuple[int, ...]] = []
     for row, above in enumerate(tree.parent_row.tolist()):
-        found.append((*(found[above] if above >= 0 else ()), int(tree.token_id[row])))
+        last = row == tree.prompt_length - 1
+        found.append((*(found[above] if above >= 0 else ()), 1000 + number if last else int(tree.token_id[row])))
     return found
 
 
-def check(tree: TokenTree) -> None:
+def check(rows: Rows, *trees: TokenTree) -> None:
     """The laws of `Rows`, against prefixes written out."""
-    rows, written = distinct_rows(tree), prefix_of_tokens(tree)
+    written = [prefix for number, tree in enumerate(trees) for prefix in prefix_of_tokens(tree, number)]
     row_of: dict[tuple[int, ...], int] = {}
     for token, prefix in enumerate(written):
         assert row_of.setdefault(prefix, int(rows.of_token[token])) == rows.of_token[token]
@@ -54,7 +55,7 @@ def test_rows_are_the_distinct_prefixes(group, nodes_apart):
         tree = apart([7, 8], responses, logprobs or [[-1.0] * len(r) for r in responses], masks, [0.0] * len(responses))
     else:
         tree = TokenTree.from_sequences([7, 8], responses, behaviour_logprobs=logprobs, loss_masks=masks)
-    check(tree)
+    check(distinct_rows(tree), tree)
     assert distinct_rows(tree).num_rows == len(prefixes([([7, 8], r) for r in responses]))
 
 
@@ -79,6 +80,73 @@ def test_trees_of_a_batch_keep_rows_of_their_own():
     np.testing.assert_array_equal(both.of_token, np.concatenate([one.of_token, one.of_token + 5]))
     np.testing.assert_array_equal(both.position, np.tile(one.position, 2))
     np.testing.assert_array_equal(both.end, np.concatenate([one.end, one.end + 5]))
+
+
+Prompts = list[list[int]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 1), min_size=1, max_size=6), st.lists(st.lists(st.integers(0, 1)), min_size=1)
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_rows_of_several_trees_are_distinct_prefixes_below_their_prompts(
+    groups: list[tuple[list[int], Prompts]],
+) -> None:
+    trees = [TokenTree.from_sequences(prompt, responses) for prompt, responses in groups]
+    check(rows_of_all(trees), *trees)
+
+
+def test_routes_tell_beginnings_apart() -> None:
+    """Other experts of the prompt give what follows other hidden states; unknown ones are as all unknown."""
+    trees = [TokenTree.from_sequences([7, 8, 9], [[1], [2]]) for _ in range(4)]
+    for tree, expert in zip(trees[:3], (3, 3, 4), strict=True):
+        tree.set("routes", np.full((tree.num_tokens, 2, 1), expert, np.int16))
+    rows = rows_of_all(trees)
+    of_trees = [set(of_tree) for of_tree in rows.of_token.reshape(4, 5)]
+    assert len(of_trees[0] & of_trees[1]) == 2  # all but the last of the prompt
+    assert not of_trees[0] & of_trees[2] | of_trees[0] & of_trees[3] | of_trees[2] & of_trees[3]
+
+
+def beginnings(lengths: list[int], groups: int, own: int = 6) -> list[TokenTree]:
+    """Trees of two responses, the beginnings of whose prompts take turns; ``own`` tokens of a prompt follow them."""
+    begins = [[50 + k] * length for k, length in enumerate(lengths)]
+    return [
+        TokenTree.from_sequences([*begins[i % len(begins)], *range(10 * i, 10 * i + own)], [[1, 2], [1, 3]])
+        for i in range(groups)
+    ]
+
+
+def test_a_beginning_of_several_prompts_is_computed_once_and_counts_once() -> None:
+    trees = beginnings([20, 30], groups=8)
+    apart_rows = sum(distinct_rows(tree).num_rows for tree in trees)
+    (batch,) = pack(trees, max_tokens=1000)
+    assert batch.num_tokens == 50 + 8 * 9 < apart_rows == 8 * (25 + 9)
+    assert batch.copies.sum() == sum(tree.logical_tokens for tree in trees)  # as a flat batch would hold them
+    halves = pack(trees, max_tokens=30 + 4 * 9)  # no room for both beginnings
+    assert [batch.num_tokens for batch in halves] == [66, 56]
+    assert [{i % 2 for i in batch.tree_index} for batch in halves] == [{1}, {0}]
+
+
+def test_a_short_beginning_is_not_shared_nor_that_of_plain_sequences() -> None:
+    trees = beginnings([1], groups=8, own=20)
+    (batch,) = pack(trees, max_tokens=1000)
+    assert batch.num_tokens == 8 * 24
+    (batch,) = pack(beginnings([20], groups=8), max_tokens=1000, flat=True)
+    assert batch.num_tokens == 16 * 28
+    chains = [tree.chain(0) for tree in beginnings([20], groups=8)]
+    (batch,) = pack(chains, max_tokens=1000)
+    assert batch.num_tokens == 20 + 8 * 8
+    assert batch.cu_seqlens is None
+    cost = CostModel(token=1.0, attention=0.0, scored=0.0)
+    (batch,) = pack(chains, max_tokens=1000, unshare=cost)
+    assert batch.num_tokens == 8 * 28
+    assert batch.cu_seqlens is not None
 
 
 # -- TRL's packer ------------------------------------------------------------------------------------------------------
@@ -177,7 +245,7 @@ def test_turns_of_a_conversation_are_the_rows_of_trls_packer() -> None:
             context += [*answer, *rng.integers(0, 4, 2).tolist()]
     logprobs = [rng.normal(-1, 1, len(r)) for _, r in samples]
     tree = TokenTree.from_sequences([p for p, _ in samples], [r for _, r in samples], behaviour_logprobs=logprobs)
-    check(tree)
+    check(distinct_rows(tree), tree)
     (batch,) = pack([tree], max_tokens=100_000)
     assert batch.num_tokens == len(prefixes(samples)) <= rows_of_trl(samples)
     assert batch.num_tokens < tree.num_tokens
@@ -225,8 +293,8 @@ def test_the_budget_counts_rows(max_tokens: int) -> None:
     assert max(batch.num_tokens for batch in parts) <= max_tokens
     leaves = []
     for batch in parts:
-        held = [part.flatten() for part in batch.trees]
-        assert batch.num_tokens == sum(len(prefixes([(s.prompt, s.response) for s in some])) for some in held)
+        held = [([*s.prompt[:-1], 100 + k], s.response) for k, part in enumerate(batch.trees) for s in part.flatten()]
+        assert batch.num_tokens == len(prefixes(held))
         leaves += [(i, leaf) for i, kept in zip(batch.tree_index, batch.leaf_index, strict=True) for leaf in kept]
     assert sorted(leaves) == [(i, leaf) for i, tree in enumerate(trees) for leaf in range(tree.num_leaves)]
 

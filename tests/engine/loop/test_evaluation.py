@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rolltree.engine import TokenTree
+from rolltree.engine import TokenTree, load_config
+from rolltree.engine.app.assembly.run import build
+from rolltree.engine.app.console import Console
 from rolltree.engine.loop.evaluation import Evaluation
 from rolltree.engine.parts.context import Context
 from rolltree.engine.prompts.prompts import Prompt
@@ -17,6 +21,13 @@ from rolltree.engine.rollout import SamplingParams
 from rolltree.engine.settings import RewardPartConfig
 
 from ...support.serving import tokenizer
+from ...support.tiny import tiny_job
+
+toml = tiny_job(
+    rollout={"program": "flat", "program_options": None},
+    trainer={"steps": 1, "prompts_per_step": 2},
+    evaluation={"problems": 4, "every": 1},
+)
 
 
 class Given(Rewards):
@@ -95,3 +106,12 @@ def test_without_parts_the_reward_tells_it() -> None:
     assert shown[3] == []
     none, _ = evaluate(Given("right"), (), {"right": None})
     assert none == {"eval/accuracy": 0.0}
+
+
+def test_held_out_answers_end_where_sampled_ones_do(toml: Path) -> None:
+    """With every letter a text that ends a response, each held-out answer has one token."""
+    every_letter = json.dumps([chr(n) for n in range(1, 256)])
+    run = build(load_config(toml, [f"--rollout.stop={every_letter}"]), console=Console())
+    run.run()
+    lengths = {row["eval/response_length"] for row in run.log.rows() if "eval/response_length" in row}
+    assert lengths == {1.0}

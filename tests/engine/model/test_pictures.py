@@ -298,8 +298,10 @@ def test_trees_keep_their_pictures(known: Known) -> None:
     assert len(parts) > 1
     got = {}
     for batch in parts:
-        own = batch.to_leaves(batch_logprob(known.ours, batch).logprob.detach())[0]
-        got |= dict(zip(batch.leaf_index[0].tolist(), own, strict=True))
+        for leaves, own in zip(
+            batch.leaf_index, batch.to_leaves(batch_logprob(known.ours, batch).logprob.detach()), strict=True
+        ):
+            got |= dict(zip(leaves.tolist(), own, strict=True))
     assert largest([got[i] for i in range(tree.num_leaves)], known.logprobs[: tree.num_leaves]) < 1e-4
 
 

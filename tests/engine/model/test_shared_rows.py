@@ -24,7 +24,7 @@ from rolltree.engine.train.terms import PairTerm, TokenTerm
 from rolltree.kernels import Objective, PolicyFields, Term, policy_loss
 
 from ...support.thinned import every, thinned
-from .test_tree_equals_flat import TEMPERATURE, flat_logprobs, make_models
+from .test_tree_equals_flat import CONFIGS, TEMPERATURE, close, flat_logprobs, make_models
 from .test_tree_objectives import AGGREGATIONS, LEVELS
 
 SCORED = ("ref_logprob", "teacher_logprob", "proximal_logprob")
@@ -316,3 +316,41 @@ def test_log_probs_of_generate(models: Any) -> None:
     (loss, grads), (flat_loss, flat_grads) = found
     assert loss == pytest.approx(flat_loss, rel=1e-5, abs=1e-6)
     assert all((a - b).norm() <= 1e-4 * b.norm() for a, b in zip(grads, flat_grads, strict=True))
+
+
+@pytest.mark.check(but=2)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_beginning_of_several_prompts_changes_neither_loss_nor_gradients(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts below one system prompt, one of them the system prompt alone, another twice, and a plain sequence."""
+    model = make_models(name)[0]
+    rng = np.random.default_rng(4)
+    system = rng.integers(0, 97, 21).tolist()
+    first, second, third = (system + rng.integers(0, 97, n).tolist() for n in (4, 0, 9))
+    lengths = [(5, 3, 6), (4, 4), (7, 2), (3, 3), (6,)]
+    trees = [
+        TokenTree.from_sequences(
+            prompt,
+            [rng.integers(0, 3, n).tolist() for n in of_tree],
+            advantages=rng.normal(size=len(of_tree)),
+            behaviour_logprobs=[rng.normal(-1.5, 0.3, n) for n in of_tree],
+        )
+        for prompt, of_tree in zip([first, second, third, third, first], lengths, strict=True)
+    ]
+    objective = Objective.preset("gspo", entropy_coef=0.01)
+
+    def run() -> tuple[int, torch.Tensor, list[torch.Tensor]]:
+        (batch,) = pack(trees, max_tokens=1000)
+        model.zero_grad()
+        loss = batch_loss(model, batch, objective, normalizer=3.0, temperature=TEMPERATURE).loss
+        loss.backward()
+        return batch.num_tokens, loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+    rows, loss, gradients = run()
+    monkeypatch.setattr(packing, "WORTH_SHARING", np.inf)
+    rows_apart, expected, of_apart = run()
+    assert rows < 0.5 * rows_apart
+    close(loss, expected)
+    for mine, theirs in zip(gradients, of_apart, strict=True):
+        close(mine, theirs)
