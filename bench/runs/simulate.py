@@ -279,8 +279,8 @@ def scenario(gpus: int, staleness: int, gpu: str, lengths: Any, prompt: int) -> 
         engines=gpus - ranks,
         engine=times,
         trainer=times,
-        publish_s=size / TO_STORE,
-        load_s=broadcast_s(size, gpus - ranks),
+        publish_s=size / ranks / TO_STORE,
+        load_s=broadcast_s(size, gpus - ranks, ranks),
         start_s=300.0,
         look_s=look_s(times, lengths, RESPONSES),
     )

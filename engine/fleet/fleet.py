@@ -21,21 +21,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
 from ..data.segment import Text
 from ..data.tree import TokenTree
 from ..errors import RunError
+from ..learn.learning import RanksLostError
 from ..rewards import RewardItem, RewardResult
 from ..rollout.digest import Held
-from ..rollout.packed import pack_changes, pack_weights
 from ..rollout.sampler import Array, Flight, Job, Kept, WeightSource
 from . import engines
 from .engines import Engine, LeastLoaded, News
 from .host import Facts, Host, Result
-from .workers import LostError, Reference, Workers
+from .shipping import Shipper, ship
+from .workers import GoneError, LostError, Reference, Workers
 
 LOOK_S = 0.05
 """Seconds between checks of the engines while a caller waits for one answer."""
@@ -71,8 +72,12 @@ class Fleet:
         self.workers, self._make, self._args = workers, make, args
         self._hang_s, self._start_s, self._restarts, self._judge = hang_s, start_s, restarts, judge
         self._sends_changes = sends_changes
-        self._version = 0
+        self._version = self._newest = 0  # of the weights; the run may go back from the newest
+        self._shipper = Shipper(workers.put)
         self._weights: tuple[list[Reference], bool] | None = None  # the newest whole buckets, and `keep_keys`
+        self._loads: set[Future[int]] = set()  # of these
+        self._gone: str | None = None  # why they cannot be fetched any more
+        self._times_gone = 0  # since the newest version
         self._numbers = 0
         self._lost = 0  # engines since the last weights
         self._before: Counter[str] = Counter()  # tally of workers that are no more
@@ -222,22 +227,23 @@ class Fleet:
         if weights is None:
             raise ValueError("Engines in other processes need weights; none were given.")
         goes_back = version < self._version  # to a checkpoint, in place
-        old = self._weights[0] if self._weights is not None and self._sends_changes and not goes_back else []
-        buckets, changes, since = list[Reference](), list[Reference](), self._version
-        for number, bucket in enumerate(pack_weights(weights.tensors())):
-            buckets.append(self.workers.put(bucket))
-            sent = pack_changes(old[number].get(), bucket) if old else bucket
-            changes.append(self.workers.put(sent) if old else buckets[-1])
-            self._before["weight_bytes"] += sum(packed.nbytes for packed in bucket.values())
-            self._before["sent_weight_bytes"] += sum(packed.nbytes for packed in sent.values())
-        self._version, self._lost = version, 0
-        self._weights = buckets, keep_keys and not goes_back
+        compares = self._sends_changes and self._weights is not None and self._gone is None and not goes_back
+        since = self._version if compares else None
+        shipment = ship(weights, self._shipper, version, since)
+        self._before["weight_bytes"] += shipment.nbytes
+        self._before["sent_weight_bytes"] += shipment.sent_nbytes
+        if version > self._newest:
+            self._newest, self._times_gone = version, 0
+        self._version, self._lost, self._gone = version, 0, None
+        self._weights, self._loads = (shipment.whole, keep_keys and not goes_back), set()
         for engine in self._engines:
-            if engine.serving and old:
-                engine.ask(self.workers.clock(), "load", changes, version, keep_keys, since)
+            if engine.serving and shipment.changes is not None:
+                future = engine.call("load", shipment.changes, version, keep_keys, since)
+                engine.commands[future] = self.workers.clock()
+                self._loads.add(future)
             elif engine.serving:
                 engine.commands[self._ask_load(engine)] = self.workers.clock()
-            elif engine.arrival is not None:
+            elif engine.facts is None:
                 engine.arrival, engine.asked_at = self._ask_load(engine), self.workers.clock()
         while goes_back and any(engine.commands for engine in self._engines):  # newer weights would serve as well
             self._round(LOOK_S)
@@ -246,7 +252,9 @@ class Fleet:
         """Let an engine fetch the newest weights, whole."""
         assert self._weights is not None
         buckets, keep_keys = self._weights
-        return engine.call("load", buckets, self._version, keep_keys)
+        future = engine.call("load", buckets, self._version, keep_keys)
+        self._loads.add(future)
+        return future
 
     def rest(self) -> None:
         """Let all engines rest, also those that are starting."""
@@ -298,7 +306,12 @@ class Fleet:
     # -- one round --------------------------------------------------------------------------------------------------
 
     def _round(self, seconds: float, *others: Future[Any]) -> None:
-        """Wait for an answer of the engines or of ``others``; then collect results, replace lost engines, send jobs."""
+        """Wait for an answer of the engines or of ``others``; then collect results, replace lost engines, send jobs.
+
+        Raises:
+            RanksLostError: an engine could not fetch the newest weights, because a rank that had stored them has ended.
+        """
+        gone = self._gone
         self.workers.wait([self._news.any, *others], seconds)
         for engine in self._news.take():
             self._attend(engine, self._read, self._look_after)
@@ -307,6 +320,18 @@ class Fleet:
             for engine in list(self._engines):
                 self._attend(engine, self._look_after)
         self._dispatch()
+        if self._gone is not None and gone is None:  # now that all news is read
+            self._go_back()
+
+    def _go_back(self) -> NoReturn:
+        self._times_gone += 1
+        if self._times_gone > self._restarts:
+            raise RunError(
+                f"The stored weights were lost {self._times_gone} times without a newer version (placement.restarts = "
+                f"{self._restarts}), the last time because {self._gone}; look into the logs of Ray "
+                "(/tmp/ray/session_latest/logs), then use --resume."
+            )
+        raise RanksLostError(f"The weights of version {self._version} cannot be fetched because {self._gone}")
 
     def _attend(self, engine: Engine, *works: Callable[[Engine], None]) -> None:
         """Do ``works`` with an engine; replace it if it is lost. One that was replaced has answers still."""
@@ -330,12 +355,12 @@ class Fleet:
             engine.asked_at = self.workers.clock()
             if self._weights is None:
                 self._serve(engine)
-            else:
+            elif self._gone is None:
                 engine.arrival = self._ask_load(engine)
         if engine.arrival is not None and engine.arrival.done():
-            engine.arrival.result()
-            engine.arrival, engine.asked_at = None, self.workers.clock()
-            self._serve(engine)
+            arrival, engine.arrival, engine.asked_at = engine.arrival, None, self.workers.clock()
+            if self._done(arrival):
+                self._serve(engine)
         ended = engine.take_ended()
         for number in ended:
             self._land(engine, *engine.jobs[number])
@@ -343,9 +368,23 @@ class Fleet:
         if ended:
             self._least.changed(engine)
         for future in [future for future in engine.commands if future.done()]:
-            future.result()
             del engine.commands[future]
+            self._done(future)
         engine.pass_questions(self._judge)
+
+    def _done(self, command: Future[Any]) -> bool:
+        """Return whether a command has been done; False if the weights that it was to fetch are no more.
+
+        Raises:
+            LostError: the engine is no more.
+        """
+        try:
+            command.result()
+        except GoneError as error:
+            if command in self._loads and self._gone is None:  # not of weights that newer ones have followed
+                self._gone = str(error).rstrip(".")
+            return False
+        return True
 
     def _serve(self, engine: Engine) -> None:
         engine.serving = True

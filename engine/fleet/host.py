@@ -30,7 +30,7 @@ from ..programs import RolloutProgram
 from ..rollout.digest import Held
 from ..rollout.engine import RolloutEngine
 from ..rollout.local import LocalSampler
-from ..rollout.packed import Bucket, Changes, unpack_weights
+from ..rollout.packed import Bucket, Changes, unpack_changes, unpack_weights
 from ..rollout.sampler import Array, Flight, Job, Kept
 from .questions import Question, Questions
 
@@ -148,7 +148,7 @@ class Host:
 
         Args:
             since: the version that the buckets hold the changes of; None if they hold whole tensors. The future fails
-                if the engine has another one.
+                if the engine has another one, and by `GoneError` if the buckets are no more.
         """
         loaded: Future[int] = Future()
 
@@ -163,7 +163,8 @@ class Host:
 
         def fetch() -> None:
             try:
-                weights = {name: tensor for bucket in buckets for name, tensor in unpack_weights(bucket.get())}
+                fetched = (bucket.get() for bucket in buckets)
+                weights = unpack_weights(fetched) if since is None else unpack_changes(fetched)
             except BaseException as error:
                 loaded.set_exception(error)
                 return

@@ -28,8 +28,8 @@ from ..data.tree import TokenTree
 from ..errors import RunError
 from ..learn.learning import Learning
 from ..model.self_check import sampled_error, trees_fit, usual_tokens
-from ..rollout.digest import Held, digests
 from ..rollout.sampler import Sampler, WeightSource
+from .shipping import digests_of
 
 PROMPT_TOKENS, RESPONSES, RESPONSE_TOKENS = 32, 4, 8
 """Size of the canary; inferred, so that the prompt fills a page of the KV cache and the responses share it."""
@@ -135,13 +135,9 @@ class Publication:
     def _check_digests(self, weights: WeightSource, version: int) -> torch.dtype:
         """Compare the digests of all weights that the sampler holds as they are; return the lowest precision found."""
         sent, held = weights.tensors(), self.sampler.digests()
-        expected: dict[str, Held] = {}
-        dtypes = {value.dtype for value in held.values()}
-        for name, tensor in sent.items():  # one after the other, as ranks gather them
-            dtypes.add(tensor.dtype)
-            if name in held:
-                expected |= digests({name: tensor.detach().to(held[name].dtype)})
-        if wrong := [name for name in expected if held[name] != expected[name]]:
+        dtypes = {value.dtype for value in held.values()} | {tensor.dtype for tensor in sent.values()}
+        expected = digests_of(weights, {name: held[name].dtype for name in sent if name in held})
+        if wrong := [name for name in expected if held[name].digest != expected[name]]:
             raise RunError(
                 f"After update {version} the sampler holds other weights than were sent: '{wrong[0]}' and "
                 f"{len(wrong) - 1} more of {len(sent)} tensors; {REMEDY}."

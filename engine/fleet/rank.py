@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ..data.columns import COLUMNS, Array, Column, declare
 from ..data.tree import TokenTree
@@ -33,10 +32,12 @@ from ..learn.learning import LearningParts
 from ..model.self_check import sampled_error, usual_tokens
 from ..record.metrics import Stopwatch, Sums
 from ..rollout import SamplingParams
-from ..rollout.packed import pack_weights
+from ..rollout.digest import part_digests
+from ..rollout.packed import Part
 from ..train.checkpoint import Saved
 from ..train.group import Group
 from ..train.phases import Span
+from .shipping import Shipment, Shipper, owned
 from .workers import LostError, Reference
 
 # -- what travels -----------------------------------------------------------------------------------------------------
@@ -80,9 +81,10 @@ class Reply(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """The constants of a rank: sizes of the parameters in bytes, `Trained.usual_tokens`, and its process."""
+    """The constants of a rank: shapes and dtypes of the parameters that engines get, `Trained.usual_tokens`, and its
+    process."""
 
-    parameters: dict[str, int]
+    parameters: dict[str, tuple[torch.Size, torch.dtype]]
     usual: Array
     pid: int
 
@@ -141,6 +143,7 @@ class Rank:
 
     Args:
         make: makes the parts of the learner, sharded over the group.
+        put: stores a value for all workers; see `Workers.put`.
         rank: number of this process.
         ranks: number of all.
         timeout_s: seconds that it waits for the others.
@@ -153,6 +156,7 @@ class Rank:
     def __init__(
         self,
         make: Callable[[Group], LearningParts],
+        put: Callable[[Any], Reference],
         rank: int,
         ranks: int,
         *,
@@ -162,6 +166,7 @@ class Rank:
     ) -> None:
         self._make, self._rank, self._ranks, self._timeout_s = make, rank, ranks, timeout_s
         self._threads, self._host = threads, host
+        self._shipper = Shipper(put)
         self._notes: list[str] = []
         self._spans: list[Span] = []
         self._watch = Stopwatch(told=lambda *span: self._spans.append(Span(*span)))
@@ -179,8 +184,8 @@ class Rank:
         """Join the group at ``store`` and make the learner."""
         self.learner = Learner(self._make(self._joined(store)), self._watch, self._notes.append)
         tensors = self.learner.weights().tensors()
-        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-        return Facts(sizes, usual_tokens(self.learner.model.config), os.getpid())
+        parameters = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        return Facts(parameters, usual_tokens(self.learner.model.config), os.getpid())
 
     def _joined(self, store: str) -> Group:
         torch.set_num_threads(self._threads)
@@ -236,16 +241,17 @@ class Rank:
         return received
 
     @_peers_told()
-    def gather(self, names: Sequence[str]) -> list[dict[str, Any]] | None:
-        """Return whole parameters as `pack_weights` packs them; only the first rank replies."""
-        tensors = self.learner.weights().tensors()
-        whole = {}
-        for name in names:
-            tensor = tensors[name].detach()
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if self._rank == 0:
-                whole[name] = full
-        return None if self._rank else list(pack_weights(whole))
+    def ship(self, version: int, since: int | None) -> Shipment:
+        """Store this rank's parts of the weights for the engines; see `Shipper.ship`."""
+        return self._shipper.ship(self._parts(), version, since)
+
+    @_peers_told()
+    def digests(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
+        """Return what this rank's parts contribute to the digests; see `part_digests`."""
+        return part_digests(self._parts(), dtypes)
+
+    def _parts(self) -> Iterator[Part]:
+        return owned(self.learner.weights().tensors(), self._rank, self._ranks)
 
     @_peers_told()
     def sampled_error(self, stored: Reference) -> float:

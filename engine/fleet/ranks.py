@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,10 +27,11 @@ from ..errors import RunError
 from ..learn.learning import RanksLostError
 from ..record.metrics import Sums
 from ..rollout import SamplingParams
-from ..rollout.packed import BUCKET_BYTES, unpack_weights
+from ..rollout.digest import whole_digest
 from ..train.checkpoint import Saved
 from ..train.phases import Span
 from .rank import Digest, Facts, Given, Rank, Reply, Written, declarations
+from .shipping import Elsewhere, Shipment
 from .workers import LostError, Reference, Worker, Workers
 
 LOOK_S = 0.5
@@ -45,7 +46,8 @@ class Ranks:
     Args:
         workers: starts the ranks.
         count: their number.
-        make: makes a `Rank` in its process, from ``args``, its number, ``count`` and the size of micro-batches.
+        make: makes a `Rank` in its process, from ``args``, `Workers.put`, its number, ``count`` and the size of
+            micro-batches.
         max_tokens: packed tokens of one micro-batch.
         timeout_s: seconds that a rank may keep the others waiting.
         start_s: seconds that the ranks may take to start: each loads the models.
@@ -182,10 +184,10 @@ class Ranks:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def weights(self) -> Gathered:
+    def weights(self) -> RankWeights:
         self._join()
         assert self._facts is not None
-        return Gathered(self._facts.parameters, lambda names: self._all("gather", names)[0])
+        return RankWeights(self._facts.parameters, self._all)
 
     def usual_tokens(self) -> Array:
         self._join()
@@ -226,7 +228,9 @@ class Ranks:
     def _start(self) -> None:
         self._facts = None
         self._ranks = [
-            self.workers.start("rank", index, self._make, *self._args, index, self.count, self.max_tokens)
+            self.workers.start(
+                "rank", index, self._make, *self._args, self.workers.put, index, self.count, self.max_tokens
+            )
             for index in range(self.count)
         ]
 
@@ -309,41 +313,27 @@ def _write(trees: Sequence[TokenTree], written: Sequence[Written]) -> None:
         tree.rewards |= {name: np.array(values) for name, values in of_tree.rewards.items()}
 
 
-class Gathered(Mapping[str, Tensor]):
-    """The policy's whole parameters by name, of which one bucket is in memory; read them in order.
+class RankWeights(Elsewhere):
+    """The policy's parameters, of which each rank has its parts.
 
     Args:
-        sizes: bytes of each parameter.
-        gather: returns the parameters of these names as `pack_weights` packs them.
+        parameters: shape and dtype of each parameter.
+        ask: calls a method of all ranks and returns their answers.
     """
 
-    def __init__(self, sizes: Mapping[str, int], gather: Callable[[Sequence[str]], Sequence[dict[str, Any]]]) -> None:
-        self._gather = gather
-        self._bucket_of: dict[str, list[str]] = {}
-        self._held: dict[str, Tensor] = {}
-        bucket: list[str] = []
-        total = 0
-        for name, size in sizes.items():
-            if bucket and total + size > BUCKET_BYTES:
-                bucket, total = [], 0
-            bucket.append(name)
-            total += size
-            self._bucket_of[name] = bucket
+    def __init__(
+        self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]], ask: Callable[..., Sequence[Any]]
+    ) -> None:
+        self._parameters, self._ask = parameters, ask
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the parameters; see `WeightSource`."""
-        return self
+        return {
+            name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in self._parameters.items()
+        }
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._held:
-            self._held = {}  # before the next bucket comes
-            parts = self._gather(self._bucket_of[name])
-            whole = (pair for packed in parts for pair in unpack_weights(packed))
-            self._held = {key: tensor for key, tensor in whole if isinstance(tensor, Tensor)}
-        return self._held[name]
+    def ship(self, version: int, since: int | None) -> Shipment:
+        return Shipment.joined(self._ask("ship", version, since))
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._bucket_of)
-
-    def __len__(self) -> int:
-        return len(self._bucket_of)
+    def digests(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
+        shares = self._ask("digests", dtypes)
+        return {name: whole_digest(share.get(name, 0) for share in shares) for name in dtypes}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .workers import AskedWorker, Calls, LostError, Reference, Role, Worker
+from .workers import AskedWorker, Calls, GoneError, LostError, Reference, Role, Worker
 
 ATTEMPTS = 3
 """Attempts to start Ray on this machine: it gives up after 15 s without its agents, which a busy machine exceeds."""
@@ -104,7 +104,8 @@ class RayWorkers:
         self._started.append(worker)
         return worker
 
-    def put(self, value: Any) -> Reference:
+    @staticmethod
+    def put(value: Any) -> Reference:
         return _Stored(ray.put(value))
 
     def wait(self, futures: Collection[Future[Any]], seconds: float | None) -> set[Future[Any]]:
@@ -201,7 +202,10 @@ class _Stored:
     reference: Any
 
     def get(self) -> Any:
-        return ray.get(self.reference)
+        try:
+            return ray.get(self.reference)
+        except LOST as error:
+            raise GoneError(f"what a process had stored is no more ({' '.join(str(error).split())[:200]})") from None
 
 
 class _RayWorker(AskedWorker):

@@ -24,11 +24,19 @@ class LostError(RuntimeError):
     """The worker has ended, or was killed, before it answered."""
 
 
+class GoneError(LostError):
+    """A stored value is no more, because the process that stored it has ended."""
+
+
 class Reference(Protocol):
     """A value that `Workers.put` stored once for all workers; it may be part of the arguments of `Worker.ask`."""
 
     def get(self) -> Any:
-        """Return the value; arrays in it are read-only."""
+        """Return the value; arrays in it are read-only.
+
+        Raises:
+            GoneError: the process that stored it has ended.
+        """
         ...
 
 
@@ -61,7 +69,8 @@ class Workers(Protocol):
         ...
 
     def put(self, value: Any) -> Reference:
-        """Store a copy of ``value`` that any number of workers can read."""
+        """Store a copy of ``value`` that any number of workers can read; a worker that is given this function stores
+        by itself."""
         ...
 
     def wait(self, futures: Collection[Future[Any]], seconds: float | None) -> set[Future[Any]]:
@@ -192,7 +201,8 @@ class InThreads:
         self._started.append(worker)
         return worker
 
-    def put(self, value: Any) -> Reference:
+    @staticmethod
+    def put(value: Any) -> Reference:
         return _Held(value)
 
     def wait(self, futures: Collection[Future[Any]], seconds: float | None) -> set[Future[Any]]:

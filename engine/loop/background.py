@@ -17,7 +17,7 @@ class Background:
 
     Attributes:
         started: the thread runs; before, its caller does the work itself.
-        error: what ended the thread, if it failed.
+        error: what ended the thread, if it failed and `raise_error` has not been called since.
     """
 
     def __init__(
@@ -63,16 +63,24 @@ class Background:
             self._pauses -= 1
             self._changed.notify_all()
 
+    def raise_error(self) -> None:
+        """Raise what has ended the thread, if it failed; `start` starts another one then. The caller holds ``changed``."""
+        if self.error is not None:
+            error, self.error = self.error, None
+            self._thread, self._resting = None, False
+            raise error
+
     def _run(self) -> None:
+        failure = None
         try:
             with self._within():
                 while self._may_go_on():
                     self._work()
         except BaseException as error:
-            self.error = error
+            failure = error
         finally:
             with self._changed:
-                self._resting = True
+                self.error, self._resting = failure, True
                 self._changed.notify_all()
 
     def _may_go_on(self) -> bool:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from ..data.tree import TokenTree
 from ..errors import RunError, UserError
 from ..fleet.publication import NONE, Further, Publication
+from ..learn.learning import RanksLostError
 from ..methods.groups import More, Retry
 from ..parts.calling import failure
 from ..prompts.archive import Archive, NotKeptError
@@ -219,6 +220,8 @@ class Controller:
     def clear(self) -> None:
         """Discard all open groups, so that this run can go back to a checkpoint."""
         with self.paused(), self._changed:
+            with suppress(RanksLostError):  # the sampling thread may have ended by what the run goes back for
+                self._thread.raise_error()
             self.sampler.drop([flight for flight in self._sampling.values() if not flight.done])
             self._sampling.clear()
             self.judging.clear()
@@ -248,8 +251,7 @@ class Controller:
     def _await_change(self) -> None:
         """Wait for the sampling thread, and account for the time; raise the thread's error if it failed."""
         with self._changed:
-            if self._thread.error is not None:
-                raise self._thread.error
+            self._thread.raise_error()
             self.console.phase("sampling" if self._sampling else "waiting for rewards")
             with self.watch.part("gen" if self._sampling or not self.judging.busy else "reward"):
                 self._changed.wait(LOOK_S)

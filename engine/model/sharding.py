@@ -300,13 +300,22 @@ def placed(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a whole ``tensor``, which every rank has, sharded as ``like`` is; one that is sharded so as it is."""
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return tensor
-    part, mesh = tensor.to(like.device), like.device_mesh
+    part = tensor.to(like.device)
+    for dim, (begin, count) in enumerate(region(like)):
+        part = part.narrow(dim, begin, count)
+    return joined(part.contiguous(), like)
+
+
+def region(like: DTensor) -> list[tuple[int, int]]:
+    """Return where this rank's part of ``like`` begins in each dimension of the whole, and its size."""
+    parts, mesh = [(0, size) for size in like.shape], like.device_mesh
     for number, placement in reversed(list(enumerate(like.placements))):  # FSDP shards what is split already
         if not isinstance(placement, Replicate):
             dim: int = placement.dim  # type: ignore[attr-defined]
-            edges, rank = _edges(part.shape[dim], mesh.size(number)), mesh.get_local_rank(number)
-            part = part.narrow(dim, edges[rank], _count(edges, rank))
-    return joined(part.contiguous(), like)
+            begin, size = parts[dim]
+            edges, rank = _edges(size, mesh.size(number)), mesh.get_local_rank(number)
+            parts[dim] = begin + edges[rank], _count(edges, rank)
+    return parts
 
 
 def joined(part: Tensor, like: Tensor) -> Tensor:

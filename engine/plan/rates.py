@@ -44,8 +44,8 @@ class Rates:
         lengths: lengths of responses.
         mean_length: their mean, in tokens.
         prompt: tokens of a prompt.
-        publish_s: seconds for which new weights keep the trainer busy.
-        load_s: seconds in which engines fetch them, by the number of engines.
+        publish_s: seconds for which new weights keep the trainer busy, by the number of ranks.
+        load_s: seconds in which engines fetch them, by the numbers of engines and ranks.
         judge_s: seconds of a verdict.
     """
 
@@ -56,8 +56,8 @@ class Rates:
     lengths: Lengths
     mean_length: float
     prompt: int
-    publish_s: float
-    load_s: Callable[[int], float]
+    publish_s: Callable[[int], float]
+    load_s: Callable[[int, int], float]
     judge_s: float
 
 
@@ -107,16 +107,16 @@ def modelled(config: TrainConfig, sizes: ModelSizes, device: str) -> Rates:
             f"FLOP/s, and {1e6 * HOST:.0f} us more; updates {100 * MFU:.0f} % (assumed).",
             f"Lengths are log-normal with sigma 1 and median {median:.0f}, cut at {longest} tokens (assumed); prompts "
             f"have {prompt} tokens (data.max_prompt_tokens).",
-            f"Weights reach the object store at {TO_STORE / 1e9:g} GB/s and go between nodes of {NODE} GPUs at "
-            f"{NETWORK / 1e9:g} GB/s (assumed); verdicts take no time (assumed).",
+            f"Each rank stores its part of the weights at {TO_STORE / 1e9:g} GB/s, and they go between nodes of {NODE} "
+            f"GPUs at {NETWORK / 1e9:g} GB/s (assumed); verdicts take no time (assumed).",
         ),
         engine=times,
         trainer=Scored(times, roles, config.trainer.epochs),
         lengths=lengths,
         mean_length=float(np.mean([length for seed in range(500) for length in lengths(seed, config.rollout.n)])),
         prompt=prompt,
-        publish_s=weights / TO_STORE,
-        load_s=lambda engines: broadcast_s(weights, engines),
+        publish_s=lambda ranks: weights / ranks / TO_STORE,
+        load_s=lambda engines, ranks: broadcast_s(weights, engines, ranks),
         judge_s=0.0,
     )
 
@@ -139,9 +139,10 @@ class Scored:
         return self.times.update(groups) * (self.epochs + self.models / 3)
 
 
-def broadcast_s(size: float, engines: int) -> float:
-    """Return the seconds in which ``size`` bytes reach all engines: nodes that have them pass them on to others."""
-    return size / NETWORK * math.ceil(math.log2(1 + math.ceil(engines / NODE)))
+def broadcast_s(size: float, engines: int, ranks: int) -> float:
+    """Return the seconds in which ``size`` bytes, of which each rank has a part, reach all engines: the ranks' nodes send
+    together as fast as each engine's node receives, and nodes that have them pass them on to others."""
+    return size / NETWORK * math.ceil(math.log2(1 + math.ceil(engines / NODE) / math.ceil(ranks / NODE)))
 
 
 # -- rates of a run ---------------------------------------------------------------------------------------------------
@@ -176,15 +177,15 @@ def measured(config: TrainConfig, run: Path) -> Rates:
             f"A decode step takes {1e3 * rates.step_s:.3g} ms whatever its rows, an update "
             f"{1e6 * rates.token_s:.3g} us a token on one device, divided by the ranks (assumed).",
             f"Lengths are those of {len(groups)} groups of that run; its prompts have {prompt} tokens on average.",
-            f"New weights take {sync:.3g} s, whatever the number of engines (assumed).",
+            f"New weights take {sync:.3g} s, whatever the numbers of engines and ranks (assumed).",
         ),
         engine=rates,
         trainer=rates,
         lengths=lengths,
         mean_length=float(np.mean([length for group in groups for length in group])),
         prompt=prompt,
-        publish_s=sync,
-        load_s=lambda engines: 0.0,
+        publish_s=lambda ranks: sync,
+        load_s=lambda engines, ranks: 0.0,
         judge_s=total["timing_s/reward"] * run_settings["workers"] / responses,
     )
 

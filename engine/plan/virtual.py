@@ -65,7 +65,8 @@ class VirtualWorkers:
     def _end(self, worker: _VirtualWorker) -> None:
         self.ended += worker.lose("has ended")
 
-    def put(self, value: Any) -> Reference:
+    @staticmethod
+    def put(value: Any) -> Reference:
         return _Held(value)
 
     def clock(self) -> float:

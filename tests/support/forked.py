@@ -47,7 +47,8 @@ class Forked(InThreads):
         self.ranks.append(ForkedWorker(self._context, f"{role} {index}", make, args))
         return self.ranks[-1]
 
-    def put(self, value: Any) -> Reference:
+    @staticmethod
+    def put(value: Any) -> Reference:
         return Stored(value)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from transformers import set_seed
 
@@ -18,7 +19,7 @@ from ...fleet.hosted import HostedRewards
 from ...fleet.questions import Questions
 from ...fleet.rank import Rank
 from ...fleet.ranks import Ranks
-from ...fleet.workers import Role, Workers
+from ...fleet.workers import Reference, Role, Workers
 from ...learn.learning import LearningParts
 from ...loop.judging import decode
 from ...model.loading import choose_device, load_tokenizer, read_config
@@ -176,8 +177,11 @@ def make_ranks(config: TrainConfig, workers: Workers, note: Callable[[str], obje
     )
 
 
-def training_rank(config: TrainConfig, index: int, count: int, max_tokens: int) -> Rank:
-    """Make rank ``index`` of ``count`` with micro-batches of ``max_tokens``; called in the rank's process."""
+def training_rank(
+    config: TrainConfig, put: Callable[[Any], Reference], index: int, count: int, max_tokens: int
+) -> Rank:
+    """Make rank ``index`` of ``count`` with micro-batches of ``max_tokens``; called in the rank's process, where ``put``
+    stores values for all."""
     host = None
     if config.placement.cluster:
         from ...fleet.ray import node_address
@@ -186,6 +190,7 @@ def training_rank(config: TrainConfig, index: int, count: int, max_tokens: int) 
     trainer = config.trainer.model_copy(update={"max_tokens": max_tokens})
     return Rank(
         partial(_rank_parts, config.model_copy(update={"trainer": trainer})),
+        put,
         index,
         count,
         timeout_s=trainer.timeout_s,

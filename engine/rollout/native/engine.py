@@ -458,7 +458,6 @@ def _copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor | Changes
     with torch.no_grad():
         for name, tensor in weights.items():
             if isinstance(tensor, Changes):
-                places, values = (part.to(parameters[name].device) for part in (tensor.places, tensor.values))
-                parameters[name].put_(places, values.to(parameters[name].dtype))
+                tensor.apply(parameters[name])
             elif parameters[name] is not tensor:  # a trainer of the same module passes the same tensors
                 parameters[name].copy_(tensor)

@@ -25,7 +25,7 @@ from rolltree.engine.fleet.questions import Question
 from rolltree.engine.fleet.workers import InThreads, Worker
 from rolltree.engine.rewards import RewardItem, RewardResult
 from rolltree.engine.rollout import SamplingParams
-from rolltree.engine.rollout.packed import Changes, unpack_weights
+from rolltree.engine.rollout.packed import unpack_changes, unpack_weights
 from rolltree.engine.rollout.sampler import Flight, Job, Kept
 
 HANG_S, START_S = 30.0, 300.0
@@ -60,10 +60,11 @@ class Made:
         return Facts(64, [0], 1)
 
     def load(self, buckets: list[Any], version: int, keep_keys: bool, since: int | None = None) -> Future[int]:
-        ((_, sent),) = unpack_weights(buckets[0].get())
+        fetched = [bucket.get() for bucket in buckets]
+        sent = (unpack_weights(fetched) if since is None else unpack_changes(fetched))["w"]
         future: Future[int] = Future()
         self.loads.append((future, version, sent, since))
-        self.sizes.append(len(sent.values if isinstance(sent, Changes) else sent))
+        self.sizes.append(len(sent if since is None else sent.patches[0].values))
         return future
 
     def run(self, jobs: dict[int, Job], held_out: bool) -> None:
@@ -111,10 +112,10 @@ class Made:
     def finish_loads(self) -> None:
         for future, version, sent, since in self.loads:
             assert since in (None, self.version)
-            if isinstance(sent, Changes):
-                self.held[sent.places] = sent.values
-            else:
+            if since is None:
                 self.held = sent
+            else:
+                sent.apply(self.held)
             assert self.held.tolist() == [7.0] * 4 + [version] + [7.0] * 3
             self.version, self.weights = version, float(self.held[4])
             future.set_result(version)

@@ -15,11 +15,12 @@ from transformers import Qwen3ForCausalLM
 
 from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.fleet.host import Host
+from rolltree.engine.fleet.shipping import owned
 from rolltree.engine.programs import Flat, TreePO
 from rolltree.engine.rollout import NativeEngine, SamplingParams
 from rolltree.engine.rollout.digest import digests
 from rolltree.engine.rollout.local import LocalSampler
-from rolltree.engine.rollout.packed import Changes, pack_changes, pack_weights, unpack_weights
+from rolltree.engine.rollout.packed import pack_changes, pack_weights
 from rolltree.engine.rollout.sampler import Job
 
 from ...support.serving import make_engine, model
@@ -84,7 +85,7 @@ def test_results_have_texts(host: Host) -> None:
 
 def test_a_job_waits_for_its_weights_and_is_sampled_by_them(host: Host) -> None:
     other = changed()
-    buckets = [Stored(bucket) for bucket in pack_weights(dict(other.named_parameters()))]
+    buckets = [Stored(bucket) for bucket in pack_weights(owned(dict(other.named_parameters())))]
     host.run({1: Job([5, 6], PARAMS, seed=1, version=1)})
     result, loaded = host.result(1), host.load(buckets, 1)
     (before,) = answers(host, [JOBS[0]], 2)  # the engine samples while the weights are fetched
@@ -103,7 +104,7 @@ def test_a_job_waits_for_its_weights_and_is_sampled_by_them(host: Host) -> None:
 
 
 def test_weights_are_swapped_in_unfinished_responses(host: Host) -> None:
-    stored = [Stored(bucket) for bucket in pack_weights(dict(changed().named_parameters()))]
+    stored = [Stored(bucket) for bucket in pack_weights(owned(dict(changed().named_parameters())))]
     loaded = host.load(stored, 3)
     host.run({1: Job([5, 6], SamplingParams(n=2, max_new_tokens=400, ignore_eos=True), seed=1)})
     while host.health().tally["steps"] < 5:
@@ -212,64 +213,12 @@ def test_health_tells_of_a_step_that_does_not_end(host: Host, monkeypatch) -> No
         time.sleep(0.01)
 
 
-def test_weights_travel_in_buckets_as_they_are(monkeypatch) -> None:
-    monkeypatch.setattr("rolltree.engine.rollout.packed.BUCKET_BYTES", 64)
-    torch.manual_seed(0)
-    given = {
-        "a": torch.randn(5, 3),
-        "b": torch.randn(30, 2).bfloat16(),
-        "c": torch.randn(4, 4).t(),
-        "d": torch.tensor(2.0),
-    }
-    buckets = list(pack_weights(given))
-    assert [list(bucket) for bucket in buckets] == [["a"], ["b"], ["c"], ["d"]]
-    given["a"].zero_()  # the buckets are copies
-    found = {name: tensor for bucket in buckets for name, tensor in unpack_weights(bucket)}
-    assert found["a"].abs().min() > 0
-    for name in "bcd":
-        assert found[name].dtype == given[name].dtype
-        assert torch.equal(found[name], given[name])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_changes_of_weights_restore_every_bit(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    old = {
-        "some": torch.randn(50, 4).to(dtype),
-        "most": torch.randn(50, 4).to(dtype),
-        "none": torch.randn(7).to(dtype).t(),
-        "one": torch.tensor(1.0).to(dtype),
-        "shape": torch.randn(3, 2).to(dtype),
-    }
-    old["some"][0] = torch.tensor([0.0, float("nan"), -0.0, float("inf")])
-    new = {name: tensor.clone() for name, tensor in old.items()}
-    new["some"][0] = torch.tensor([-0.0, 1.0, 0.0, float("nan")])  # equal numbers with other bits count
-    new["most"][:40] += 1
-    new["one"] += 1
-    new["shape"] = new["shape"].reshape(2, 3)
-    new["added"] = torch.randn(2).to(dtype)
-    ((before,), (after,)) = (list(pack_weights(weights)) for weights in (old, new))
-    packed = pack_changes(before, after)
-    assert [name for name, one in packed.items() if one.places is None] == ["most", "one", "shape", "added"]
-    assert packed["some"].places.tolist() == [0, 1, 2, 3]
-    assert packed["some"].nbytes == 4 * (4 + old["some"].element_size())
-    for name, found in unpack_weights(packed):
-        if isinstance(found, Changes):
-            whole = old[name].clone()
-            whole.put_(found.places, found.values)
-            assert whole.shape == found.shape == new[name].shape
-            found = whole
-        assert found.dtype == new[name].dtype
-        assert found.shape == new[name].shape
-        assert digests({name: found}) == digests({name: new[name]})
-
-
 def test_an_engine_applies_changes_to_the_weights_that_they_are_of(host: Host) -> None:
     old, new = dict(make_engine().model.named_parameters()), dict(changed().named_parameters())
     name = next(iter(new))
     mixed = {key: tensor.detach().clone() for key, tensor in old.items()}
     mixed[name][0] = new[name][0]
-    ((before,), (after,)) = (list(pack_weights(weights)) for weights in (old, mixed))
+    ((before,), (after,)) = (list(pack_weights(owned(weights))) for weights in (old, mixed))
     stored = Stored(pack_changes(before, after))
     stored.here.set()
     assert host.load([stored], 1, since=0).result(30) == 1

@@ -322,7 +322,7 @@ class Silent:
     made: list[Silent] = []  # noqa: RUF012
     go_on = threading.Event()
 
-    def __init__(self, index: int, count: int, max_tokens: int) -> None:
+    def __init__(self, put: Any, index: int, count: int, max_tokens: int) -> None:
         self.index, self.generation = index, len(self.made) // count
         self.made.append(self)
 
@@ -330,7 +330,7 @@ class Silent:
         return None
 
     def join(self, store: str) -> Any:
-        return rank_module.Facts({"w": 4}, np.arange(2), 1)
+        return rank_module.Facts({"w": (torch.Size([1]), torch.float32)}, np.arange(2), 1)
 
     def load(self, directory: str, state: Any) -> int:
         if self.generation == 0 and self.index == 1:
@@ -361,22 +361,6 @@ def test_a_rank_that_keeps_the_others_waiting_is_lost_and_its_late_answer_discar
     silent.load(Path(), {})
     assert silent.updates == 4
     assert [made.generation for made in Silent.made] == [0, 0, 1, 1]
-
-
-def test_weights_are_gathered_bucket_by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "BUCKET_BYTES", 100)
-    tensors = {f"w{i}": torch.full((10,), float(i)) for i in range(6)}
-    asked: list[list[str]] = []
-
-    def gather(names: Any) -> Any:
-        asked.append(list(names))
-        return list(rank_module.pack_weights({name: tensors[name] for name in names}))
-
-    found = ranks_module.Gathered(dict.fromkeys(tensors, 40), gather)
-    assert list(found) == list(tensors)
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in found.items())
-    assert asked == [["w0", "w1"], ["w2", "w3"], ["w4", "w5"]]
-    assert len(found._held) == 2
 
 
 def test_ranks_need_engines(toml: Path) -> None:

@@ -32,6 +32,7 @@ from rolltree.engine.app.assembly.workers import make_ranks
 from rolltree.engine.fleet.rank import Rank
 from rolltree.engine.fleet.workers import InThreads
 from rolltree.engine.model import head, sharding
+from rolltree.engine.rollout.digest import digests, whole_digest
 from rolltree.engine.rollout.packed import unpack_weights
 from rolltree.engine.train.group import ALONE, Group
 
@@ -173,13 +174,13 @@ def test_any_number_of_ranks_goes_on(
 
 
 def published(group: Group, toml: Path, trees: list[list[Any]], case: Case, directory: Path) -> dict[str, Any]:
-    """Learn, and return the weights that a rank hands to engines and those that it has exported."""
-    rank = Rank.__new__(Rank)
-    rank.learner, rank._rank = make(toml, case, group), group.rank
+    """Learn, and return the parts of the weights that a rank stores for engines and what they contribute to digests."""
+    rank = Rank(lambda group: None, Forked.put, group.rank, group.size, timeout_s=9, threads=1, host=None)  # type: ignore[arg-type,return-value]
+    rank.learner = make(toml, case, group)
     weights = learn(rank.learner, trees, case).weights
     rank.learner.export(directory / "export")
-    packed = rank.gather(list(rank.learner.weights().tensors()))
-    return {"weights": weights, "packed": dict(pair for part in packed or () for pair in unpack_weights(part))}
+    shares = rank.digests({name: tensor.dtype for name, tensor in weights.items()})
+    return {"weights": weights, "buckets": rank.ship(1, None).whole, "digests": shares}
 
 
 @pytest.mark.slow
@@ -187,14 +188,18 @@ def published(group: Group, toml: Path, trees: list[list[Any]], case: Case, dire
 def test_engines_and_exports_get_whole_weights(model: str, jobs: dict[str, Any], tmp_path: Path) -> None:
     toml, trees = jobs[model]
     case = on_four(Case((SEVERAL,)))
-    first, *others = on_ranks(published, toml.parent, 4, toml, trees[:1], case, tmp_path)
-    assert all(other["packed"] == {} for other in others)
+    ranks = on_ranks(published, toml.parent, 4, toml, trees[:1], case, tmp_path)
+    assert all(rank["buckets"] for rank in ranks)
+    stored = unpack_weights(bucket.get() for rank in ranks for bucket in rank["buckets"])
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "export").named_parameters())
-    assert first["weights"].keys() == first["packed"].keys() == exported.keys()
-    for name, weight in first["weights"].items():
-        assert torch.equal(first["packed"][name], weight), name
+    weights = ranks[0]["weights"]
+    assert weights.keys() == stored.keys() == exported.keys()
+    for name, weight in weights.items():
+        assert torch.equal(stored[name], weight), name
         assert torch.equal(exported[name], weight), name
-        assert all(torch.equal(other["weights"][name], weight) for other in others), name
+        assert all(torch.equal(rank["weights"][name], weight) for rank in ranks), name
+        digest = whole_digest(rank["digests"].get(name, 0) for rank in ranks)
+        assert digest == digests({name: weight})[name].digest, name
 
 
 @pytest.mark.slow
