@@ -64,7 +64,8 @@ class Background:
             self._changed.notify_all()
 
     def raise_error(self) -> None:
-        """Raise what has ended the thread, if it failed; `start` starts another one then. The caller holds ``changed``."""
+        """Raise what has ended the thread, if it failed; `start` starts another one then. The caller holds
+        ``changed``."""
         if self.error is not None:
             error, self.error = self.error, None
             self._thread, self._resting = None, False

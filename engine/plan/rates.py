@@ -140,8 +140,8 @@ class Scored:
 
 
 def broadcast_s(size: float, engines: int, ranks: int) -> float:
-    """Return the seconds in which ``size`` bytes, of which each rank has a part, reach all engines: the ranks' nodes send
-    together as fast as each engine's node receives, and nodes that have them pass them on to others."""
+    """Return the seconds in which ``size`` bytes, of which each rank has a part, reach all engines: every node receives
+    and sends at one rate, and nodes that have them pass them on to others."""
     return size / NETWORK * math.ceil(math.log2(1 + math.ceil(engines / NODE) / math.ceil(ranks / NODE)))
 
 

@@ -95,7 +95,7 @@ def _hashed(bits: Tensor, position: Tensor) -> Tensor:  # [N], [N] int64
 
 
 def _places(of_part: Tensor, size: Sequence[int], first: Sequence[int], shape: Sequence[int]) -> Tensor:  # [N] int64
-    """Return the places in a flattened tensor of ``shape`` of elements of its part of ``size``, given theirs in that."""
+    """Return the places in a flattened tensor of ``shape`` of elements of its part, given their places in the part."""
     merged = [(1, 0, 1)]  # size, first and whole; from the last dimension, and those within a part's rows are one
     for dimension in zip(reversed(size), reversed(first), reversed(shape), strict=True):
         count, _, whole = merged[-1]

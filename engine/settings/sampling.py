@@ -200,8 +200,8 @@ class RolloutConfig(Section):
     """Processes in which `rolltree train` samples, each with an engine of its own; they need Ray, see docs/scale.md.
     0: the run's own process samples."""
     send_changes: bool = False
-    """Send `engines` only the weights whose bits changed in an update, where that is less than all. It takes the run's
-    process longer to compare them, and pays where the network between machines is slow; see docs/scale.md."""
+    """Send `engines` only the weights whose bits changed in an update, where that is less than all. Those that
+    train take longer to compare them, and it pays where the network between machines is slow; see docs/scale.md."""
     python: str = ""
     """Interpreter of the processes of `engines`, such as `/opt/vllm/bin/python` of an environment of its own: with
     rolltree, and with the Python and the Ray of the run. Empty: the run's own."""

@@ -180,8 +180,8 @@ def make_ranks(config: TrainConfig, workers: Workers, note: Callable[[str], obje
 def training_rank(
     config: TrainConfig, put: Callable[[Any], Reference], index: int, count: int, max_tokens: int
 ) -> Rank:
-    """Make rank ``index`` of ``count`` with micro-batches of ``max_tokens``; called in the rank's process, where ``put``
-    stores values for all."""
+    """Make rank ``index`` of ``count`` with micro-batches of ``max_tokens``; called in the rank's process, in which
+    ``put`` stores values for all."""
     host = None
     if config.placement.cluster:
         from ...fleet.ray import node_address

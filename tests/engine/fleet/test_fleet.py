@@ -22,7 +22,8 @@ from rolltree.engine.fleet.engines import HEALTH_S
 from rolltree.engine.fleet.fleet import Fleet
 from rolltree.engine.fleet.host import Facts, Health, Result
 from rolltree.engine.fleet.questions import Question
-from rolltree.engine.fleet.workers import InThreads, Worker
+from rolltree.engine.fleet.workers import GoneError, InThreads, Worker
+from rolltree.engine.learn.learning import RanksLostError
 from rolltree.engine.rewards import RewardItem, RewardResult
 from rolltree.engine.rollout import SamplingParams
 from rolltree.engine.rollout.packed import unpack_changes, unpack_weights
@@ -45,6 +46,7 @@ class Made:
     """An engine that answers a job of seed s with the token s, labelled with its version."""
 
     def __init__(self, stage: Stage) -> None:
+        self.stage = stage
         self.version, self.weights, self.held = 0, 0.0, torch.zeros(8)
         self.sizes: list[int] = []  # of the weights that it was sent
         self.hung, self.slow, self.resting = False, False, False
@@ -63,6 +65,9 @@ class Made:
         fetched = [bucket.get() for bucket in buckets]
         sent = (unpack_weights(fetched) if since is None else unpack_changes(fetched))["w"]
         future: Future[int] = Future()
+        if self.stage.gone:
+            future.set_exception(GoneError("its rank has ended."))
+            return future
         self.loads.append((future, version, sent, since))
         self.sizes.append(len(sent if since is None else sent.patches[0].values))
         return future
@@ -143,6 +148,7 @@ class Stage(InThreads):
         self._places: dict[int, Made] = {}  # by the order in which engines were started, not made
         self._starting = threading.local()
         self.now = 0.0
+        self.gone = False  # what was stored
         self.workers: dict[int, Worker] = {}
 
     def start(self, role: Any, index: int, make: Any, *args: Any) -> Worker:
@@ -390,6 +396,48 @@ def test_engines_are_sent_what_changed_since_their_weights_and_new_ones_everythi
         finish_all(stage)
         assert [one.sizes for one in stage.made[1:]] == [[8, 1, 1, 1, 8, 1], [8, 8, 1, 8, 1]]
         assert {one.weights for one in stage.made[1:]} == {4.0}
+
+
+def test_weights_that_are_gone_take_the_run_back_once_and_are_sent_whole_again() -> None:
+    with fleet(2, sends_changes=True, restarts=2) as (made, stage):
+        made.load(Weights(1), 1, keep_keys=False)
+        finish_all(stage)
+        made.step(1.0)
+        stage.gone = True
+        made.load(Weights(2), 2, keep_keys=False)
+        (flight,) = made.submit([job(1)])
+        with pytest.raises(RanksLostError, match=r"weights of version 2 cannot be fetched because its rank has ended$"):
+            steps(made, 9, 1.0)
+        stage.workers[0].kill()
+        steps(made, 9, 1.0)  # a new engine waits for weights too
+        assert len(stage.made) == 3
+        assert not flight.done
+        made.load(Weights(2), 2, keep_keys=False)
+        made.load(Weights(3), 3, keep_keys=False)
+        stage.drain()
+        stage.gone = False
+        with pytest.raises(RanksLostError, match="weights of version 3"):  # that of older ones does not count
+            made.step(1.0)
+        made.load(Weights(3), 3, keep_keys=False)
+        finish_all(stage)
+        made.step(1.0)
+        finish_all(stage)
+        made.step(1.0)
+        assert flight.done
+        assert [one.version for one in stage.made[1:]] == [3, 3]
+        assert stage.made[1].sizes == [8, 8]
+
+
+def test_weights_that_are_gone_each_time_end_the_run() -> None:
+    with fleet(1, restarts=2) as (made, stage):
+        stage.gone = True
+        for _ in range(2):
+            made.load(Weights(1), 1, keep_keys=False)
+            with pytest.raises(RanksLostError):
+                made.step(1.0)
+        made.load(Weights(1), 1, keep_keys=False)
+        with pytest.raises(RunError, match=r"lost 3 times without a newer version \(placement.restarts = 2\)"):
+            made.step(1.0)
 
 
 def test_an_engine_that_samples_with_older_weights_ends_the_run() -> None:

@@ -28,11 +28,10 @@ from rolltree.engine.app.assembly import sampling as build_sampling
 from rolltree.engine.app.assembly import workers as build_workers
 from rolltree.engine.errors import RunError
 from rolltree.engine.fleet import rank as rank_module
-from rolltree.engine.fleet import ranks as ranks_module
 from rolltree.engine.fleet.hosted import HostedRewards, RewardHost
 from rolltree.engine.fleet.rank import Rank
 from rolltree.engine.fleet.ranks import Ranks
-from rolltree.engine.fleet.workers import InThreads, LostError, Worker
+from rolltree.engine.fleet.workers import GoneError, InThreads, LostError, Worker
 from rolltree.engine.learn.learning import RanksLostError
 from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.train.checkpoint import Saved, read_tensors
@@ -196,6 +195,40 @@ def test_a_lost_rank_takes_the_run_back(
     assert "The ranks are started anew because it was lost in the test." in told(run)
     assert (f"Resuming after step {again}." in told(run)) == (method != "save")
     audit(config)
+
+
+class Gone:
+    """A reference to what a rank had stored that has ended."""
+
+    def get(self) -> Any:
+        raise GoneError("its rank has ended in the test.")
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("overlap", [False, True])
+def test_weights_that_are_gone_take_the_run_back(
+    toml: Path, alone: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """The sampling thread is told of it where there is one, and another one takes its place."""
+    ship, shipped = Replica.ship, list[int]()
+
+    def loses_one(self: Replica, version: int, since: int | None) -> Any:
+        shipment = ship(self, version, since)
+        shipped.extend([version] * self._rank)
+        return shipment._replace(whole=[Gone()]) if shipped == [1, 2, 3] and self._rank else shipment
+
+    monkeypatch.setattr(Replica, "ship", loses_one)
+    options = [
+        "--trainer.self_check=false",
+        *(["--loop.staleness=1", "--algorithm.advantage=group_norm"] if overlap else []),
+    ]
+    config, run = train(toml, [f"--output_dir={tmp_path}", *SHORT, *TWO, *options])
+    assert shipped == [1, 2, 3, 2, 3, 4]
+    assert "The weights of version 3 cannot be fetched because its rank has ended in the test." in told(run)
+    assert len(threads._started) == 3
+    audit(config)
+    if not overlap:
+        assert_same_run(config.run_dir, alone)
 
 
 @pytest.mark.check
