@@ -10,21 +10,25 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from rolltree.engine.app.assembly import sampling as build_sampling
 from rolltree.engine.app.assembly import workers as build_workers
 from rolltree.engine.fleet import engines as engines_module
+from rolltree.engine.fleet import fleet as fleet_module
 from rolltree.engine.fleet import hosted as hosted_module
+from rolltree.engine.fleet import shipping
 from rolltree.engine.fleet.fleet import Fleet
 from rolltree.engine.fleet.hosted import HostedRewards
 from rolltree.engine.fleet.ranks import Ranks
-from rolltree.engine.fleet.workers import LostError, Reference
+from rolltree.engine.fleet.workers import GoneError, LostError, Reference
 from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.rewards import RewardItem
 
@@ -64,6 +68,9 @@ class Thing:
     def total(self, numbers: Reference) -> int:
         return sum(numbers.get())
 
+    def store(self, put: Callable[[Any], Reference]) -> Reference:
+        return put(np.ones(1_000_000))
+
     def add(self, number: int) -> list[int]:
         self.added = [*getattr(self, "added", []), number]
         return self.added
@@ -90,6 +97,49 @@ def test_workers_are_processes_that_end_alone(ray: Any) -> None:
     assert again.ask("pid").result(60) not in pids
     assert other.ask("pid").result(60) == pids[1]
     workers.close()
+
+
+@pytest.mark.timeout(900)
+def test_what_a_worker_has_stored_can_be_read_until_it_ends(ray: Any) -> None:
+    from rolltree.engine.fleet.ray import RayWorkers
+
+    workers = RayWorkers({"engine": ({"CPU": 1.0}, 2)})
+    owner, reader = (workers.start("engine", i, Thing) for i in range(2))
+    stored = owner.ask("store", workers.put).result(60)
+    assert reader.ask("total", stored).result(60) == 1_000_000
+    os.kill(owner.ask("pid").result(60), signal.SIGKILL)
+    with pytest.raises(LostError, match="engine 0 has ended"):
+        owner.ask("pid").result(60)
+    with pytest.raises(GoneError, match="what a process had stored is no more"):
+        reader.ask("total", stored).result(60)
+    assert reader.ask("pid").result(60)
+    workers.close()
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("role", "check"), [("rank", "true"), ("rank", "false"), ("engine", "true")])
+def test_a_process_that_ends_while_weights_are_published(
+    ray: Any, toml: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, check: str
+) -> None:
+    """The parts are stored and no engine has them yet."""
+    left, runs = [2], list[Orchestrator]()
+
+    def ship(weights: Any, shipper: Any, version: int, since: Any) -> Any:
+        shipment = shipping.ship(weights, shipper, version, since)
+        if version in left:
+            left.remove(version)
+            run: Any = runs[0]
+            process = psutil.Process(run.learner.pids[1] if role == "rank" else run.sampler._engines[0].pid)
+            process.kill()
+            process.wait(60)
+        return shipment
+
+    monkeypatch.setattr(fleet_module, "ship", ship)
+    processes = ["--rollout.engines=2", "--trainer.ranks=2", f"--trainer.self_check={check}"]
+    config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *processes], runs.append)
+    assert not left
+    assert_close(config.run_dir, alone, WITHIN)
+    audit(config)
 
 
 @pytest.mark.timeout(900)

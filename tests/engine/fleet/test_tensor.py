@@ -175,7 +175,7 @@ def test_any_number_of_ranks_goes_on(
 
 def published(group: Group, toml: Path, trees: list[list[Any]], case: Case, directory: Path) -> dict[str, Any]:
     """Learn, and return the parts of the weights that a rank stores for engines and what they contribute to digests."""
-    rank = Rank(lambda group: None, Forked.put, group.rank, group.size, timeout_s=9, threads=1, host=None)  # type: ignore[arg-type,return-value]
+    rank = Rank(lambda group: None, Forked.put, group.rank, 4, timeout_s=9, threads=1, host=None)  # type: ignore[arg-type,return-value]
     rank.learner = make(toml, case, group)
     weights = learn(rank.learner, trees, case).weights
     rank.learner.export(directory / "export")
