@@ -321,9 +321,10 @@ class Fleet:
                 self._attend(engine, self._look_after)
         self._dispatch()
         if self._gone is not None and gone is None:  # now that all news is read
-            self._go_back()
+            self._tell_gone()
 
-    def _go_back(self) -> NoReturn:
+    def _tell_gone(self) -> NoReturn:
+        """Let the run go back to its checkpoint, unless that has happened too often."""
         self._times_gone += 1
         if self._times_gone > self._restarts:
             raise RunError(

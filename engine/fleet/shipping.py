@@ -71,19 +71,19 @@ class Shipper:
         Args:
             since: version of the weights that engines have; with those of another one, or None, nothing is compared.
         """
-        compared = self._last is not None and self._last[0] == since
-        before = self._last[1] if compared and self._last is not None else []
+        before = self._last[1] if self._last is not None and self._last[0] == since else None
         whole, changes = list[Reference](), list[Reference]()
         nbytes = sent_nbytes = 0
         for number, bucket in enumerate(pack_weights(parts)):
             whole.append(self._put(bucket))
-            sent = pack_changes(before[number].get(), bucket) if compared else bucket
-            if compared:
+            sent = bucket
+            if before is not None:
+                sent = pack_changes(before[number].get(), bucket)
                 changes.append(self._put(sent))
             nbytes += _size(bucket)
             sent_nbytes += _size(sent)
         self._last = version, whole
-        return Shipment(whole, changes if compared else None, nbytes, sent_nbytes)
+        return Shipment(whole, None if before is None else changes, nbytes, sent_nbytes)
 
 
 def _size(bucket: Sequence[Packed]) -> int:

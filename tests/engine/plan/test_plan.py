@@ -89,9 +89,12 @@ def test_an_update_is_three_forward_passes_at_the_assumed_utilisation(home: Path
 
 
 def test_weights_go_from_node_to_node() -> None:
-    assert broadcast_s(NETWORK, 8) == 1.0
-    assert broadcast_s(NETWORK, 9) == 2.0
-    assert broadcast_s(NETWORK, 8 * 7) == 3.0
+    assert broadcast_s(NETWORK, 8, 1) == 1.0
+    assert broadcast_s(NETWORK, 9, 8) == 2.0
+    assert broadcast_s(NETWORK, 8 * 7, 1) == 3.0
+    assert broadcast_s(NETWORK, 8 * 7, 8 * 7) == 1.0  # each node of ranks sends its part
+    assert broadcast_s(NETWORK, 8 * 7, 8 * 2) == 3.0
+    assert broadcast_s(NETWORK, 8 * 6, 8 * 2) == 2.0
     assert TO_STORE < NETWORK
 
 
