@@ -25,9 +25,9 @@ is not dropped is trained, and of the first n admitted only those still open hav
 one more may overtake 3, so step 2 waits for it, begins at ``steps = 1`` and trains 3, 5, 6, 7: group 3 has lag 1 = S.
 Without rule 2 it might have waited for ever.
 
-At S = 0 a round ends when all of its groups are settled, so that the batch does not depend on which group was faster. A
-step takes rounds until P groups are ready: each admits ``over_sampling`` groups for each one that is still lacking. The
-batch is the oldest P ready groups, and the surplus is dropped.
+At S = 0 groups are admitted at the beginning of a step, and whenever so many were dropped that fewer than P are open:
+``over_sampling`` for each one that the batch will lack. The batch is taken when all open groups are ready, so that it
+does not depend on which was faster: the oldest P, and the surplus is dropped.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class Budget:
     def capacity(self) -> int:
         """Maximum number of groups open at once."""
         if self.staleness == 0:
-            return self.round(0)
+            return self.lacking(0)
         return (self.staleness + 1) * self.batch - self.overtaking
 
-    def round(self, ready: int) -> int:
-        """Return the number of groups that the next round at S = 0 admits if ``ready`` ones are there."""
-        lacking = max(0, self.batch - ready)
+    def lacking(self, there: int) -> int:
+        """Return the number of groups to admit at S = 0 if ``there`` ones are open."""
+        lacking = max(0, self.batch - there)
         return max(lacking, round(self.over_sampling * lacking))
 
     def check(self, ticket: int, started: int, steps: int) -> int:

@@ -112,7 +112,7 @@ class Buffer:
     def room(self) -> int:
         """Number of groups that may be admitted now."""
         if self.budget.staleness == 0:
-            return self.budget.round(len(self.open)) if self.settled else 0
+            return self.budget.lacking(len(self.open))
         return self.budget.capacity - len(self.open)
 
     @property

@@ -36,6 +36,7 @@ from ..rollout.sampler import Flight, Job, LostError, WeightSource
 from .background import Background
 from .buffer import Buffer
 from .callback import Callback, CallbackRule
+from .due import Due
 from .judging import Judging, TraceCall, no_trace
 from .runtime import Cores
 from .sampling import GroupSeeds, SamplingParts
@@ -80,7 +81,8 @@ class Controller:
         self._changed = threading.Condition(threading.RLock())
         self.judging = Judging(parts.tokenizer, self._notify, on_failure=parts.on_failure, trace=trace)
         self._thread = Background(self._changed, self.advance, self.sampler.in_thread)
-        self._settles_at_once = False  # at staleness 0, a group is ready before its round has ended
+        self._settles_at_once = True  # a group is answered as soon as it is judged
+        self._due, self._waits = Due(buffer, counted=parts.counted), False
         self.restarted: Counter[str] = Counter()  # unfinished groups that began again, by reason
         self.callback = Callback(
             rule, buffer, lambda problem: self.source.prompt(problem), lambda *arguments: self.judging.given(*arguments)
@@ -118,7 +120,8 @@ class Controller:
                 sampler.forget_prefixes()  # so that the samples follow from this step alone
         if self.parts.overlaps:
             self._thread.start()
-        self._settles_at_once = ahead is not None and self.callback.rule is None and not self.judging.in_turn
+        nothing_follows = self.callback.rule is None and not self.judging.in_turn
+        self._settles_at_once = self.buffer.budget.staleness > 0 or nothing_follows
         while True:
             with self.cores.left_to_sampler():
                 while (ready := self._batch_or_group(offers=ahead is not None)) is None:
@@ -270,7 +273,7 @@ class Controller:
             self._settle()
             self._admit()
             self._changed.notify_all()
-        if self._sampling:
+        if self._sampling and not self._waits:
             with self._timed("sampling", "gen"), self._errors_told():
                 self._step_sampler()
         elif self.judging.busy:
@@ -285,6 +288,7 @@ class Controller:
             self.cores.take()
         begin = time.perf_counter()
         self._ended += self.sampler.step(LOOK_S)
+        self._due.step()
         self.trace("sampler", "decode", begin, time.perf_counter())
 
     @contextmanager
@@ -361,6 +365,7 @@ class Controller:
             group.place = flight.place
             finished.append((group, flight.tree, flight.texts))
         if finished:
+            self._due.finish(group for group, *_ in finished)
             with self._timed(None, "reward"):
                 self.judging.add(finished)
 
@@ -369,17 +374,14 @@ class Controller:
             self._changed.notify_all()
 
     def _settle(self) -> None:
-        """Make judged groups ready, or follow the answer of the group callback.
-
-        At staleness 0 it waits for all groups of a round, so that the next samples do not depend on their speed, unless
-        nothing depends on it and ready groups are scored meanwhile.
-        """
-        in_rounds = self.buffer.budget.staleness == 0 and not self._settles_at_once
-        if not (in_rounds and self._sampling):
-            with self._timed(None, "reward"):
-                judged = self.judging.take(all_or_none=in_rounds)
-            for group in judged:
-                self._answer(group)
+        """Make judged groups ready, or follow the answers of the group callback, at staleness 0 of those that are due:
+        then the next samples do not depend on the verifiers' speed."""
+        due = None if self._settles_at_once else self._due.now(self._params)
+        with self._timed(None, "reward"):
+            judged = self.judging.take(due)
+        self._waits = bool(due) and not judged
+        for group in judged:
+            self._answer(group)
 
     def _answer(self, group: Group) -> None:
         """Do with a judged group what the group callback says."""

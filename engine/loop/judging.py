@@ -133,11 +133,9 @@ class Judging:
         """Wait up to ``seconds`` for any verdict."""
         wait(self._sent, seconds, FIRST_COMPLETED)
 
-    def take(self, *, all_or_none: bool) -> list[Group]:
-        """Return the groups whose verdicts have arrived, oldest first, with rewards on their trees.
-
-        Args:
-            all_or_none: return no group while any verdict is outstanding.
+    def take(self, due: Sequence[Group] | None = None) -> list[Group]:
+        """Return groups whose verdicts have arrived, oldest first, with rewards on their trees: all, or those that are
+        ``due`` and none of them while a verdict on one is outstanding.
 
         Raises:
             RunError: a verifier failed and `reward.on_failure` is "raise".
@@ -145,12 +143,14 @@ class Judging:
         for future in [future for future in self._sent if future.done()]:
             self._share(self._sent.pop(future), future.result())
         self._send()
-        if self._rewards.in_turn and self._waiting:  # the calling thread also steps the engine
+        if self._rewards.in_turn and self._waiting and due != []:  # the calling thread also steps the engine
             waiting, self._waiting = self._waiting, []
             self._share(waiting, self._score([item for _, items in waiting for item in items]))
-        if all_or_none and (self._waiting or self._sent):
+        taken = set(self._judged if due is None else due)
+        if not taken <= set(self._judged):
             return []
-        groups, self._judged = sorted(self._judged, key=lambda group: group.ticket), []
+        self._judged = [group for group in self._judged if group not in taken]
+        groups = sorted(taken, key=lambda group: group.ticket)
         for group in groups:
             self._put_rewards(group)
         return groups

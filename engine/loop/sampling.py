@@ -27,6 +27,7 @@ class SamplingParts:
         overlaps: sample in another thread while the policy is updated.
         on_cpu: sampling and training share the cores of one CPU.
         colocated: the sampler rests during updates.
+        counted: a call of the sampler's `step` is a step of all that it samples, and verdicts do not use it.
         others: the samplers of further policies, by name; ``sampler`` asks them for the roles that they play.
     """
 
@@ -41,6 +42,7 @@ class SamplingParts:
     overlaps: bool = False
     on_cpu: bool = False
     colocated: bool = False
+    counted: bool = False
     others: Mapping[str, Sampler] = field(default_factory=dict)
 
 

@@ -88,8 +88,9 @@ def until_unequal(tree: TokenTree, *, more: int = 4, most: int = 2) -> Answer:
 
 def screening(tree: TokenTree, *, n: int = 8) -> Answer:
     """SPEED (Zhang et al. 2025, arXiv 2506.09016): the first responses of a group, ``rollout.n``, decide; where these
-    are all right or all wrong the group is dropped, else responses up to ``n`` follow to the same prompt, whose keys
-    the engine has still unless other requests took their pages (the default of n is inferred).
+    are all right or all wrong the group is dropped, else responses up to ``n`` follow to the same prompt, decoded
+    together with the first ones of other groups; the engine has the prompt's keys still unless other requests took
+    their pages (the default of n is inferred).
 
     Raises:
         UserError: ``n`` is not above the number of first responses.

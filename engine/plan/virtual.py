@@ -339,6 +339,8 @@ class JudgingModel:
         processes: verifier processes of all hosts.
     """
 
+    in_turn = False
+
     def __init__(self, workers: VirtualWorkers, seconds: float, processes: int) -> None:
         self._workers, self._seconds, self._processes = workers, seconds, processes
         self._free_at = 0.0  # when all processes together have judged what is queued
@@ -376,9 +378,11 @@ class JudgingModel:
         """See `Judging.wait`."""
         self._workers.wait([], seconds)
 
-    def take(self, *, all_or_none: bool) -> list[Group]:
+    def take(self, due: Sequence[Group] | None = None) -> list[Group]:
         """See `Judging.take`; no rewards are written."""
-        if all_or_none and self._outstanding:
+        taken = set(self._judged if due is None else due)
+        if not taken <= set(self._judged):
             return []
-        groups, self._judged = sorted(self._judged, key=lambda group: group.ticket), []
+        self._judged = [group for group in self._judged if group not in taken]
+        groups = sorted(taken, key=lambda group: group.ticket)
         return groups

@@ -83,6 +83,7 @@ def sampling_parts(
         overlaps=config.loop.overlaps(on_cpu=on_cpu),
         on_cpu=on_cpu,
         colocated=config.placement.layout == "colocated",
+        counted=isinstance(samples, LocalSampler) and not rewards.in_turn,
         others={name: LocalSampler(engine, "flat") for name, engine in others.items()},
     )
 

@@ -80,7 +80,7 @@ def judged(tree: TokenTree, rewards: Rewards, on_failure: str = "drop") -> Group
     with judging.running(rewards):
         judging.add([(group, tree, None)])
         judging.wait(10)
-        assert judging.take(all_or_none=True) == [group]
+        assert judging.take([group]) == [group]
     return group
 
 

@@ -31,7 +31,7 @@ toml = tiny_job({"mine.py": MINE, "reward.py": JUDGES}, reward={"verifier": "rew
 
 
 class Watched:
-    """The rounds of every step as (admitted, ready before), and the fate of every ticket."""
+    """The admissions of every step as (admitted, open before), and the fate of every ticket."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rounds: list[list[tuple[int, int]]] = []
@@ -42,7 +42,7 @@ class Watched:
             while len(self.rounds) <= buffer.steps:
                 self.rounds.append([])
                 self.fates.append({})
-            self.rounds[buffer.steps].append((len(prompts), len(buffer.among("ready"))))
+            self.rounds[buffer.steps].append((len(prompts), len(buffer.open)))
             return admit(buffer, prompts)
 
         def dropped(buffer: Buffer, group: Any, reason: str) -> None:
@@ -65,17 +65,14 @@ def run(toml: Path, directory: Path, *flags: str) -> Steps:
 
 
 def check_rounds(watched: Watched, factors: list[float]) -> None:
-    """Each round admits ``factor`` groups for each lacking one; a full batch ends the step at once."""
+    """Each admission is of ``factor`` groups for each one that the batch will lack; a full batch ends the step."""
     assert len(watched.rounds) == len(factors)
     for rounds, fates, factor in zip(watched.rounds, watched.fates, factors, strict=True):
-        ready = 0
-        tickets = sorted(fates)
         for admitted, before in rounds:
-            assert before == ready < P
-            assert admitted == round(factor * (P - ready))
-            mine, tickets = tickets[:admitted], tickets[admitted:]
-            ready += sum(fates[ticket] != "equal_rewards" for ticket in mine)
-        assert not tickets
+            assert before < P
+            assert admitted == round(factor * (P - before))
+        assert sum(admitted for admitted, _ in rounds) == len(fates)
+        ready = sum(fate != "equal_rewards" for fate in fates.values())
         assert ready >= P
         good = [ticket for ticket in sorted(fates) if fates[ticket] != "equal_rewards"]
         assert [fates[ticket] for ticket in good] == ["trained"] * P + ["surplus"] * (ready - P)

@@ -192,10 +192,10 @@ def test_no_verdict_is_taken_at_staleness_0_before_all_have_come() -> None:
     judging.add([(group, ModelledTree.of((3, 4), 0), None) for group in groups])
     judging.wait(9.0)
     assert workers.clock() == 2.0  # two responses, one after the other
-    assert judging.take(all_or_none=True) == []
-    assert judging.take(all_or_none=False) == groups[:1]
+    assert judging.take(groups) == []
+    assert judging.take() == groups[:1]
     judging.wait(9.0)
-    assert (workers.clock(), judging.take(all_or_none=True)) == (4.0, groups[1:])
+    assert (workers.clock(), judging.take(groups[1:])) == (4.0, groups[1:])
     assert not judging.busy
 
 
