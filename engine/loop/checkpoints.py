@@ -24,6 +24,7 @@ from ..prompts.archive import Archive, NotKeptError
 from ..prompts.demonstrations import Demonstrations
 from ..record.failures import Failures
 from ..record.metrics import MetricsLog
+from ..record.problems import write_problems
 from ..record.rollout_files import texts_of
 from ..train import checkpoint
 from .controller import Controller
@@ -128,6 +129,8 @@ class Checkpoints:
             keep=self.keeping.keep,
             spare=None if self._best is None else self._best[1],
         )
+        if (table := controller.source.table()) is not None:
+            write_problems(self.directory, step, table)
         self.saved_step = step
 
     def restore(self, saved: checkpoint.Checkpoint, log: MetricsLog, note: Callable[[str], object]) -> dict[str, float]:

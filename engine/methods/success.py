@@ -6,6 +6,7 @@ is pooled over problems that have the same value of a column, or over all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from .candidates import Candidate, Observed, Store
 
 Counts = dict[str, list[float]]
 """Right and wrong responses by key."""
+TEXT = 160
+"""Characters of a problem that its row of the report has."""
 
 
 class SuccessRates:
@@ -39,13 +42,17 @@ class SuccessRates:
         self._of_value: Counts = {}
         self._of_all = [1.0, 1.0]
         self._step = 0
+        self._history: dict[str, dict[str, Any]] = {}  # rows of `table` by problem, without estimates
 
     def posterior(self, problem: Candidate) -> tuple[float, float]:
         """Return a and b."""
+        return self._beta(problem.id, self._value(problem))
+
+    def _beta(self, problem: str, value: str) -> tuple[float, float]:
         right, wrong = (self._prior * count / sum(self._of_all) for count in self._of_all)
-        pooled = self._of_value.get(self._value(problem), [0.0, 0.0])
+        pooled = self._of_value.get(value, [0.0, 0.0])
         scale = min(1.0, self._pool / max(sum(pooled), 1e-9))
-        seen = self._of_problem.get(problem.id, [0.0, 0.0])
+        seen = self._of_problem.get(problem, [0.0, 0.0])
         return right + scale * pooled[0] + seen[0], wrong + scale * pooled[1] + seen[1]
 
     def observe(self, group: Observed, step: int) -> None:
@@ -65,6 +72,40 @@ class SuccessRates:
             self._of_all,
         ):
             counts[:] = [counts[0] + right, counts[1] + len(judged) - right]
+        problem = group.problem
+        row = self._history.setdefault(
+            problem.id,
+            {"text": problem.text[:TEXT], "value": self._value(problem), "tries": 0, "groups": 0, "dropped": 0},
+        )
+        row["tries"] += len(judged)
+        row["groups"] += 1
+        row["dropped"] += group.dropped is not None
+        row["step"] = step
+
+    def table(self) -> dict[str, Any]:
+        """Return for the report: ``by``, and rows of the ``problems`` that were tried and of the ``values`` of ``by``.
+
+        A row has ``mean`` and ``deviation`` of the posterior, and, since the start of the run, the numbers of judged
+        responses (``tries``), of ``groups`` and of those ``dropped``, and the last ``step``.
+        """
+        values: dict[str, dict[str, Any]] = {}
+        for row in self._history.values():
+            pooled = values.setdefault(
+                row["value"], dict.fromkeys(("problems", "tries", "groups", "dropped", "step"), 0)
+            )
+            pooled["problems"] += 1
+            for name in ("tries", "groups", "dropped"):
+                pooled[name] += row[name]
+            pooled["step"] = max(pooled["step"], row["step"])
+        return {
+            "by": self._by,
+            "problems": [
+                {"id": name, **row, **_moments(*self._beta(name, row["value"]))} for name, row in self._history.items()
+            ],
+            "values": [
+                {"value": value, **row, **_moments(*self._beta("", value))} for value, row in sorted(values.items())
+            ],
+        }
 
     def _value(self, problem: Candidate) -> str:
         if self._by is None:
@@ -73,13 +114,23 @@ class SuccessRates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all counts."""
-        return {"problems": self._of_problem, "values": self._of_value, "all": self._of_all, "step": self._step}
+        return {"problems": self._of_problem, "values": self._of_value, "all": self._of_all} | {
+            "step": self._step,
+            "history": self._history,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         self._of_problem = {key: list(counts) for key, counts in state["problems"].items()}
         self._of_value = {key: list(counts) for key, counts in state["values"].items()}
         self._of_all, self._step = list(state["all"]), int(state["step"])
+        self._history = {key: dict(row) for key, row in state["history"].items()}
+
+
+def _moments(right: float, wrong: float) -> dict[str, float]:
+    """Return mean and standard deviation of a Beta distribution."""
+    total = right + wrong
+    return {"mean": right / total, "deviation": math.sqrt(right * wrong / (total + 1)) / total}
 
 
 class Posterior:
@@ -112,6 +163,10 @@ class Posterior:
     def observe(self, group: Observed, step: int) -> None:
         """Count a group."""
         self._rates.observe(group, step)
+
+    def success_table(self) -> dict[str, Any]:
+        """Return the rows of the report, see `SuccessRates.table`."""
+        return self._rates.table()
 
     def state_dict(self) -> dict[str, Any]:
         return self._rates.state_dict()

@@ -109,6 +109,11 @@ class Curriculum:
             candidate = self._candidate(group.prompt, taken)
             self._context.call(self.what, observe, Observed(candidate, tree, group.reason or None))
 
+    def table(self) -> dict[str, Any] | None:
+        """Return the class's estimates of success for the report, see `SuccessRates.table`; None if it makes none."""
+        table = self._method("success_table")
+        return None if table is None else call(self.what, table)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the history, and the state of the class if it has any."""
         class_state = self._method("state_dict")

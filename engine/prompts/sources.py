@@ -277,6 +277,12 @@ class PromptSource:
         if isinstance(self._stream, UserProblems):
             self._stream.observe([group.tree for group in groups])
 
+    def table(self) -> dict[str, Any] | None:
+        """Return the curriculum's estimates of success, with the number of all problems as ``of`` (None: no end); None
+        without estimates."""
+        table = None if self.curriculum is None else self.curriculum.table()
+        return None if table is None else table | {"of": None if self.rows is None else len(self.rows)}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor and digests of the files, for an `Archive`."""
         state: dict[str, Any] = {"cursor": self._cursor, "rows": len(self.known), "digests": self._digests}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from . import figures
+from . import figures, problems
 from .run_data import RunData, read_run
 from .trees import TokenTexts, explorer_data, tokenizer_texts
 from .writing import html, plotly_js, script_json, template, write_page
 
-ACCURACY, ACCOUNT = "plot-accuracy", "plot-account"
+ACCURACY, ACCOUNT, SOLVED = "plot-accuracy", "plot-account", "plot-solved"
 PARTED = 12
 """Groups whose parting is shown, the newest ones."""
 
@@ -54,6 +54,7 @@ def parts(run: RunData, explorer: dict[str, Any]) -> dict[str, Any]:
         "missing": missing,
         "cards": figures.headline(run),
         "account": figures.account(run),
+        "problems": problems.shown(run),
         "explorer_note": explorer["note"],
         "parted": [tree for tree in reversed(explorer["trees"]) if tree["parting"]][:PARTED],
         "tree_count": len(explorer["trees"]),
@@ -69,6 +70,7 @@ def drawn(run: RunData) -> dict[str, Any]:
         "accuracy": html(figures.accuracy_figure(run), ACCURACY),
         "curves": [(curve, plot) for curve, plot in every if plot],
         "stacked": html(figures.account_figure(run), ACCOUNT),
+        "solved": html(problems.figure(run), SOLVED),
     }
     return plots | {"plotly_js": plotly_js() if any(plots.values()) else ""}
 
@@ -77,6 +79,7 @@ def traces(run: RunData) -> dict[str, list[figures.Trace]]:
     """Return the traces of the plots that `drawn` has, by the ids of their elements."""
     of_curves = {name: figures.curve_traces(run, curve) for name, curve in curves_of(run).items()}
     every = {ACCURACY: figures.accuracy_traces(run), **of_curves, ACCOUNT: figures.account_traces(run)}
+    every[SOLVED] = problems.traces(run)
     return {name: of_plot for name, of_plot in every.items() if of_plot}
 
 

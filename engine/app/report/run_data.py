@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UserError
+from ...record.problems import PROBLEMS
 
 
 @dataclass
@@ -24,6 +25,8 @@ class RunData:
     rows: list[dict[str, float]]
     """Metrics of each step, ascending, numbers only."""
     rollout_files: list[Path]
+    problems: dict[str, Any] | None = None
+    """Estimates of the problems' success rates, see `SuccessRates.table`; None where the run made none."""
     missing: list[str] = field(default_factory=list)
     """One sentence for each thing that the report cannot show."""
 
@@ -58,7 +61,19 @@ def read_run(run_dir: Path, metrics: Metrics | None = None) -> RunData:
     rows = (metrics or Metrics()).read(metrics_file, missing)
     if not rollout_files:
         missing.append("There are no rollouts/*.parquet, so there are no trees to explore.")
-    return RunData(run_dir, config, config_text, rows, rollout_files, missing)
+    return RunData(
+        run_dir, config, config_text, rows, rollout_files, _read_problems(run_dir / PROBLEMS, missing), missing
+    )
+
+
+def _read_problems(path: Path, missing: list[str]) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None  # only some curricula estimate
+    except (OSError, ValueError) as error:
+        missing.append(f"{path.name} cannot be read ({error}), so the problems' success rates are not shown.")
+        return None
 
 
 def _read_config(path: Path, missing: list[str]) -> tuple[str, dict[str, Any]]:

@@ -23,6 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from ...errors import UserError
 from ...record.directory import EPISODES
+from ...record.problems import PROBLEMS
 from . import figures
 from .page import ACCURACY, drawn, parts, render, token_texts, traces
 from .run_data import Metrics, RunData, read_run
@@ -111,7 +112,7 @@ class Watched:
                 return {}
             explorer = self._explorer(run)
             shown = parts(run, explorer) | {"trees_json": "[]"}
-            no_plots = {"accuracy": "", "curves": [], "stacked": "", "plotly_js": ""}
+            no_plots = {"accuracy": "", "curves": [], "stacked": "", "solved": "", "plotly_js": ""}
             live = _live(run, self._journal()) | {"version": now, "every_ms": EVERY_MS}
             return {
                 "version": now,
@@ -138,7 +139,7 @@ class Watched:
         return 0 < exported < time.time_ns() - NO_REPORT_NS
 
     def _version(self) -> str:
-        names = ("config.toml", "metrics.jsonl", "rollouts", EPISODES, "report.html")
+        names = ("config.toml", "metrics.jsonl", "rollouts", EPISODES, PROBLEMS, "report.html")
         return "-".join(map(str, (*(_changed(self.run_dir / name) for name in names), int(self._is_exported()))))
 
     def _explorer(self, run: RunData) -> dict[str, Any]:

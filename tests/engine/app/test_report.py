@@ -62,6 +62,33 @@ def test_a_whole_run_makes_one_self_contained_page(run_dir: Path) -> None:
     assert write_report(run_dir).read_text().count("<h2>") == page.count("<h2>")
 
 
+def test_problems_are_shown_by_their_estimated_success(run_dir: Path) -> None:
+    assert "<h2>Problems</h2>" not in write_report(run_dir).read_text()
+    row = {"tries": 8, "groups": 2, "dropped": 1, "step": 3, "mean": 0.254, "deviation": 0.1}
+    rows = [row | {"id": str(i), "text": f"<b>{i}</b> & more", "value": "v", "step": i} for i in range(300)]
+    table = {
+        "step": 20,
+        "of": 1000,
+        "by": "kind",
+        "problems": rows,
+        "values": [row | {"value": "<v>", "problems": 300}],
+    }
+    (run_dir / "problems.json").write_text(json.dumps(table))
+    page = write_report(run_dir).read_text()
+    assert not missing(page)
+    assert "Problems tried: 300 of 1,000." in page
+    assert page.count('class="plotly-graph-div"') == 3 + len(figures.CURVES)
+    assert "<td>&lt;v&gt;</td><td>25 ± 10</td><td>300</td><td>8</td>" in page
+    listed = re.findall(r"<td>&lt;b&gt;(\d+)&lt;/b&gt; &amp; more</td>", page)
+    assert listed == [str(i) for i in range(299, 99, -1)]  # those tried last
+    (run_dir / "problems.json").write_text(json.dumps(table | {"of": None, "by": None, "problems": rows[:1]}))
+    page = write_report(run_dir).read_text()
+    assert "Problems tried: 1." in page
+    assert "&lt;v&gt;" not in page
+    (run_dir / "problems.json").write_text('{"step": 2')
+    assert "problems.json cannot be read" in missing(write_report(run_dir).read_text())
+
+
 def test_a_run_of_agents_has_its_curves_and_counts_episodes_once(run_dir: Path) -> None:
     config = run_dir / "config.toml"
     config.write_text(config.read_text().replace('program = "treepo"', 'program = "agent"'))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,27 @@ def test_the_posterior_pools_decays_and_is_saved() -> None:
     assert reloaded(rates, SuccessRates("kind", 0.5, 2.0, 4.0)).posterior(a) == rates.posterior(a)
     rates.observe(group(b, 1), step=3)  # two steps later the old counts are a quarter
     assert rates._of_problem["a"] == [0.75, 1.25]
+
+
+def test_the_table_tells_what_was_tried_and_how_well_it_is_solved() -> None:
+    curriculum = Posterior(by="kind", decay=1.0)
+    a, b = candidate("a" * 500, kind="x"), candidate("b", kind=2)
+    curriculum.observe(group(a, 1, 1, 0, np.nan), step=1)
+    curriculum.observe(Observed(a, tree(1, 1), "equal_rewards"), step=3)
+    curriculum.observe(group(b, 0, 0), step=2)
+    table = reloaded(curriculum, Posterior(by="kind", decay=1.0)).success_table()
+    first, second = table["problems"]
+    right, wrong = curriculum._rates.posterior(a)
+    assert first["mean"] == pytest.approx(right / (right + wrong))
+    assert first["deviation"] == pytest.approx(np.random.default_rng(0).beta(right, wrong, 100_000).std(), rel=0.02)
+    del first["mean"], first["deviation"]
+    about = {"id": "a" * 500, "text": "a" * 160, "value": "x"}
+    assert first == about | {"tries": 5, "groups": 2, "dropped": 1, "step": 3}
+    assert [second[name] for name in ("value", "tries", "groups", "dropped", "step")] == ["2", 2, 1, 0, 2]
+    by_value = {row.pop("value"): row for row in table["values"]}
+    assert by_value["2"]["mean"] < 0.5 < by_value["x"]["mean"] < right / (right + wrong)
+    assert [by_value["x"][name] for name in ("problems", "tries", "groups", "dropped")] == [1, 5, 2, 1]
+    assert json.loads(json.dumps(table)) == table
 
 
 def test_a_column_may_lie_within_another_and_must_be_there() -> None:
