@@ -7,6 +7,8 @@ A curriculum is a class with at least one of these methods:
   task. Without it, prompts come in the order that they have without a curriculum.
 - ``gate(problem)`` returns False to pass over a `Candidate`.
 - ``wanted(problem)`` returns the number of responses to sample for a `Candidate`; None: as without a curriculum.
+- ``spread(problems)``, in place of ``wanted``, returns those of all `Candidate` that are chosen together, which are a
+  step's at staleness 0.
 
 ``observe(group)`` is optional and is called after each step for every group that was trained or dropped, see
 `Observed`. ``state_dict()`` and ``load_state_dict(state)`` are optional and exchange plain values with a checkpoint.
@@ -23,6 +25,7 @@ import numpy as np
 
 from ..errors import UserError
 from .candidates import Candidate, Observed, Store
+from .knapsack import Knapsack
 from .priors import Values
 from .success import Greso, Posterior, Sgpo
 
@@ -441,5 +444,6 @@ CURRICULA: dict[str, Callable[..., Any]] = {
     "posterior": Posterior,
     "greso": Greso,
     "sgpo": Sgpo,
+    "knapsack": Knapsack,
 }
 """The curricula that `data.curriculum` names."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +43,10 @@ class Curriculum:
         self._part = resolve("data.curriculum", config.curriculum, config.curriculum_options, parts=CURRICULA)
         self._keeps = config.path is not None
         self._observed: dict[str, list[float]] = {}  # number of judged responses and sum of their rewards, by prompt id
-        if not any(self._method(name) for name in ("order", "gate", "wanted")):
+        if not any(self._method(name) for name in ("order", "gate", "wanted", "spread")):
             raise UserError(
-                f"{self.what} must be a class with a method order(store), gate(problem) or wanted(problem)."
+                f"{self.what} must be a class with a method order(store), gate(problem), wanted(problem) or "
+                "spread(problems)."
             )
 
     @property
@@ -79,22 +80,32 @@ class Curriculum:
         gate = self._method("gate")
         return gate is None or bool(self._context.call(self.what, gate, self._candidate(problem, taken)))
 
-    def sized(self, prompt: Prompt, taken: Mapping[str, int]) -> Prompt:
-        """Return the prompt with the number of responses that the class wants.
+    def sized(self, prompts: Sequence[Prompt], taken: Mapping[str, int]) -> list[Prompt]:
+        """Return prompts that were chosen together with the numbers of responses that the class wants.
 
         Raises:
-            UserError: it wants no positive integer.
+            UserError: it wants no positive integers.
         """
-        wanted_count = self._method("wanted")
-        n = (
-            None
-            if wanted_count is None
-            else self._context.call(self.what, wanted_count, self._candidate(prompt, taken))
-        )
+        candidates = [self._candidate(prompt, taken) for prompt in prompts]
+        if (spread := self._method("spread")) is not None and prompts:
+            sizes = self._context.call(self.what, spread, candidates)
+            if not isinstance(sizes, list) or len(sizes) != len(prompts) or None in sizes:
+                raise UserError(
+                    f"{self.what}: spread(problems) answered {sizes!r:.80} for {len(prompts)} problems; give a list "
+                    "with an integer of at least 1 for each."
+                )
+        elif (wanted_count := self._method("wanted")) is not None:
+            sizes = [self._context.call(self.what, wanted_count, candidate) for candidate in candidates]
+        else:
+            return list(prompts)
+        return [self._of_size(prompt, n) for prompt, n in zip(prompts, sizes, strict=True)]
+
+    def _of_size(self, prompt: Prompt, n: Any) -> Prompt:
         if n is None:
             return prompt
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n < 2**31:
-            raise UserError(f"{self.what}: wanted(problem) answered {n!r}; give an integer of at least 1, or None.")
+            method = "wanted(problem)" if self._method("spread") is None else "spread(problems)"
+            raise UserError(f"{self.what}: {method} answered {n!r}; give an integer of at least 1, or None.")
         return replace(prompt, n=n)
 
     def observe(self, group: Group, taken: Mapping[str, int]) -> None:

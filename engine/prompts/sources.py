@@ -101,7 +101,7 @@ class PromptSource:
         else:
             prompts = self._next_problems(count)
         if self.curriculum is not None:
-            prompts = [self.curriculum.sized(prompt, self._taken) for prompt in prompts]
+            prompts = self.curriculum.sized(prompts, self._taken)
         return prompts
 
     def _may_come(self, problem: Problem | Prompt) -> bool:

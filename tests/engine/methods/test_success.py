@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from typing import Any
 
@@ -13,6 +14,7 @@ from rolltree.engine import TokenTree, UserError
 from rolltree.engine.methods.candidates import Candidate, Observed, Store
 from rolltree.engine.methods.estimators import beta_norm
 from rolltree.engine.methods.groups import Accept, Drop, More, prune_majority, screening
+from rolltree.engine.methods.knapsack import Knapsack
 from rolltree.engine.methods.success import Greso, Posterior, Sgpo, SuccessRates
 from rolltree.engine.prompts.curriculum import Curriculum
 from rolltree.engine.prompts.prompts import Prompt
@@ -128,6 +130,86 @@ def test_a_run_draws_every_problem_from_them(name: str) -> None:
     curriculum = Curriculum(DataConfig(path="rows.jsonl", curriculum=name))
     problems = [Prompt(str(i), "", "", [1], {}, "") for i in range(6)]
     assert sorted(curriculum.order(problems, {}, [1, 2])) == [str(i) for i in range(6)]
+
+
+def spread(curriculum: Knapsack, *problems: Candidate) -> list[int]:
+    return curriculum.spread(problems)
+
+
+def worth(right: float, wrong: float, n: int) -> float:
+    """V(n), the mean over the posterior by the sum of many p."""
+    p = (np.arange(20_000) + 0.5) / 20_000
+    weight = p ** (right - 1) * (1 - p) ** (wrong - 1)
+    return float((weight * p * (1 - p) ** 2 * (1 - p**n - (1 - p) ** n)).sum() / weight.sum())
+
+
+def test_knapsack_takes_the_best_sizes_of_a_fixed_budget() -> None:
+    """The best sum among all ways to spread the responses."""
+    curriculum = Knapsack(n=4, least=2, most=9, decay=1.0)
+    problems = [candidate(name) for name in ("hard", "even", "easy", "never")]
+    for problem, rewards in zip(problems, ([1] + [0] * 5, [1, 0] * 3, [1] * 5 + [0], [0] * 12), strict=True):
+        curriculum.observe(group(problem, *rewards), step=1)
+    betas = [curriculum._rates.posterior(problem) for problem in problems]
+    value = {(i, n): worth(*beta, n) for i, beta in enumerate(betas) for n in range(2, 10)}
+    ways = [way for way in itertools.product(range(2, 10), repeat=4) if sum(way) == 16]
+    best = max(ways, key=lambda way: sum(value[i, n] for i, n in enumerate(way)))
+    assert spread(curriculum, *problems) == list(best)
+    assert len(set(best)) > 2
+    assert spread(reloaded(curriculum, Knapsack(n=4, least=2, most=9, decay=1.0)), *problems) == list(best)
+
+
+def test_knapsack_keeps_the_budget_and_gives_all_a_try() -> None:
+    curriculum = Knapsack(n=8, least=2, most=32, by="kind")
+    new = [candidate(str(i), kind=i % 3) for i in range(10)]
+    assert spread(curriculum, *new) == [8] * 10  # nothing is known
+    assert spread(curriculum, new[0]) == [8]
+    assert spread(curriculum) == []
+    for i, right in enumerate((0, 4, 8)):  # the values of the column: never, half, always
+        for _ in range(5):
+            curriculum.observe(group(candidate(f"old{i}", kind=i), *([1] * right + [0] * (8 - right))), step=1)
+    sizes = spread(curriculum, *new)
+    assert sum(sizes) == 80
+    assert min(sizes) >= 2
+    never, half, always = (sizes[i::3] for i in range(3))
+    assert min(never) > max(half) >= min(half) > max(always)
+    assert max(never) - min(never) <= 1  # alike, but for what is left over
+
+    def adds(problem: Candidate, n: int) -> float:
+        beta = curriculum._rates.posterior(problem)
+        return worth(*beta, n) - worth(*beta, n - 1)
+
+    pairs = list(zip(new, sizes, strict=True))
+    assert max(adds(p, n + 1) for p, n in pairs) <= min(adds(p, n) for p, n in pairs if n > 2) + 1e-9
+
+
+def test_knapsack_counts_long_responses_for_more() -> None:
+    curriculum = Knapsack(n=8, least=2, most=64)
+    short, long = candidate("short"), candidate("long")
+    for problem, tokens in ((short, 10), (long, 40)):
+        made = TokenTree.from_sequences([1], [[2 + i] * tokens for i in range(4)])
+        made.rewards["reward"] = np.array([1, 0, 1, 0], np.float32)
+        curriculum.observe(Observed(problem, made, None), step=1)
+    few, many = spread(curriculum, long, short)
+    assert few < 8 < many
+    assert 0 <= 8 * 50 - (few * 40 + many * 10) < 10  # less than any response costs is left
+    third = spread(curriculum, long, short, candidate("new"))  # of the mean length
+    assert 0 <= 8 * 75 - np.dot(third, [40, 10, 25]) < 10
+
+
+@pytest.mark.parametrize("options", [{"n": 1}, {"least": 0}, {"n": 80}])
+def test_knapsack_refuses_bounds_that_leave_no_spread(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="least <= n <= most"):
+        Knapsack(**options)
+
+
+def test_sizes_of_a_users_curriculum_are_checked() -> None:
+    curriculum = Curriculum(DataConfig(path="rows.jsonl", curriculum="knapsack"))
+    prompts = [Prompt(str(i), "", "", [1], {}, "") for i in range(2)]
+    assert [prompt.n for prompt in curriculum.sized(prompts, {})] == [8, 8]
+    for sizes, why in (([8], "for 2 problems"), ([8, None], "for 2 problems"), ([8, 0], "answered 0")):
+        curriculum._part.spread = lambda problems, sizes=sizes: sizes
+        with pytest.raises(UserError, match=why):
+            curriculum.sized(prompts, {})
 
 
 def test_sgpo_profiles_then_goes_from_easy_to_hard() -> None:
