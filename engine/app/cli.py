@@ -191,7 +191,9 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--api_key", metavar="KEY", help="what clients must send (default: the environment's ROLLTREE_API_KEY)"
     )
-    serve.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    serve.add_argument(
+        "--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help="(default bfloat16)"
+    )
     serve.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     serve.add_argument(
         "--kv_tokens", type=_integer(1, 2**31 - 1), default=65536, help="capacity of the KV cache (default 65536)"
