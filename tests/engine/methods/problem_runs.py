@@ -172,6 +172,18 @@ NEEDS: dict[str, tuple[str, ...]] = {
     ),
     "rltf_fm": ("--rollout.program={folder}/programs.py:Told",),
     "itool": ("--rollout.program_options={{segment_tokens=3,expansions=2,branch=2}}", "--trainer.prompts_per_step=12"),
+    "knapsack": (
+        "--data.curriculum_options={{n=6,most=12,pool=100.0,by='difficulty'}}", "--trainer.steps=4",
+        "--trainer.prompts_per_step=12", "--trainer.updates_per_step=1", "--reward.verifier={folder}/mine.py:by_level",
+    ),
+    "sgpo": (
+        "--data.curriculum_options={{profile=3,scale=2.0,least=2,most=7,unsolved=0.0}}", "--trainer.steps=4",
+        "--trainer.prompts_per_step=12", "--trainer.updates_per_step=1",
+    ),
+    "greso": ("--trainer.steps=5", "--data.curriculum_options={{begin=0.6,rate=0.1}}", "--rollout.n=2"),
+    "speed_rl": ("--rollout.n=3", "--loop.callback_options={{n=7}}", "--trainer.steps=2"),
+    "aero": ("--trainer.steps=2", "--trainer.prompts_per_step=24"),
+    "fifo_replay": ("--trainer.steps=4", "--replay.age=2"),
     "interplay": ("--trainer.steps=3", "--trainer.prompts_per_step=12", "--trainer.updates_per_step=1"),
 }  # fmt: skip
 """Keys that a recipe asks for, and sizes that fit the tiny model."""
