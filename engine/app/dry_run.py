@@ -208,9 +208,10 @@ def _sampling_lines(config: TrainConfig) -> Iterator[str]:
         f"most {sampled * rollout.max_new_tokens} new tokens, decoded {min(sampled, rollout.max_batch_rows)} at a time"
     )
     cluster = config.placement.cluster or "this machine"
-    if rollout.engines:
+    if rollout.most_engines:
+        least = "" if rollout.least_engines is None else f"{rollout.least_engines} to "
         sleeping = ", asleep during updates" if config.placement.layout == "colocated" else ""
-        yield f"engines            {rollout.engines} processes of Ray on {cluster}{sleeping}"
+        yield f"engines            {least}{rollout.most_engines} processes of Ray on {cluster}{sleeping}"
     if trainer.ranks > 1:
         each = f", {trainer.tensor} of them on each micro-batch" if trainer.tensor > 1 else ""
         yield f"ranks              {trainer.ranks} processes of Ray that train together{each}"

@@ -41,6 +41,8 @@ class Engine:
     arrival: Future[int] | None = None
     """Load with which it comes to serving."""
     serving: bool = False
+    leaving: bool = False
+    """Its node is to leave."""
     jobs: dict[int, tuple[Flight, Future[Result]]] = field(default_factory=dict)
     load: int = 0
     """Number of responses in flight."""
@@ -54,6 +56,10 @@ class Engine:
     verdicts: dict[Future[list[RewardResult]], list[int]] = field(default_factory=dict)
     """The questions' numbers by the call that judges their answers."""
     tally: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def takes_jobs(self) -> bool:
+        return self.serving and not self.leaving
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         """Call a method of the worker's object; its answer is news."""
@@ -154,7 +160,7 @@ class News:
 
 
 class LeastLoaded:
-    """Finds the serving engine with the fewest responses in flight, of several the first."""
+    """Finds the engine that takes jobs with the fewest responses in flight, of several the first."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, int, Engine]] = []  # load, index, number of the entry
@@ -162,7 +168,7 @@ class LeastLoaded:
         self._most = 64  # entries at which those that no longer hold are removed
 
     def changed(self, engine: Engine) -> None:
-        """Note that the load of a serving engine has changed, or that it serves from now on."""
+        """Note that the load of a serving engine has changed, or that it takes jobs from now on."""
         self._entries += 1
         heapq.heappush(self._heap, (engine.load, engine.index, self._entries, engine))
         if len(self._heap) > self._most:
@@ -171,7 +177,7 @@ class LeastLoaded:
             self._most = 64 + 4 * len(self._heap)
 
     def find(self) -> Engine | None:
-        """Return that engine; None if no engine serves."""
+        """Return that engine; None if no engine takes jobs."""
         while self._heap and not _holds(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][3] if self._heap else None
@@ -179,4 +185,4 @@ class LeastLoaded:
 
 def _holds(entry: tuple[int, int, int, Engine]) -> bool:
     load, _, _, engine = entry
-    return engine.serving and engine.load == load
+    return engine.takes_jobs and engine.load == load

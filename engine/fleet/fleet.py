@@ -12,6 +12,9 @@ fewest responses in flight, or where the keys of its prompt are; the jobs of one
 A worker that ends, or that takes no step for ``hang_s`` while it has work, is killed and replaced. Its jobs begin anew
 elsewhere, with their seeds, so the same tokens are sampled if the weights are the same. A result is the value of one
 future; those of a killed worker are discarded with it, so no job has two results.
+
+Where their number follows a cluster, an engine that joins starts as a replacement does, and one whose node leaves ends
+as a killed one does (`rolltree.engine.fleet.rooms`).
 """
 
 from __future__ import annotations
@@ -35,8 +38,9 @@ from ..rollout.sampler import Array, Flight, Job, Kept, WeightSource
 from . import engines
 from .engines import Engine, LeastLoaded, News
 from .host import Facts, Host, Result
+from .rooms import Rooms
 from .shipping import Shipper, ship
-from .workers import GoneError, LostError, Reference, Workers
+from .workers import GoneError, LostError, Reference, Room, Workers
 
 LOOK_S = 0.05
 """Seconds between checks of the engines while a caller waits for one answer."""
@@ -47,14 +51,16 @@ class Fleet:
 
     Args:
         workers: starts the engines.
-        engines: their number.
+        engines: their number; the largest one with ``least``.
         make: makes the `Host` of an engine, in its process.
         args: arguments of ``make``.
         hang_s: seconds without a step, or without an answer, after which an engine is replaced.
         start_s: seconds that an engine may take to start, and to load weights: vLLM compiles its model.
-        restarts: most engines that may be lost between two loads of weights.
+        restarts: most engines that may be lost between two loads of weights; with ``least``, most losses of one.
         sends_changes: send engines that have the last weights what has changed in them.
         judge: answers the questions of rollout programs; None if these have a verifier in their engine's process.
+        least: smallest number of engines, where it follows the cluster; None where it is fixed.
+        note: called with sentences for the user.
     """
 
     def __init__(
@@ -68,6 +74,8 @@ class Fleet:
         restarts: int,
         sends_changes: bool = False,
         judge: Callable[[Sequence[RewardItem]], Future[list[RewardResult]]] | None = None,
+        least: int | None = None,
+        note: Callable[[str], object] = lambda sentence: None,
     ) -> None:
         self.workers, self._make, self._args = workers, make, args
         self._hang_s, self._start_s, self._restarts, self._judge = hang_s, start_s, restarts, judge
@@ -79,7 +87,7 @@ class Fleet:
         self._gone: str | None = None  # why they cannot be fetched any more
         self._times_gone = 0  # since the newest version
         self._numbers = 0
-        self._lost = 0  # engines since the last weights
+        self._lost: Counter[int] = Counter()  # losses of each engine since the last weights
         self._before: Counter[str] = Counter()  # tally of workers that are no more
         self._pending: list[Flight] = []  # without an engine
         self._held_out: set[Flight] = set()  # unfinished, of `generate`
@@ -87,7 +95,13 @@ class Fleet:
         self._facts: Facts | None = None
         self._news, self._least = News(), LeastLoaded()
         self._looked = workers.clock()  # when it last looked after all engines
-        self._engines = [self._start(index) for index in range(engines)]
+        self._rooms = None if least is None else Rooms(workers, least, engines, note)
+        self._at = {index: self._start(index) for index in range(engines if least is None else 0)}
+        self._follow()
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return list(self._at.values())
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -234,7 +248,7 @@ class Fleet:
         self._before["sent_weight_bytes"] += shipment.sent_nbytes
         if version > self._newest:
             self._newest, self._times_gone = version, 0
-        self._version, self._lost, self._gone = version, 0, None
+        self._version, self._lost, self._gone = version, Counter(), None
         self._weights, self._loads = (shipment.whole, keep_keys and not goes_back), set()
         for engine in self._engines:
             if engine.serving and shipment.changes is not None:
@@ -317,7 +331,8 @@ class Fleet:
             self._attend(engine, self._read, self._look_after)
         if self.workers.clock() - self._looked >= engines.HEALTH_S / 5:
             self._looked = self.workers.clock()
-            for engine in list(self._engines):
+            self._follow()
+            for engine in self._engines:
                 self._attend(engine, self._look_after)
         self._dispatch()
         if self._gone is not None and gone is None:  # now that all news is read
@@ -334,9 +349,26 @@ class Fleet:
             )
         raise RanksLostError(f"The weights of version {self._version} cannot be fetched because {self._gone}")
 
+    def _follow(self) -> None:
+        """Start engines where the cluster has room, and drop those that leave with their nodes."""
+        if self._rooms is None:
+            return
+        for index, room in enumerate(self._rooms.look()):
+            engine = self._at.get(index)
+            if engine is None:
+                if room is Room.FOUND:
+                    self._at[index] = self._start(index)
+                continue
+            was_leaving, engine.leaving = engine.leaving, room is Room.LEAVING
+            if room is Room.NONE or (engine.leaving and not engine.jobs):
+                self._drop(engine)
+                del self._at[index], self._lost[index]
+            elif was_leaving and engine.takes_jobs:
+                self._least.changed(engine)
+
     def _attend(self, engine: Engine, *works: Callable[[Engine], None]) -> None:
-        """Do ``works`` with an engine; replace it if it is lost. One that was replaced has answers still."""
-        if self._engines[engine.index] is not engine:
+        """Do ``works`` with an engine; replace it if it is lost. One that was dropped has answers still."""
+        if self._at.get(engine.index) is not engine:
             return
         try:
             for work in works:
@@ -389,6 +421,7 @@ class Fleet:
 
     def _serve(self, engine: Engine) -> None:
         engine.serving = True
+        self._before["engines_joined"] += 1
         self._least.changed(engine)
 
     def _land(self, engine: Engine, flight: Flight, future: Future[Result]) -> None:
@@ -424,25 +457,32 @@ class Fleet:
         return engine
 
     def _replace(self, engine: Engine, why: str) -> None:
-        """Kill an engine and start another in its place; its jobs begin anew."""
-        engine.serving = False
-        engine.worker.kill()
-        self._lost += 1
-        if self._lost > self._restarts:
+        """Drop an engine and start another in its place."""
+        self._drop(engine)
+        self._lost[engine.index] += 1
+        lost = self._lost.total() if self._rooms is None else self._lost[engine.index]
+        if lost > self._restarts:
+            which = "" if self._rooms is None else f", all of them number {engine.index},"
             raise RunError(
-                f"{self._lost} rollout engines were lost since the last update of the weights (placement.restarts = "
+                f"{lost} rollout engines{which} were lost since the last update of the weights (placement.restarts = "
                 f"{self._restarts}), the last because {why}; look into the logs of Ray (/tmp/ray/session_latest/logs)."
             )
+        self._at[engine.index] = self._start(engine.index)
+
+    def _drop(self, engine: Engine) -> None:
+        """Kill an engine; its jobs begin anew."""
+        self._before["engines_left"] += engine.serving
+        engine.serving = False
+        engine.worker.kill()
         again = [flight for flight, _ in engine.jobs.values()]
         for flight in again:
             flight.begun_anew += 1
         self._pending = again + self._pending
         self._before += engine.tally
-        self._engines[engine.index] = self._start(engine.index)
 
     def _dispatch(self) -> None:
         """Send the flights that wait for an engine, those of one engine together."""
-        if not self._pending or self._least.find() is None:
+        if not self._pending or self._least.find() is None or (self._rooms is not None and self._rooms.few):
             return
         pending, self._pending = self._pending, []
         sent: dict[tuple[Engine, bool], dict[int, Flight]] = {}
@@ -460,11 +500,9 @@ class Fleet:
                 engine.add(number, flight)
 
     def _near(self, job: Job) -> Engine | None:
-        """Return the engine that has the keys of a job's prompt, if it serves."""
-        if job.near is None or job.near >= len(self._engines):
-            return None
-        engine = self._engines[job.near]
-        return engine if engine.serving else None
+        """Return the engine that has the keys of a job's prompt, if it takes jobs."""
+        engine = None if job.near is None else self._at.get(job.near)
+        return engine if engine is not None and engine.takes_jobs else None
 
 
 def _writable(tree: TokenTree) -> TokenTree:

@@ -2,7 +2,8 @@
 
 Without a cluster Ray is started on this machine and listens on the loopback interface alone. Every client needs the
 token of the cluster, which is made anew for a run. Every worker has its place in one placement group, where it is
-started again after its end.
+started again after its end. Workers whose number follows the cluster have groups of their own, one each: Ray finds room
+for such a group when nodes join, tells its autoscaler of those without, and looks for another node when one leaves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .workers import AskedWorker, Calls, GoneError, LostError, Reference, Role, Worker
+from .workers import AskedWorker, Calls, GoneError, LostError, Reference, Role, Room, Worker
 
 ATTEMPTS = 3
 """Attempts to start Ray on this machine: it gives up after 15 s without its agents, which a busy machine exceeds."""
@@ -27,6 +28,8 @@ AT_ONCE = 10_000
 """Most calls of one worker that are under way: each unfinished job of an engine is one."""
 PLACED_S = 300.0
 """Seconds that a cluster may take to find room for all workers, for example while nodes are added."""
+LOOK_S = 0.2
+"""Seconds between two looks at that room."""
 
 # Ray reads these when it is imported. The first keeps it on the loopback interface: it decides that the nodes of a
 # cluster are all on this machine, as on Windows and macOS.
@@ -35,6 +38,7 @@ if "RAY_ADDRESS" not in os.environ:
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import ray  # noqa: E402
+from ray._raylet import GcsClient  # noqa: E402  nothing public tells which nodes are to leave
 from ray.exceptions import (  # noqa: E402
     NodeDiedError,
     ObjectLostError,
@@ -43,7 +47,12 @@ from ray.exceptions import (  # noqa: E402
     RayTaskError,
     WorkerCrashedError,
 )
-from ray.util.placement_group import placement_group, remove_placement_group  # noqa: E402
+from ray.util.placement_group import (  # noqa: E402
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 
 LOST = (RayActorError, WorkerCrashedError, NodeDiedError, ObjectLostError, OwnerDiedError)
@@ -57,9 +66,10 @@ class RayWorkers:
         needs: for each role the resources of one worker and their number, for example ``({"CPU": 1.0}, 2)``.
         cluster: address of a running cluster, or "auto" for the one of this machine; empty to start Ray here.
         python: for each role the interpreter of its workers; empty or left out: that of this process.
+        least: for each role whose number follows the cluster the smallest one; that in ``needs`` is the largest.
 
     Raises:
-        UserError: the cluster cannot be reached, or has no room for all workers.
+        UserError: the cluster cannot be reached, or has no room for all workers, or the smallest number of them.
     """
 
     def __init__(
@@ -67,35 +77,55 @@ class RayWorkers:
         needs: Mapping[Role, tuple[Mapping[str, float], int]],
         cluster: str = "",
         python: Mapping[Role, str] | None = None,
+        least: Mapping[Role, int] | None = None,
     ) -> None:
-        self._python = dict(python or {})
-        bundles: list[dict[str, float]] = []
-        self._first: dict[Role, int] = {}
-        for role, (resources, count) in needs.items():
-            self._first[role] = len(bundles)
-            bundles += [dict(resources)] * count
-        self._bundles = bundles
+        self._python, least = dict(python or {}), least or {}
+        self._resources = {role: dict(resources) for role, (resources, _) in needs.items()}
+        counts = {role: least.get(role, count) for role, (_, count) in needs.items()}
         if not ray.is_initialized():
-            _connect(cluster, bundles)
-        self._group = placement_group(bundles, strategy="PACK")
-        if not self._group.wait(PLACED_S if cluster else 60.0):
-            remove_placement_group(self._group)
-            needed = ", ".join(f"{count} x {dict(resources)}" for resources, count in needs.values())
+            _connect(cluster, [self._resources[role] for role, count in counts.items() for _ in range(count)])
+        self._gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+        self._places: dict[tuple[Role, int], tuple[PlacementGroup, int]] = {}  # of each worker: group, bundle in it
+        self._groups: list[PlacementGroup] = []
+        fixed = [(role, index) for role, count in counts.items() if role not in least for index in range(count)]
+        if fixed:
+            self._add_group(fixed)
+        placed = all(group.wait(PLACED_S if cluster else 60.0) for group in self._groups)
+        for role in least if placed else ():
+            for index in range(needs[role][1]):
+                self._add_group([(role, index)])
+        until = time.monotonic() + (PLACED_S if cluster else 60.0)
+        while placed and any(self.rooms(role, needs[role][1]).count(Room.FOUND) < least[role] for role in least):
+            time.sleep(LOOK_S)
+            placed = time.monotonic() < until
+        if not placed:
+            self._remove_groups()
+            needed = ", ".join(f"{count} x {self._resources[role]}" for role, count in counts.items())
             raise UserError(
                 f"Ray has no room for the workers of the run ({needed}) among {ray.cluster_resources()}; ask for "
                 "less in rollout.engines, trainer.ranks, reward.hosts and [placement], or add nodes."
             )
         self._started: list[_RayWorker] = []
 
+    def _add_group(self, workers: Sequence[tuple[Role, int]]) -> None:
+        """Ask for room for some workers together."""
+        group = placement_group([self._resources[role] for role, _ in workers], strategy="PACK")
+        self._groups.append(group)
+        self._places |= {worker: (group, bundle) for bundle, worker in enumerate(workers)}
+
+    def _remove_groups(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
+
     def start(self, role: Role, index: int, make: Callable[..., object], *args: Any) -> Worker:
-        place = self._first[role] + index
-        resources = dict(self._bundles[place])
+        group, bundle = self._places[role, index]
+        resources = dict(self._resources[role])
         options = {
             "num_cpus": resources.pop("CPU", 0),
             "num_gpus": resources.pop("GPU", 0),
             "resources": resources,
             "max_concurrency": AT_ONCE,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
         }
         if python := self._python.get(role):
             options["runtime_env"] = {"py_executable": python}
@@ -108,6 +138,10 @@ class RayWorkers:
     def put(value: Any) -> Reference:
         return _Stored(ray.put(value))
 
+    def rooms(self, role: Role, count: int) -> list[Room]:
+        table, leaving = placement_group_table(), self._gcs.get_draining_nodes()
+        return [_room(table.get(self._places[role, index][0].id.hex()), leaving) for index in range(count)]
+
     def wait(self, futures: Collection[Future[Any]], seconds: float | None) -> set[Future[Any]]:
         return set(wait(futures, seconds, FIRST_COMPLETED).done)
 
@@ -117,7 +151,14 @@ class RayWorkers:
     def close(self) -> None:
         for worker in self._started:
             worker.kill()
-        remove_placement_group(self._group)
+        self._remove_groups()
+
+
+def _room(group: Mapping[str, Any] | None, leaving: Collection[str]) -> Room:
+    """Return the room that Ray has for a group, given the nodes that are to leave."""
+    if group is None or group["state"] != "CREATED":
+        return Room.NONE
+    return Room.LEAVING if group["bundles_to_node_id"][0] in leaving else Room.FOUND
 
 
 def node_address() -> str:

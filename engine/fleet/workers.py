@@ -14,10 +14,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, Literal, Protocol
 
 Role = Literal["rank", "engine", "reward"]
+
+
+class Room(Enum):
+    """What a cluster that grows and shrinks has for one worker; see `rolltree.engine.fleet.rooms`."""
+
+    FOUND = "found"
+    LEAVING = "leaving"
+    """Its node takes no new work and is to leave."""
+    NONE = "none"
 
 
 class LostError(RuntimeError):
@@ -75,6 +85,10 @@ class Workers(Protocol):
 
     def wait(self, futures: Collection[Future[Any]], seconds: float | None) -> set[Future[Any]]:
         """Wait until one of ``futures`` is done, at most ``seconds``; return those that are done."""
+        ...
+
+    def rooms(self, role: Role, count: int) -> list[Room]:
+        """Return whether there is room for each of ``count`` workers of a role, by their numbers."""
         ...
 
     def clock(self) -> float:
@@ -204,6 +218,9 @@ class InThreads:
     @staticmethod
     def put(value: Any) -> Reference:
         return _Held(value)
+
+    def rooms(self, role: Role, count: int) -> list[Room]:
+        return [Room.FOUND] * count
 
     def wait(self, futures: Collection[Future[Any]], seconds: float | None) -> set[Future[Any]]:
         return set(wait(futures, seconds, FIRST_COMPLETED).done)

@@ -181,13 +181,14 @@ class Idle:
         self._before: Counter[str] = Counter()
 
     def read(self, times: Mapping[str, float], work: Counter[str]) -> dict[str, float]:
-        """Return the seconds by cause since the last call, and the share of the weights that engines were sent.
+        """Return the seconds by cause since the last call, the share of the weights that engines were sent, and the
+        number of engines in other processes.
 
         Args:
             times: result of `Stopwatch.read`.
             work: microseconds of all decode steps so far, with the `Steering.counts` of these steps; with engines in
-                other processes, the bytes of all published weights and those that were sent; and with agents, the
-                microseconds in which none of them waited for the sampler.
+                other processes, the bytes of all published weights, those that were sent, and the engines that began
+                and ceased to serve; and with agents, the microseconds in which none of them waited for the sampler.
         """
         since = work - self._before
         self._before = work.copy()
@@ -197,6 +198,8 @@ class Idle:
         bytes_ = since["weight_bytes"]
         sent = {"perf/weights_sent": since["sent_weight_bytes"] / bytes_} if bytes_ else {}
         agents = {cause: since[f"agent_{cause}_us"] / 1e6 for cause in AGENTS if f"agent_{cause}_us" in work}
+        if "engines_joined" in work:
+            sent["perf/engines"] = work["engines_joined"] - work["engines_left"]
         return sent | {
             **{f"perf/idle/agents_{cause}": seconds for cause, seconds in agents.items()},
             "perf/sampling_s": sampled,

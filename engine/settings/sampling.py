@@ -22,6 +22,20 @@ class ToolServer(TypedDict):
     env: NotRequired[dict[str, str]]
 
 
+MOST_ENGINES = 4096
+"""Largest number of `rollout.engines`."""
+RANGE = "{ least = 2, most = 64 }"
+"""An example of `EnginesRange`, for errors."""
+
+
+class EnginesRange(TypedDict):
+    """Bounds of `rollout.engines`, whose number follows the cluster."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    least: int
+    most: int
+
+
 class ExtrapolationConfig(Section):
     every: PositiveInt = 10
     """Updates between two adapters that are kept."""
@@ -196,9 +210,10 @@ class RolloutConfig(Section):
     """Sampler: `native` uses the trained module itself; `vllm` must be installed and receives the weights each step."""
     vllm_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `vllm.LLM`."""
-    engines: Annotated[int, Field(ge=0, le=4096)] = 0
+    engines: int | EnginesRange = 0
     """Processes in which `rolltree train` samples, each with an engine of its own; they need Ray, see docs/scale.md.
-    0: the run's own process samples."""
+    0: the run's own process samples. `{ least = 2, most = 64 }`: as many as the cluster has room for, within these
+    bounds; they come and go with its nodes."""
     send_changes: bool = False
     """Send `engines` only the weights whose bits changed in an update, where that is less than all. Those that
     train take longer to compare them, and it pays where the network between machines is slow; see docs/scale.md."""
@@ -240,3 +255,31 @@ class RolloutConfig(Section):
     """Decode with torch.compile, after some seconds of compilation; on a CPU this is no faster. Not for models with
     recurrent layers."""
     drafts: DraftsConfig = DraftsConfig()
+
+    @field_validator("engines", mode="before")
+    @classmethod
+    def _engines_are_a_number_or_a_range(cls, engines: Any) -> Any:
+        if type(engines) is int and 0 <= engines <= MOST_ENGINES:
+            return engines
+        if not isinstance(engines, dict):
+            raise ValueError(f"it must be an integer from 0 to {MOST_ENGINES}, or a table such as {RANGE}")
+        if engines.keys() != {"least", "most"}:
+            raise ValueError(f"`rollout.engines` as a table has the keys `least` and `most`, such as {RANGE}")
+        for name, number in engines.items():
+            if type(number) is not int or not 1 <= number <= MOST_ENGINES:
+                raise ValueError(f"`rollout.engines`: `{name}` must be an integer from 1 to {MOST_ENGINES}")
+        if engines["least"] > engines["most"]:
+            raise ValueError(
+                f"`rollout.engines`: `least` = {engines['least']} exceeds `most` = {engines['most']}; exchange them"
+            )
+        return engines
+
+    @property
+    def most_engines(self) -> int:
+        """Largest number of engines; 0: the run's own process samples."""
+        return self.engines if isinstance(self.engines, int) else self.engines["most"]
+
+    @property
+    def least_engines(self) -> int | None:
+        """Smallest number of engines where this follows the cluster; None where it is fixed."""
+        return None if isinstance(self.engines, int) else self.engines["least"]

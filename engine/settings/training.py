@@ -162,7 +162,8 @@ class PlacementConfig(Section):
     load weights. One that hangs meanwhile is noticed by this alone, so set it to a few times what a start takes."""
     restarts: NonNegativeInt = 10
     """The run stops if more engines than this are lost between two updates of the weights, more reward hosts without a
-    verdict between them, or ranks more often than this without a new step."""
+    verdict between them, or ranks more often than this without a new step. Where `rollout.engines` has `least` and
+    `most`, the losses of each engine are counted alone, and one that leaves with its node is none."""
 
 
 class CheckpointConfig(Section):

@@ -262,7 +262,7 @@ class _Policy:
         ranks: Ranks | None = None
         hosted = make_reward_hosts(config, workers) if workers is not None and config.reward.hosts else None
         if workers is not None and config.rollout.engines:
-            sampler: Fleet | RolloutEngine = make_fleet(config, workers, hosted)
+            sampler: Fleet | RolloutEngine = make_fleet(config, workers, console.note, hosted)
             ranks = make_ranks(config, workers, console.note) if several else None
         else:
             assert model is not None

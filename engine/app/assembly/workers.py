@@ -44,7 +44,7 @@ def check_workers(config: TrainConfig) -> None:
     Raises:
         UserError: Ray is not installed, or `rollout.python` cannot run engines.
     """
-    processes = {"rollout.engines": config.rollout.engines, "reward.hosts": config.reward.hosts}
+    processes = {"rollout.engines": config.rollout.most_engines, "reward.hosts": config.reward.hosts}
     for key, count in processes.items():
         if count and importlib.util.find_spec("ray") is None:
             raise UserError(
@@ -100,8 +100,11 @@ def make_workers(config: TrainConfig) -> Workers | None:
     """
     check_workers(config)
     needs: dict[Role, tuple[Mapping[str, float], int]] = {}
-    if config.rollout.engines:
-        needs["engine"] = config.placement.per_engine or _usual_resources(config), config.rollout.engines
+    least: dict[Role, int] = {}
+    if config.rollout.most_engines:
+        needs["engine"] = config.placement.per_engine or _usual_resources(config), config.rollout.most_engines
+    if config.rollout.least_engines is not None:
+        least["engine"] = config.rollout.least_engines
     if config.trainer.ranks > 1:
         needs["rank"] = per_rank(config), config.trainer.ranks
     if config.reward.hosts:
@@ -110,7 +113,7 @@ def make_workers(config: TrainConfig) -> Workers | None:
         return None
     from ...fleet.ray import RayWorkers
 
-    return RayWorkers(needs, config.placement.cluster, {"engine": config.rollout.python})
+    return RayWorkers(needs, config.placement.cluster, {"engine": config.rollout.python}, least)
 
 
 def per_rank(config: TrainConfig) -> Mapping[str, float]:
@@ -123,17 +126,20 @@ def _usual_resources(config: TrainConfig) -> Mapping[str, float]:
     return {"CPU": 1.0} if on_cpu else {"GPU": 1.0, "CPU": 4.0}
 
 
-def make_fleet(config: TrainConfig, workers: Workers, hosted: HostedRewards | None = None) -> Fleet:
+def make_fleet(
+    config: TrainConfig, workers: Workers, note: Callable[[str], object], hosted: HostedRewards | None = None
+) -> Fleet:
     """Start the run's engines in other processes, without waiting for them.
 
     Args:
+        note: called with sentences for the user.
         hosted: answers the rollout programs that judge; None if each engine's process has a verifier for them.
     """
     check_backend(config.rollout)
     placement = config.placement
     return Fleet(
         workers,
-        config.rollout.engines,
+        config.rollout.most_engines,
         engine_host,
         config,
         hang_s=placement.hang_s,
@@ -141,6 +147,8 @@ def make_fleet(config: TrainConfig, workers: Workers, hosted: HostedRewards | No
         restarts=placement.restarts,
         sends_changes=config.rollout.send_changes,
         judge=None if hosted is None else partial(hosted.ask, "score"),
+        least=config.rollout.least_engines,
+        note=note,
     )
 
 

@@ -86,7 +86,7 @@ PROCESSES: tuple[Row[RunKeys], ...] = (
         "`models.{name}` does not go with {other} yet",
         "leave one of them out",
         {
-            "rollout.engines": lambda run: run.rollout.engines > 0,
+            "rollout.engines": lambda run: run.rollout.most_engines > 0,
             'rollout.backend = "vllm"': _vllm,
             "rollout.stop, which would end a whole response,": lambda run: bool(run.rollout.stop),
             "trainer.ranks above 1": _ranks,
@@ -165,6 +165,10 @@ PROCESSES: tuple[Row[RunKeys], ...] = (
     Row("`placement.per_engine`, `placement.layout`", "no `rollout.engines`",
         lambda run: (bool(run.placement.per_engine) or _colocated(run)) and not run.rollout.engines,
         "`placement.per_engine` and `placement.layout` are for `rollout.engines`", "set these, or leave them out"),
+    Row("`rollout.engines` from `least` to `most`", '`placement.layout` = "colocated"',
+        lambda run: run.rollout.least_engines is not None and _colocated(run),
+        'engines with `placement.layout` = "colocated" share the trainer\'s devices, and no node that joins has one of '
+        "them", "give `rollout.engines` as a number, or leave the layout out"),
     Row('`placement.layout` = "colocated"', "`loop.overlap`",
         lambda run: _colocated(run) and run.loop.overlaps(on_cpu=False),
         'engines with `placement.layout` = "colocated" sleep during updates and cannot sample then',

@@ -62,7 +62,7 @@ def _judges_while_sampling(run: RunKeys) -> Fires:
     judges = program in ("hints", "mcts") or ":" in program
     return (
         judges
-        and run.rollout.engines > 0
+        and run.rollout.most_engines > 0
         and bool(run.reward.scheduled)
         and {
             "program": program,

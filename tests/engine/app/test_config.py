@@ -137,12 +137,32 @@ def test_every_mistake_is_one_sentence(tmp_path: Path, change: tuple[str, str], 
         (["--trainer.lr", "tiny"], ['--trainer.lr: `trainer.lr` = "tiny"']),
         (["--data.tasks.0.name", "x"], ["whole list"]),
         (["stray"], ["'stray' stands alone"]),
+        (["--rollout.engines", "-1"], ["`rollout.engines` = -1 is not allowed", "integer from 0 to 4096, or a table"]),
+        (["--rollout.engines", "two"], ['`rollout.engines` = "two"', "or a table such as { least = 2, most = 64 }"]),
+        (["--rollout.engines", "true"], ["`rollout.engines` = true", "integer from 0 to 4096"]),
+        (["--rollout.engines", "{least=3,most=2}"], ["`least` = 3 exceeds `most` = 2; exchange them"]),
+        (["--rollout.engines", "{least=0,most=2}"], ["`rollout.engines`: `least` must be an integer from 1 to 4096"]),
+        (["--rollout.engines", "{least=1,most=5000}"], ["`most` must be an integer from 1 to 4096"]),
+        (["--rollout.engines", "{least=1,most=2.5}"], ["`most` must be an integer"]),
+        (["--rollout.engines", "{least=1}"], ["the keys `least` and `most`, such as"]),
+        (["--rollout.engines", "{least=1,most=2,more=3}"], ["the keys `least` and `most`"]),
+        (["--rollout.engines.most", "2"], ["--rollout.engines.most is not a key", "`rollout.engines`"]),
     ],
 )
 def test_every_wrong_override_is_one_sentence(good: Path, overrides: list[str], expected: list[str]) -> None:
     message = sentence(good, *overrides)
     for part in expected:
         assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("text", "bounds"), [("3", (None, 3)), ("{least=2,most=5}", (2, 5)), ("{least=2,most=2}", (2, 2))]
+)
+def test_engines_are_a_number_or_a_range(good: Path, text: str, bounds: tuple[int | None, int]) -> None:
+    config = load_config(good, [f"--rollout.engines={text}"])
+    assert (config.rollout.least_engines, config.rollout.most_engines) == bounds
+    good.write_text(resolved_toml(config))
+    assert load_config(good) == config
 
 
 def test_a_file_may_begin_with_a_byte_order_mark(good: Path) -> None:

@@ -22,7 +22,7 @@ from rolltree.engine.fleet.engines import HEALTH_S
 from rolltree.engine.fleet.fleet import Fleet
 from rolltree.engine.fleet.host import Facts, Health, Result
 from rolltree.engine.fleet.questions import Question
-from rolltree.engine.fleet.workers import GoneError, InThreads, Worker
+from rolltree.engine.fleet.workers import GoneError, InThreads, Room, Worker
 from rolltree.engine.learn.learning import RanksLostError
 from rolltree.engine.rewards import RewardItem, RewardResult
 from rolltree.engine.rollout import SamplingParams
@@ -150,6 +150,7 @@ class Stage(InThreads):
         self.now = 0.0
         self.gone = False  # what was stored
         self.workers: dict[int, Worker] = {}
+        self.room: dict[int, Room] = {}  # where it is not FOUND
 
     def start(self, role: Any, index: int, make: Any, *args: Any) -> Worker:
         place = len(self._started)
@@ -160,6 +161,9 @@ class Stage(InThreads):
 
         self.workers[index] = super().start(role, index, placed, *args)
         return self.workers[index]
+
+    def rooms(self, role: Any, count: int) -> list[Room]:
+        return [self.room.get(index, Room.FOUND) for index in range(count)]
 
     def add(self, made: Made) -> None:
         self._places[self._starting.place] = made
@@ -188,12 +192,18 @@ class Stage(InThreads):
 
 @contextmanager
 def fleet(
-    engines: int = 2, restarts: int = 100, make: Any = Made, judge: Any = None, sends_changes: bool = False
+    engines: int = 2,
+    restarts: int = 100,
+    make: Any = Made,
+    judge: Any = None,
+    sends_changes: bool = False,
+    stage: Stage | None = None,
+    **bounds: Any,
 ) -> Iterator[tuple[Fleet, Stage]]:
-    stage = Stage()
+    stage = stage or Stage()
     made = Fleet(
         stage, engines, make, stage, hang_s=HANG_S, start_s=START_S, restarts=restarts, judge=judge,
-        sends_changes=sends_changes,
+        sends_changes=sends_changes, **bounds,
     )  # fmt: skip
     try:
         assert made.longest == 64  # waits for the first
@@ -232,6 +242,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("hang"), st.integers(0, 2)),
     st.tuples(st.just("stall"), st.integers(0, 2)),
     st.tuples(st.just("weights"), st.just(0)),
+    st.tuples(st.just("room"), st.integers(0, 8)),
     st.tuples(st.just("loaded"), st.integers(0, 1000)),
     st.tuples(st.just("step"), st.integers(1, 40)),
 )
@@ -239,12 +250,13 @@ ACTIONS = st.one_of(
 
 @pytest.mark.check
 @settings(max_examples=60)
-@given(st.integers(1, 3), st.lists(ACTIONS, max_size=40), st.booleans())
+@given(st.integers(1, 3), st.lists(ACTIONS, max_size=40), st.booleans(), st.booleans())
 def test_every_job_has_one_result_of_weights_that_are_new_enough(
-    engines: int, actions: list[tuple[str, int]], sends_changes: bool
+    engines: int, actions: list[tuple[str, int]], sends_changes: bool, follows: bool
 ) -> None:
-    """Deaths, hangs, loads and ends of jobs in any order; what a lost engine still answers is wrong and ignored."""
-    with fleet(engines, sends_changes=sends_changes) as (made, stage):
+    """Deaths, hangs, loads and ends of jobs in any order, and rooms that come and go where the fleet follows them; what
+    a lost engine still answers is wrong and ignored."""
+    with fleet(engines, sends_changes=sends_changes, least=engines // 2 + 1 if follows else None) as (made, stage):
         needed: dict[Flight, int] = {}
         done: list[Flight] = []
         version = 0
@@ -265,6 +277,8 @@ def test_every_job_has_one_result_of_weights_that_are_new_enough(
                     stage.made[-1 - number % len(stage.made)].hung = True
                 case "stall":
                     stage.made[-1 - number % len(stage.made)].slow = True
+                case "room":
+                    stage.room[number % engines] = [*Room][number // 3]
                 case "weights":
                     version += 1
                     made.load(Weights(version), version, keep_keys=False)
@@ -273,6 +287,7 @@ def test_every_job_has_one_result_of_weights_that_are_new_enough(
                 case "step":
                     for _ in range(number):
                         done += made.step(1.0)
+        stage.room.clear()
         begin = stage.now
         while len(done) < len(needed):
             finish_all(stage)

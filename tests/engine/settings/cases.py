@@ -17,6 +17,7 @@ ALONE = f"{NONE}  {GIVEN}"
 AGENT = "rollout.program=agent"
 GROUP = "evaluation.problems=0  reward.verifier=mine.py:f  reward.group=true"
 ENGINES = "rollout.engines=1"
+RANGE = "rollout.engines={least=1,most=2}"
 VLLM = "rollout.backend=vllm"
 LORA = "model.lora={}"
 TENSOR = f"trainer.ranks=2  trainer.tensor=2  {ENGINES}"
@@ -288,6 +289,8 @@ OF_KEYS: dict[tuple[str, str], Case] = {
     ("`placement.per_engine`, `placement.layout`", "no `rollout.engines`"): (
         "reward.hosts=1  placement.per_engine={CPU=2}", f"{ENGINES}  placement.per_engine={{CPU=2}}",
         "are for `rollout.engines`; set these, or leave them out"),
+    ("`rollout.engines` from `least` to `most`", '`placement.layout` = "colocated"'): (
+        f"{RANGE}  placement.layout=colocated", RANGE, "as a number, or leave the layout out"),
     ('`placement.layout` = "colocated"', "`loop.overlap`"): (f"{ENGINES}  placement.layout=colocated  loop.staleness=1",
         f"{ENGINES}  placement.layout=colocated  loop.staleness=1  loop.overlap=false", "set `loop.overlap` to false"),
     ("`trainer.tensor`", "`trainer.ranks` that it does not divide"): (
@@ -335,6 +338,7 @@ FURTHER: list[tuple[str, str]] = [
     ("loop.score_early=true", "of fixed weights in [roles]"),
     ("loop.score_early=true  roles.reference={reset_every=2}", "of fixed weights in [roles]"),
     ("rollout.send_changes=true", "is for `rollout.engines`"),
+    (f"{RANGE}  {MODELS}", "`models.verifier` does not go with rollout.engines yet"),
     ("reward.hosts=1  placement.layout=colocated", "are for `rollout.engines`"),
     ("data.tasks=[]  data.path=p  data.source=games  reward.verifier=exact", "both are given"),
     ("data.path=p  data.source=games  evaluation.problems=0", "all are given"),
