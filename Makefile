@@ -134,7 +134,7 @@ verl: $(VENV)/.ready-dev
 # Runs whose engines and verifiers are processes of Ray, which lies in a folder of its own; and 30 kills of one.
 scale: $(VENV)/.ready-dev build/ray/ray
 	PYTHONPATH=build/ray $(BIN)/python -m pytest -m ray tests/engine/fleet/test_scale_ray.py tests/engine/fleet/test_kills.py \
-		tests/engine/fleet/test_elastic.py tests/engine/plan/test_simulated_runs.py $(ARGS)
+		tests/engine/fleet/test_elastic.py tests/engine/fleet/test_mirror.py tests/engine/plan/test_simulated_runs.py $(ARGS)
 
 slow-scale: $(VENV)/.ready-dev build/ray/ray
 	PYTHONPATH=build/ray $(BIN)/python -m pytest -m "ray and slow" -s tests/engine/fleet/test_kills.py $(ARGS)

@@ -346,6 +346,7 @@ FREE_TO_CHANGE = (
     "trainer.self_check",
     "trainer.ranks",
     "trainer.tensor",
+    "trainer.mirror",
     "trainer.timeout_s",
     "trainer.reshard",
     "evaluation.every",

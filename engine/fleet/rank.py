@@ -27,6 +27,7 @@ import torch.distributed as dist
 from ..data.columns import COLUMNS, Array, Column, declare
 from ..data.tree import TokenTree
 from ..errors import UserError
+from ..learn.learned import RankState
 from ..learn.learner import Learner
 from ..learn.learning import LearningParts
 from ..model.self_check import sampled_error, usual_tokens
@@ -38,7 +39,7 @@ from ..train.checkpoint import Saved
 from ..train.group import Group
 from ..train.phases import Span
 from .shipping import Shipment, Shipper, owned
-from .workers import LostError, Reference
+from .workers import GoneError, LostError, Reference
 
 # -- what travels -----------------------------------------------------------------------------------------------------
 
@@ -168,6 +169,7 @@ class Rank:
         self._threads, self._host = threads, host
         self._shipper = Shipper(put)
         self._notes: list[str] = []
+        self._held: RankState | None = None  # of the rank before
         self._spans: list[Span] = []
         self._watch = Stopwatch(told=lambda *span: self._spans.append(Span(*span)))
 
@@ -277,6 +279,23 @@ class Rank:
         """Restore what `save` wrote; return the number of updates."""
         self.learner.load(Path(directory), state)
         return self.learner.updates
+
+    def state(self) -> RankState:
+        """See `Learner.rank_state`."""
+        return self.learner.rank_state()
+
+    def hold(self, of_another: Reference) -> None:
+        """Keep another rank's state in the memory of this node."""
+        self._held = of_another.get()
+
+    def take(self, kept: Reference) -> bool:
+        """Restore this rank's state; return False if it is gone."""
+        try:
+            state = kept.get()
+        except GoneError:
+            return False
+        self.learner.take(state)
+        return True
 
     def states(self) -> dict[str, Any]:
         """See `Learner.states`."""

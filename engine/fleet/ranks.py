@@ -14,8 +14,9 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from .rank import Digest, Facts, Given, Rank, Reply, Written, declarations
 from .shipping import Elsewhere, Shipment
 from .workers import LostError, Reference, Worker, Workers
 
+T = TypeVar("T")
 LOOK_S = 0.5
 """Seconds between checks of the time while answers are outstanding."""
 REASON_S = 2.0
@@ -53,6 +55,7 @@ class Ranks:
         start_s: seconds that the ranks may take to start: each loads the models.
         restarts: most losses of ranks without a new step.
         note: called with sentences for the user.
+        mirrors: ranks that are started anew take the state after the last update from memory, if it is there.
 
     Attributes:
         updates: see `Learning.updates`.
@@ -73,6 +76,7 @@ class Ranks:
         start_s: float,
         restarts: int,
         note: Callable[[str], object],
+        mirrors: bool = False,
     ) -> None:
         self.workers, self.count, self._make, self._args = workers, count, make, args
         self.max_tokens, self._restarts, self._note = max_tokens, restarts, note
@@ -86,6 +90,9 @@ class Ranks:
         self._spans: list[Span] = []
         self._utilization: dict[str, float] = {}
         self._directory = tempfile.TemporaryDirectory(prefix="rolltree-ranks-")
+        self._mirrors = mirrors
+        self._kept: list[Reference] | None = None  # state of each rank after the newest update
+        self._kept_states: dict[str, Any] = {}  # of the functions
         self._groups = 0
         self._ranks: list[Worker] = []
         self._start()
@@ -106,8 +113,9 @@ class Ranks:
     # -- learning -----------------------------------------------------------------------------------------------------
 
     def sampling(self, step: int, params: SamplingParams) -> SamplingParams:
-        self._join()
-        (current,) = self._ask(self._ranks[:1], "sampling", step, params, seconds=self._timeout_s)
+        (current,) = self._repeated(
+            lambda: self._ask(self._ranks[:1], "sampling", step, params, seconds=self._timeout_s)
+        )
         assert isinstance(current, SamplingParams)
         return current
 
@@ -148,17 +156,24 @@ class Ranks:
         self, method: str, trees: Sequence[TokenTree], demonstrations: Sequence[TokenTree], *args: Any
     ) -> list[Any]:
         stored = self._put(trees, demonstrations)
-        try:
-            return self._all(method, stored, *args)
-        except torch.OutOfMemoryError:
-            if self.max_tokens // 2 < max(int(tree.path_length.max()) for tree in [*trees, *demonstrations]):
-                raise
-            self.max_tokens //= 2
-            self._out_of_memory += 1
-            self._restart()
-            raise RanksLostError(
-                f"A rank ran out of memory; micro-batches have {self.max_tokens} tokens from now on"
-            ) from None
+
+        def learn() -> list[Any]:
+            try:
+                answers = self._ask(self._ranks, method, stored, *args)
+            except torch.OutOfMemoryError:
+                if self.max_tokens // 2 < max(int(tree.path_length.max()) for tree in [*trees, *demonstrations]):
+                    raise
+                self.max_tokens //= 2
+                self._out_of_memory += 1
+                self._restart()
+                raise RanksLostError(
+                    f"A rank ran out of memory; micro-batches have {self.max_tokens} tokens from now on"
+                ) from None
+            if self._mirrors:
+                self._keep()
+            return answers
+
+        return self._repeated(learn)
 
     def _put(self, trees: Sequence[TokenTree], demonstrations: Sequence[TokenTree] = ()) -> Reference:
         return self.workers.put(Given(list(trees), list(demonstrations), declarations([*trees, *demonstrations])))
@@ -185,12 +200,12 @@ class Ranks:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def weights(self) -> RankWeights:
-        self._join()
+        self._repeated(lambda: None)
         assert self._facts is not None
         return RankWeights(self._facts.parameters, self._all)
 
     def usual_tokens(self) -> Array:
-        self._join()
+        self._repeated(lambda: None)
         assert self._facts is not None
         return self._facts.usual
 
@@ -205,11 +220,15 @@ class Ranks:
         return saved
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
+        self._kept = None  # of another update
         self.updates = self._all("load", str(directory.absolute()), state)[0]
 
     def states(self) -> dict[str, Any]:
         """Return the states of the first rank's functions: all ranks give credit to all trees, so theirs are equal."""
-        self._join()
+        states: dict[str, Any] = self._repeated(self._ask_states)
+        return states
+
+    def _ask_states(self) -> dict[str, Any]:
         states: dict[str, Any] = self._ask(self._ranks[:1], "states", seconds=self._timeout_s)[0]
         return states
 
@@ -222,8 +241,54 @@ class Ranks:
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        self._join()
-        return self._ask(self._ranks, method, *args)
+        return self._repeated(lambda: self._ask(self._ranks, method, *args))
+
+    def _repeated(self, work: Callable[[], T]) -> T:
+        """Return the result of ``work``, which asks the ranks; where they are lost, let others go on with their state
+        and repeat it. Work that changes the state ends with `_keep`.
+
+        Raises:
+            RanksLostError: the state is not in memory.
+        """
+        while True:
+            try:
+                self._join()
+                return work()
+            except RanksLostError as error:
+                self._go_on(error)
+
+    def _keep(self) -> None:
+        """Keep the state of every rank in the memory of its node and of the next rank's."""
+        kept = self._answers("state", [self.workers.leave(rank, "state") for rank in self._ranks])
+        self._hold(kept)
+        self._kept, self._kept_states = kept, self._ask_states()
+
+    def _hold(self, kept: Sequence[Reference]) -> None:
+        self._answers("hold", [rank.ask("hold", kept[index - 1]) for index, rank in enumerate(self._ranks)])
+
+    def _go_on(self, error: RanksLostError) -> None:
+        """Give ranks that were started anew the state that was kept.
+
+        Raises:
+            RanksLostError: it is gone, or none was kept.
+        """
+        while (kept := self._kept) is not None:
+            self._note(f"{error}; they go on with the state in memory, of update {self.updates}.")
+            try:
+                self._join()
+                taken = self._answers(
+                    "take", [rank.ask("take", one) for rank, one in zip(self._ranks, kept, strict=True)]
+                )
+                if not all(taken):
+                    self._kept = None
+                    error = RanksLostError("The state of the ranks in memory is gone")
+                    continue
+                self._ask(self._ranks, "restore", self._kept_states)
+                self._hold(kept)
+                return
+            except RanksLostError as another:
+                error = another
+        raise error
 
     def _start(self) -> None:
         self._facts = None
@@ -260,7 +325,10 @@ class Ranks:
             RanksLostError: see `Learning`.
             Exception: the method raised it.
         """
-        futures = [rank.ask(method, *args) for rank in ranks]
+        return self._answers(method, [rank.ask(method, *args) for rank in ranks], seconds)
+
+    def _answers(self, method: str, futures: Sequence[Future[Any]], seconds: float | None = None) -> list[Any]:
+        """Return the answers to calls of ``method``; see `_ask`."""
         latest = math.inf if seconds is None else self.workers.clock() + seconds
         while waiting := [future for future in futures if not future.done()]:
             answered = [future for future in futures if future.done()]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .workers import AskedWorker, Calls, GoneError, LostError, Reference, Role, Room, Worker
+from .workers import AskedWorker, Calls, GoneError, LostError, Reference, Role, Room, Worker, settle
 
 ATTEMPTS = 3
 """Attempts to start Ray on this machine: it gives up after 15 s without its agents, which a busy machine exceeds."""
@@ -138,6 +138,10 @@ class RayWorkers:
     def put(value: Any) -> Reference:
         return _Stored(ray.put(value))
 
+    def leave(self, worker: Worker, method: str, *args: Any) -> Future[Reference]:
+        assert isinstance(worker, _RayWorker)
+        return worker.leave(method, args)
+
     def rooms(self, role: Role, count: int) -> list[Room]:
         table, leaving = placement_group_table(), self._gcs.get_draining_nodes()
         return [_room(table.get(self._places[role, index][0].id.hex()), leaving) for index in range(count)]
@@ -212,6 +216,10 @@ class _Actor:
             self._next += 1
         return await asyncio.wrap_future(answer)
 
+    async def leave(self, number: int, method: str, args: tuple[Any, ...]) -> tuple[None, Any]:
+        """Return a value that the run's process asks for, and the result, which it owns and leaves in this node."""
+        return None, await self.ask(number, method, args)
+
 
 class RolltreeEngine(_Actor):
     """An actor that `ps` and Ray's lists show under this name, as the others."""
@@ -256,6 +264,20 @@ class _RayWorker(AskedWorker):
 
     def _send(self, number: int, method: str, args: tuple[Any, ...]) -> Future[Any]:
         sent: Future[Any] = self._actor.ask.remote(number, method, args).future()
+        return sent
+
+    def leave(self, method: str, args: tuple[Any, ...]) -> Future[Reference]:
+        """See `Workers.leave`."""
+        return self._begin(self._send_leaving, method, args)
+
+    def _send_leaving(self, number: int, method: str, args: tuple[Any, ...]) -> Future[Any]:
+        there, result = self._actor.leave.options(num_returns=2).remote(number, method, args)
+        sent: Future[Any] = Future()
+
+        def store(done: Future[Any]) -> None:
+            settle(sent, _Stored(result), error=done.exception())
+
+        there.future().add_done_callback(store)
         return sent
 
     def _told(self, error: BaseException) -> BaseException:

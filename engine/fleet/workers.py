@@ -87,6 +87,10 @@ class Workers(Protocol):
         """Wait until one of ``futures`` is done, at most ``seconds``; return those that are done."""
         ...
 
+    def leave(self, worker: Worker, method: str, *args: Any) -> Future[Reference]:
+        """Call a worker's method as `Worker.ask` does, and leave its result where it is; it outlives the worker."""
+        ...
+
     def rooms(self, role: Role, count: int) -> list[Room]:
         """Return whether there is room for each of ``count`` workers of a role, by their numbers."""
         ...
@@ -148,6 +152,18 @@ def _pass_on(
         settle(answer, done.result())
 
 
+def left(workers: Workers, answer: Future[Any]) -> Future[Reference]:
+    """Return a future of ``answer``, stored by ``workers``: `Workers.leave` where no memory is shared."""
+    stored: Future[Reference] = Future()
+
+    def store(done: Future[Any]) -> None:
+        error = done.exception()
+        settle(stored, None if error else workers.put(done.result()), error=error)
+
+    answer.add_done_callback(store)
+    return stored
+
+
 class AskedWorker(ABC):
     """A worker that keeps its unanswered calls: they fail when it is killed, and what it answers later is discarded."""
 
@@ -159,6 +175,10 @@ class AskedWorker(ABC):
         self._killed = False
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
+        return self._begin(self._send, method, args)
+
+    def _begin(self, send: Callable[..., Future[Any]], method: str, args: tuple[Any, ...]) -> Future[Any]:
+        """Start a call with ``send``, whose arguments are those of `_send`; return its answer."""
         answer: Future[Any] = Future()
         with self._lock:
             if self._killed:
@@ -166,7 +186,7 @@ class AskedWorker(ABC):
                 return answer
             self._open.add(answer)
             number, self._count = self._count, self._count + 1
-        self._send(number, method, args).add_done_callback(partial(self._answered, answer))
+        send(number, method, args).add_done_callback(partial(self._answered, answer))
         return answer
 
     def kill(self) -> None:
@@ -218,6 +238,9 @@ class InThreads:
     @staticmethod
     def put(value: Any) -> Reference:
         return _Held(value)
+
+    def leave(self, worker: Worker, method: str, *args: Any) -> Future[Reference]:
+        return left(self, worker.ask(method, *args))
 
     def rooms(self, role: Role, count: int) -> list[Room]:
         return [Room.FOUND] * count

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ..data.columns import Array
 from ..errors import UserError
 from ..model.lora import base_digest, gathered_sum, has_lora, plain_copy, save_adapter
 from ..model.sharding import gathered, joined, local, named_shards, placed
@@ -19,6 +22,28 @@ from ..train.checkpoint import Saved
 from ..train.phases import Phases
 from ..train.trainer import Trainer
 from .learning import LearningParts
+
+
+class Part(NamedTuple):
+    """What one rank has of a tensor.
+
+    Attributes:
+        size: of the whole tensor.
+        shape: of this part.
+        data: the part's bytes [n] uint8.
+    """
+
+    size: torch.Size
+    shape: torch.Size
+    dtype: torch.dtype
+    data: Array
+
+
+class RankState(NamedTuple):
+    """The state of one rank, for another of the same number: parts of the tensors of `Learned.save`, and its state."""
+
+    parts: dict[str, Part]
+    state: dict[str, Any]
 
 
 class Learned:
@@ -47,11 +72,15 @@ class Learned:
         Raises:
             OSError: a file cannot be written.
         """
+        tensors, state = self._with_generators()
+        return Saved(checkpoint.write_tensors(directory, tensors, self.group), state)
+
+    def _with_generators(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, state = self.state_dict()
         if self.group.count > 1:
             generators, state["generators"] = checkpoint.generator_state()
             tensors |= {f"{self._own}{name}": tensor for name, tensor in generators.items()}
-        return Saved(checkpoint.write_tensors(directory, tensors, self.group), state)
+        return tensors, state
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         """Restore what `save` wrote with any number of ranks; all must call it.
@@ -60,7 +89,26 @@ class Learned:
             UserError: as for `load_state_dict`.
         """
         like = None if self.group.count == 1 else self._like
-        tensors = checkpoint.read_tensors(directory, like, self.group)
+        self._restore(checkpoint.read_tensors(directory, like, self.group), state)
+
+    def rank_state(self) -> RankState:
+        """Return a copy of this rank's part of what `save` writes."""
+        tensors, state = self._with_generators()
+        return RankState({name: _part(tensor) for name, tensor in tensors.items()}, copy.deepcopy(state))
+
+    def take(self, kept: RankState) -> None:
+        """Restore the result of `rank_state` of a rank with this number, among as many."""
+        self._restore({name: self._tensor(name, part) for name, part in kept.parts.items()}, copy.deepcopy(kept.state))
+
+    def _tensor(self, name: str, part: Part) -> Tensor:
+        ours = self._like(name, part.size)
+        tensor = torch.from_numpy(part.data.copy()).view(part.dtype).reshape(part.shape)
+        if not isinstance(ours, DTensor):
+            return tensor
+        mesh, placements = ours.device_mesh, ours.placements
+        return DTensor.from_local(tensor.to(ours.device), mesh, placements, shape=ours.shape, stride=ours.stride())
+
+    def _restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         self.load_state_dict(tensors, state)
         if self.group.count > 1 and (generators := _under(self._own, tensors)):
             checkpoint.restore_generators(generators, state["generators"])
@@ -170,6 +218,11 @@ class Learned:
         """Restore the result of `states`; raises as that."""
         for key, part in self.parts.stateful.items():
             call(key, part.load_state_dict, states[key])
+
+
+def _part(tensor: Tensor) -> Part:
+    ours = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().to("cpu", copy=True).contiguous()
+    return Part(tensor.shape, ours.shape, ours.dtype, ours.reshape(-1).view(torch.uint8).numpy())
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..data.tree import TokenTree
 from ..fleet.host import Facts, Health, Result
-from ..fleet.workers import LostError, Reference, Role, Room, Worker, settle
+from ..fleet.workers import LostError, Reference, Role, Room, Worker, left, settle
 from ..prompts.group import Group, Responses
 from ..rewards import Rewards
 from ..rollout.sampler import Job
@@ -68,6 +68,9 @@ class VirtualWorkers:
     @staticmethod
     def put(value: Any) -> Reference:
         return _Held(value)
+
+    def leave(self, worker: Worker, method: str, *args: Any) -> Future[Reference]:
+        return left(self, worker.ask(method, *args))
 
     def rooms(self, role: Role, count: int) -> list[Room]:
         return [Room.FOUND] * count

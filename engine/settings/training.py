@@ -56,6 +56,9 @@ class TrainerSection(Section):
     tensor: PositiveInt = 1
     """Ranks that compute each micro-batch together, each with a part of the heads, of the feed-forward layers and of
     the vocabulary (tensor parallelism); it divides `ranks`, see docs/scale.md."""
+    mirror: bool = False
+    """Keep the state of each rank after each update in the memory of its node and of the next rank's, so that the run
+    goes on after that update where ranks are lost, not after its newest checkpoint; see docs/scale.md."""
     timeout_s: PositiveFloat = 1800.0
     """Seconds that a rank waits for the others before the update counts as failed."""
     reshard: bool = True

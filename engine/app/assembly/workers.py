@@ -181,6 +181,7 @@ def make_ranks(config: TrainConfig, workers: Workers, note: Callable[[str], obje
         timeout_s=config.trainer.timeout_s,
         start_s=config.placement.start_s,
         restarts=config.placement.restarts,
+        mirrors=config.trainer.mirror,
         note=note,
     )
 

@@ -146,6 +146,8 @@ PROCESSES: tuple[Row[RunKeys], ...] = (
         "`data.image_key` and `model.replay_routes` do not go with `trainer.ranks` above 1 yet", "set it to 1"),
     Row("`trainer.ranks` above 1", '`placement.layout` = "colocated"', lambda run: _ranks(run) and _colocated(run),
         '`placement.layout` = "colocated" does not go with `trainer.ranks` above 1', "set it to 1"),
+    Row("`trainer.mirror`", "`trainer.ranks` = 1", lambda run: run.trainer.mirror and not _ranks(run),
+        "`trainer.mirror` is for `trainer.ranks` above 1", "set these, or leave it out"),
     Row("`trainer.tensor`", "`trainer.ranks` that it does not divide", _rank_left,
         "`trainer.tensor` = {tensor} does not divide `trainer.ranks` = {ranks}", "change one of them"),
     *against(

@@ -293,6 +293,8 @@ OF_KEYS: dict[tuple[str, str], Case] = {
         f"{RANGE}  placement.layout=colocated", RANGE, "as a number, or leave the layout out"),
     ('`placement.layout` = "colocated"', "`loop.overlap`"): (f"{ENGINES}  placement.layout=colocated  loop.staleness=1",
         f"{ENGINES}  placement.layout=colocated  loop.staleness=1  loop.overlap=false", "set `loop.overlap` to false"),
+    ("`trainer.mirror`", "`trainer.ranks` = 1"): (f"trainer.mirror=true  {ENGINES}",
+        f"trainer.mirror=true  {ENGINES}  trainer.ranks=2", "set these, or leave it out"),
     ("`trainer.tensor`", "`trainer.ranks` that it does not divide"): (
         f"trainer.ranks=3  trainer.tensor=2  {ENGINES}", f"trainer.ranks=4  trainer.tensor=2  {ENGINES}",
         "`trainer.tensor` = 2 does not divide `trainer.ranks` = 3; change one of them"),
