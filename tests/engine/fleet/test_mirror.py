@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rolltree.engine.app.assembly import run as build
 from rolltree.engine.app.assembly import workers as build_workers
-from rolltree.engine.fleet.workers import GoneError
+from rolltree.engine.fleet.workers import GoneError, LostError, Reference
 from rolltree.engine.loop.orchestrator import Orchestrator
 
 from ...support.forked import Forked
@@ -95,6 +96,34 @@ def test_a_state_that_is_gone_takes_the_run_back_to_its_checkpoint(
     assert "Resuming after step 2." in told(run)
     assert_same_run(config.run_dir, alone)
     audit(config)
+
+
+class Leaving:
+    def numbers(self, count: int) -> np.ndarray:
+        return np.arange(count)
+
+    def total(self, stored: Reference) -> int:
+        return int(stored.get().sum())
+
+    def fail(self) -> None:
+        raise ZeroDivisionError("of the worker")
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_what_a_worker_left_outlives_it(ray: Any) -> None:
+    from rolltree.engine.fleet.ray import RayWorkers
+
+    workers = RayWorkers({"rank": ({"CPU": 1.0}, 2)})
+    one, other = (workers.start("rank", i, Leaving) for i in range(2))
+    stored = workers.leave(one, "numbers", 1_000_000).result(120)
+    with pytest.raises(ZeroDivisionError, match="of the worker"):
+        workers.leave(one, "fail").result(60)
+    one.kill()
+    with pytest.raises(LostError):
+        workers.leave(one, "numbers", 3).result(60)
+    assert other.ask("total", stored).result(60) == 499999500000
+    workers.close()
 
 
 @pytest.mark.ray
