@@ -1,6 +1,6 @@
 """Writes the problems of `curves_smollm2_mix.toml`: three tasks of reasoning_gym, each problem after worked examples.
 
-    python examples/smollm2_mix.py runs/data/smollm2_mix.jsonl
+python examples/smollm2_mix.py runs/data/smollm2_mix.jsonl
 """
 
 from __future__ import annotations
