@@ -169,7 +169,7 @@ def test_the_state_of_ranks_outlives_a_node_but_not_two(
     within(limit, aside)
     os.kill(driver.pid, signal.SIGTERM)
     driver.wait()
-    audit(config)
+    audit(config, running=True)
 
 
 def test_a_run_begins_with_room_for_the_smallest_number(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:

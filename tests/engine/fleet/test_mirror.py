@@ -116,13 +116,13 @@ def test_what_a_worker_left_outlives_it(ray: Any) -> None:
 
     workers = RayWorkers({"rank": ({"CPU": 1.0}, 2)})
     one, other = (workers.start("rank", i, Leaving) for i in range(2))
-    stored = workers.leave(one, "numbers", 1_000_000).result(120)
+    stored = workers.leave(one, "numbers", 1_000_000).result(300)
     with pytest.raises(ZeroDivisionError, match="of the worker"):
-        workers.leave(one, "fail").result(60)
+        workers.leave(one, "fail").result(300)
     one.kill()
     with pytest.raises(LostError):
-        workers.leave(one, "numbers", 3).result(60)
-    assert other.ask("total", stored).result(60) == 499999500000
+        workers.leave(one, "numbers", 3).result(300)
+    assert other.ask("total", stored).result(300) == 499999500000
     workers.close()
 
 
