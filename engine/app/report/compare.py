@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import plotly.graph_objects as go
-
 from . import figures
 from .run_data import RunData, read_run
 from .writing import html, plotly_js, script_json, template, write_page
@@ -88,7 +86,7 @@ def _sums(run: RunData, key: str) -> dict[int, float]:
     """Return the cumulative sum of metric ``key`` at each step; empty if it was never recorded."""
     if not run.series(key)[1]:
         return {}
-    added = itertools.accumulate(v if math.isfinite(v := row.get(key, 0.0)) else 0.0 for row in run.rows)
+    added = itertools.accumulate(row.get(key, 0.0) for row in run.rows)
     return {int(row["step"]): value for row, value in zip(run.rows, added, strict=True)}
 
 
@@ -110,20 +108,20 @@ def _xs(curve: figures.Curve, runs: Sequence[Named], at: Callable[[RunData], dic
     ]
 
 
-def _figure(curve: figures.Curve, runs: Sequence[Named]) -> go.Figure | None:
-    figure = go.Figure()
+def _figure(curve: figures.Curve, runs: Sequence[Named]) -> figures.Figure | None:
+    traces = []
     for run in runs:
         steps, values = run.run.series(curve.lines[0][0])
-        smooth = figures.running_mean(values) or values
-        hover = f"%{{x}}: %{{y:{'.1%' if curve.percent else '.4~g'}}}"
-        figure.add_scatter(
-            x=steps, y=smooth, name=run.name, mode="lines" if len(values) > 1 else "markers",
-            line={"color": run.colour, "width": 2}, hovertemplate=hover,
+        traces.append(
+            {
+                "type": "scatter", "x": steps, "y": figures.running_mean(values) or values, "name": run.name,
+                "mode": "lines" if len(values) > 1 else "markers", "line": {"color": run.colour, "width": 2},
+                "hovertemplate": f"%{{x}}: %{{y:{'.1%' if curve.percent else '.4~g'}}}",
+            }
         )  # fmt: skip
-    if not any(trace.y for trace in figure.data):
+    if not any(trace["y"] for trace in traces):
         return None
-    figure.update_layout(showlegend=False)
-    return figures.styled(figure, percent=curve.percent, height=230)
+    return figures.styled(traces, {"showlegend": False}, percent=curve.percent, height=230)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

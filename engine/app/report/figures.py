@@ -1,13 +1,15 @@
-"""The report's numbers and plots, from a run's metrics; the Plotly figures suit light and dark pages."""
+"""The report's numbers and plots, from a run's metrics; the plots suit light and dark pages.
+
+A plot is a dictionary of plotly.js's names; plotly's Python classes check each value of it, which takes longer than all
+the rest of a page.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
-
-import plotly.graph_objects as go
-from numpy import array  # plotly checks each element of a list
 
 from ...record.spent import Spent, spent
 from .run_data import RunData
@@ -157,7 +159,9 @@ def account(run: RunData) -> list[dict[str, str]]:
 
 
 Trace = dict[str, Any]
-"""A line or the bars of a plot, by plotly's names."""
+"""A line or the bars of a plot."""
+Figure = dict[str, Any]
+"""A plot: its traces as ``data``, and its ``layout``."""
 
 
 def accuracy_traces(run: RunData) -> list[Trace]:
@@ -198,7 +202,7 @@ def accuracy_menu(run: RunData) -> dict[str, Any]:
 
 def is_recorded(run: RunData, curve: Curve) -> bool:
     """Return whether there is a value of the curve."""
-    return any(math.isfinite(row.get(key, math.nan)) for key, _, _ in curve.lines for row in run.rows)
+    return any(key in row for key, _, _ in curve.lines for row in run.rows)
 
 
 def curve_traces(run: RunData, curve: Curve) -> list[Trace]:
@@ -224,9 +228,7 @@ def curve_traces(run: RunData, curve: Curve) -> list[Trace]:
 def account_traces(run: RunData) -> list[Trace]:
     """Return the seconds of each part, step by step: bars, or areas of a run of more than `BARS` steps."""
     rows = [r for r in run.rows if "timing_s/step" in r]
-    seconds = {
-        key: [v if math.isfinite(v := r.get(f"timing_s/{key}", 0.0)) else 0.0 for r in rows] for key, *_ in ACCOUNT
-    }
+    seconds = {key: [r.get(f"timing_s/{key}", 0.0) for r in rows] for key, *_ in ACCOUNT}
     return [
         {
             "x": [int(r["step"]) for r in rows], "y": seconds[key], "name": name, "hovertemplate": "%{y:.3f} s",
@@ -246,39 +248,28 @@ def _area(colour: str) -> Trace:
     return {"type": "scatter", "mode": "lines", "stackgroup": "parts", "line": line, "fillcolor": colour}
 
 
-def accuracy_figure(run: RunData) -> go.Figure | None:
+def accuracy_figure(run: RunData) -> Figure | None:
     """Plot held-out accuracy, with the buttons of `accuracy_menu`; None if none was recorded."""
-    figure = _figure(accuracy_traces(run))
-    if figure is None:
+    if not (traces := accuracy_traces(run)):
         return None
-    styled(figure, percent=True, height=340)
-    figure.update_layout(updatemenus=[accuracy_menu(run)], margin={"t": 60})
-    return figure
+    layout = {"showlegend": False, "updatemenus": [accuracy_menu(run)]}
+    return styled(traces, layout, percent=True, height=340, top=60)
 
 
-def curve_figure(run: RunData, curve: Curve) -> go.Figure | None:
+def curve_figure(run: RunData, curve: Curve) -> Figure | None:
     """Plot a curve; None if nothing was recorded."""
-    figure = _figure(curve_traces(run, curve))
-    if figure is None:
+    if not (traces := curve_traces(run, curve)):
         return None
-    figure.update_layout(showlegend=len({trace.name for trace in figure.data}) > 1)
-    return styled(figure, percent=curve.percent, height=210)
+    layout = {"showlegend": len({trace["name"] for trace in traces}) > 1}
+    return styled(traces, layout, percent=curve.percent, height=210)
 
 
-def account_figure(run: RunData) -> go.Figure | None:
-    """Plot the seconds of each part, stacked, step by step; None if no time was recorded."""
-    if not any("timing_s/step" in r for r in run.rows):
+def account_figure(run: RunData) -> Figure | None:
+    """Plot the seconds of each part, stacked, step by step; None where `account` has no table."""
+    if not run.total("timing_s/step"):
         return None
-    figure = styled(_figure(account_traces(run)) or go.Figure(), percent=False, height=300)
-    figure.update_layout(barmode="stack", bargap=0, hovermode="x unified", legend={"traceorder": "normal"})
-    figure.update_yaxes(title="seconds")
-    return figure
-
-
-def _figure(traces: Sequence[Trace]) -> go.Figure | None:
-    """Return a figure of the traces; None if there are none."""
-    arrays = [{**trace, "x": array(trace["x"]), "y": array(trace["y"])} for trace in traces]
-    return go.Figure(arrays) if arrays else None
+    layout = {"barmode": "stack", "bargap": 0, "hovermode": "x unified"}
+    return styled(account_traces(run), layout, percent=False, height=300, title="seconds")
 
 
 def running_mean(values: Sequence[float]) -> list[float] | None:
@@ -315,22 +306,34 @@ def _card(label: str, value: str, note: str) -> dict[str, str]:
     return {"label": label, "value": value, "note": note}
 
 
-def styled(figure: go.Figure, *, percent: bool, height: int) -> go.Figure:
-    """Style ``figure`` for light and dark pages and return it."""
-    axis: dict[str, Any] = {"gridcolor": "rgba(128,128,128,0.18)", "zerolinecolor": "rgba(128,128,128,0.35)"}
-    figure.update_layout(
-        height=height,
-        margin={"l": 56, "r": 14, "t": 8, "b": 36},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"color": GREY, "size": 12, "family": "system-ui, sans-serif"},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        xaxis={**axis, "title": {"text": "step", "standoff": 6}, "zeroline": False},
-        yaxis={**axis, "tickformat": ".2~%" if percent else None, "rangemode": "tozero"},
-    )
-    figure.update_yaxes(exponentformat="SI" if _largest(figure) >= 1e-3 else "power")
-    return figure
+def styled(
+    traces: Sequence[Trace], layout: Mapping[str, Any], *, percent: bool, height: int, top: int = 8, title: str = ""
+) -> Figure:
+    """Return a plot in the style of light and dark pages.
 
-
-def _largest(figure: go.Figure) -> float:
-    return max((abs(v) for trace in figure.data if trace.y is not None for v in trace.y), default=1.0)
+    Args:
+        layout: of this plot alone.
+        percent: values are shares.
+        height: in pixels, as ``top`` is, the margin above it.
+        title: of the vertical axis.
+    """
+    axis = {"gridcolor": "rgba(128,128,128,0.18)", "zerolinecolor": "rgba(128,128,128,0.35)", "automargin": False}
+    largest = max(map(abs, chain.from_iterable(trace["y"] for trace in traces)), default=1.0)
+    style = {
+        "height": height,
+        "margin": {"l": 56, "r": 14, "t": top, "b": 44},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"color": GREY, "size": 12, "family": "system-ui, sans-serif"},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+        "hoverlabel": {"align": "left"},
+        "xaxis": {**axis, "title": {"text": "step", "standoff": 6}, "zeroline": False},
+        "yaxis": {
+            **axis,
+            "title": {"text": title},
+            "tickformat": ".2~%" if percent else "",
+            "rangemode": "tozero",
+            "exponentformat": "SI" if largest >= 1e-3 else "power",
+        },
+    }
+    return {"data": list(traces), "layout": style | layout}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def render(run: RunData) -> str:
     explorer: dict[str, Any] = {"trees": [], "columns": {}, "note": ""}
     if run.rollout_files:
         explorer = explorer_data(run.rollout_files, token_texts(run), run.missing)
-    return template("report.html.j2").render(**parts(run, explorer), **drawn(run), live=None)
+    return template("report.html.j2").render(**parts(run, explorer), **drawn(run, plots_of(run)), live=None)
 
 
 def parts(run: RunData, explorer: dict[str, Any]) -> dict[str, Any]:
@@ -63,24 +64,24 @@ def parts(run: RunData, explorer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def drawn(run: RunData) -> dict[str, Any]:
-    """Return the plots of the template."""
-    every = [(curve, html(figures.curve_figure(run, curve), name)) for name, curve in curves_of(run).items()]
-    plots = {
-        "accuracy": html(figures.accuracy_figure(run), ACCURACY),
-        "curves": [(curve, plot) for curve, plot in every if plot],
-        "stacked": html(figures.account_figure(run), ACCOUNT),
-        "solved": html(problems.figure(run), SOLVED),
+def plots_of(run: RunData) -> dict[str, figures.Figure]:
+    """Return the plots of what was recorded, by the ids of their elements."""
+    of_curves = {name: figures.curve_figure(run, curve) for name, curve in curves_of(run).items()}
+    every = {ACCURACY: figures.accuracy_figure(run), **of_curves, ACCOUNT: figures.account_figure(run)}
+    every[SOLVED] = problems.figure(run)
+    return {name: figure for name, figure in every.items() if figure is not None}
+
+
+def drawn(run: RunData, plots: Mapping[str, figures.Figure]) -> dict[str, Any]:
+    """Return the variables of the template that are plots; ``plots`` is of `plots_of`, or empty for none."""
+    elements = {name: html(figure, name) for name, figure in plots.items()}
+    return {
+        "accuracy": elements.get(ACCURACY, ""),
+        "curves": [(curve, elements[name]) for name, curve in curves_of(run).items() if name in elements],
+        "stacked": elements.get(ACCOUNT, ""),
+        "solved": elements.get(SOLVED, ""),
+        "plotly_js": plotly_js() if elements else "",
     }
-    return plots | {"plotly_js": plotly_js() if any(plots.values()) else ""}
-
-
-def traces(run: RunData) -> dict[str, list[figures.Trace]]:
-    """Return the traces of the plots that `drawn` has, by the ids of their elements."""
-    of_curves = {name: figures.curve_traces(run, curve) for name, curve in curves_of(run).items()}
-    every = {ACCURACY: figures.accuracy_traces(run), **of_curves, ACCOUNT: figures.account_traces(run)}
-    every[SOLVED] = problems.traces(run)
-    return {name: of_plot for name, of_plot in every.items() if of_plot}
 
 
 def curves_of(run: RunData) -> dict[str, figures.Curve]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import plotly.graph_objects as go
-
-from .figures import GREY, Trace, styled
+from .figures import Figure, Trace, styled
 from .run_data import RunData
 
 DRAWN, LISTED = 1000, 200
@@ -50,14 +48,13 @@ def traces(run: RunData) -> list[Trace]:
     ]  # fmt: skip
 
 
-def figure(run: RunData) -> go.Figure | None:
+def figure(run: RunData) -> Figure | None:
     """Plot the problems; None without estimates."""
     points = traces(run)
     if not points:
         return None
-    plot = styled(go.Figure(points), percent=False, height=320)
-    plot.update_xaxes(title="estimated success rate", tickformat=".0%", range=[-0.02, 1.02])
-    plot.update_yaxes(title={"text": "responses", "font": {"color": GREY}})
+    plot = styled(points, {"showlegend": False}, percent=False, height=320, title="responses")
+    plot["layout"]["xaxis"] |= {"title": {"text": "estimated success rate"}, "tickformat": ".0%", "range": [-0.02, 1.02]}
     return plot
 
 

@@ -23,7 +23,7 @@ class RunData:
     """Tables of config.toml; empty if it is missing."""
     config_text: str
     rows: list[dict[str, float]]
-    """Metrics of each step, ascending, numbers only."""
+    """Metrics of each step, ascending, finite numbers only."""
     rollout_files: list[Path]
     problems: dict[str, Any] | None = None
     """Estimates of the problems' success rates, see `SuccessRates.table`; None where the run made none."""
@@ -31,8 +31,8 @@ class RunData:
     """One sentence for each thing that the report cannot show."""
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Return the steps at which ``key`` was recorded and finite, and its values there."""
-        points = [(int(r["step"]), r[key]) for r in self.rows if key in r and math.isfinite(r[key])]
+        """Return the steps at which ``key`` was recorded, and its values there."""
+        points = [(int(r["step"]), r[key]) for r in self.rows if key in r]
         return [s for s, _ in points], [v for _, v in points]
 
     def total(self, key: str) -> float:
@@ -87,14 +87,22 @@ def _read_config(path: Path, missing: list[str]) -> tuple[str, dict[str, Any]]:
     return "", {}
 
 
+END = 4096
+"""Bytes before the place up to which a file was read; where they have changed, it is another file."""
+
+
 class Metrics:
-    """The rows of a file metrics.jsonl; when they are read again, only the lines that were added are."""
+    """The rows of a file metrics.jsonl; when they are read again, only the lines that were added are.
+
+    A file that was replaced, as a resumed run does, is read as a whole.
+    """
 
     def __init__(self) -> None:
         self._forget()
 
     def _forget(self) -> None:
         self._place = self._lines = 0  # bytes and lines that are read for good
+        self._end = b""  # the last of those bytes
         self._rows: dict[int, dict[str, float]] = {}
         self._broken: list[int] = []
 
@@ -102,9 +110,10 @@ class Metrics:
         """Return the rows by step; of a step written twice (by a resumed run) the last row counts."""
         try:
             with path.open("rb") as file:
-                if path.stat().st_size < self._place:  # another file
+                file.seek(self._place - len(self._end))
+                if file.read(len(self._end)) != self._end:
                     self._forget()
-                file.seek(self._place)
+                    file.seek(0)
                 added = file.read()
         except OSError as error:
             absent = isinstance(error, FileNotFoundError)
@@ -114,6 +123,7 @@ class Metrics:
         whole, _, rest = added.rpartition(b"\n")
         self._take(whole.splitlines() if whole else [], self._rows, self._broken)
         self._place += len(added) - len(rest)
+        self._end = (self._end + added[: len(added) - len(rest)])[-END:]
         self._lines += len(whole.splitlines()) if whole else 0
         rows, broken, lines = dict(self._rows), list(self._broken), self._lines
         if rest:  # its end may come
@@ -131,8 +141,8 @@ class Metrics:
             try:
                 row = json.loads(line)
                 step = int(row["step"])
-            except (ValueError, KeyError, TypeError):
+                numbers = {k: float(v) for k, v in row.items() if isinstance(v, int | float)}
+            except (ValueError, KeyError, TypeError, OverflowError):
                 broken.append(number)
                 continue
-            numbers = {k: float(v) for k, v in row.items() if isinstance(v, int | float)}
-            rows[step] = {**numbers, "step": float(step)}
+            rows[step] = {k: v for k, v in numbers.items() if math.isfinite(v)} | {"step": float(step)}

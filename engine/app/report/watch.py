@@ -4,7 +4,8 @@
     GET /plotly.js  the library of its plots, which it loads beside, so that the rest is there before
     GET /news       what has changed since a version of the page; 204 for nothing, 410 after the end
 
-The page shows trees of the newest steps, and, of agents, the episodes under way.
+The page shows trees of the newest steps, and, of agents, the episodes under way. What a page of a version shows is kept
+for some versions, so that it is sent its new points and trees alone, whatever has happened to the run's files.
 """
 
 from __future__ import annotations
@@ -17,23 +18,29 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from ...errors import UserError
 from ...record.directory import EPISODES
 from ...record.problems import PROBLEMS
-from . import figures
-from .page import ACCURACY, drawn, parts, render, token_texts, traces
+from .changes import changes
+from .figures import Figure
+from .page import drawn, parts, plots_of, render, token_texts
 from .run_data import Metrics, RunData, read_run
 from .trees import MAX_TOKENS, TokenTexts, columns_of, step_trees
 from .writing import plotly_js, template
 
 NEWEST_STEPS = 5
 """Steps whose trees the page has."""
+VERSIONS = 8
+"""Versions of the page whose plots and trees are kept; a page of another one is sent all of them."""
 EVERY_MS = 1000
 """Milliseconds between two questions of a page for what is new."""
+SHOWN, PLOTTED = ("config.toml", "metrics.jsonl", PROBLEMS, "rollouts", EPISODES, "report.html"), 3
+"""Files whose times are the version of the page, and how many of them, the first ones, its plots depend on."""
 EXPORTED, NO_REPORT_NS = "export/config.json", 20 * 10**9
 """File of the exported model, and nanoseconds after it in which the run writes its report, if it does."""
 HOSTS = ("127.0.0.1", "localhost")
@@ -69,6 +76,13 @@ def watch(run_dir: Path, port: int) -> None:
             print("No longer served.", file=sys.stderr)
 
 
+class Shown(NamedTuple):
+    """The plots by their ids, and the trees by their files with the times of these, of a version of the page."""
+
+    plots: dict[str, Figure]
+    trees: dict[str, tuple[int, list[dict[str, Any]]]]
+
+
 class Watched:
     """A run whose files are read again when they change; its methods may be called from any thread.
 
@@ -80,7 +94,7 @@ class Watched:
         self.run_dir, self._metrics = run_dir, Metrics()
         read_run(run_dir, self._metrics)
         self._lock = threading.Lock()
-        self._trees: dict[str, tuple[int, list[dict[str, Any]]]] = {}  # by the file's name, with its time
+        self._shown: dict[str, Shown] = {}  # by the version
         self._texts: TokenTexts | None = None
         self._last_page = "", ""  # the version of the page that was made last, and the page
 
@@ -97,12 +111,15 @@ class Watched:
         if self._has_ended(run):
             report = self.run_dir / "report.html"
             return report.read_text(encoding="utf-8") if self._is_reported() else render(run)
-        live = _live(run, self._journal()) | {"version": version, "every_ms": EVERY_MS}
-        return template("report.html.j2").render(**parts(run, self._explorer(run)), **drawn(run), live=live)
+        shown = self._shows(run, version)
+        return self._rendered(run, parts(run, _explorer(shown)) | drawn(run, shown.plots), version)
 
-    def news(self, version: str, after: int) -> dict[str, Any] | None:
-        """Return what a page of ``version`` lacks, whose newest tree is of the step ``after``; None if nothing, and an
-        empty dict if the run has ended."""
+    def _rendered(self, run: RunData, variables: dict[str, Any], version: str) -> str:
+        live = _live(run, self._journal()) | {"version": version, "every_ms": EVERY_MS}
+        return template("report.html.j2").render(**variables, live=live)
+
+    def news(self, version: str) -> dict[str, Any] | None:
+        """Return what a page of ``version`` lacks; None if nothing, and an empty dict if the run has ended."""
         with self._lock:
             now = self._version()
             if now == version:
@@ -110,16 +127,17 @@ class Watched:
             run = read_run(self.run_dir, self._metrics)
             if self._has_ended(run):
                 return {}
-            explorer = self._explorer(run)
-            shown = parts(run, explorer) | {"trees_json": "[]"}
-            no_plots = {"accuracy": "", "curves": [], "stacked": "", "solved": "", "plotly_js": ""}
-            live = _live(run, self._journal()) | {"version": now, "every_ms": EVERY_MS}
+            before, shown = self._shown.get(version, Shown({}, {})), self._shows(run, now)
+            explorer = _explorer(shown)
+            added = [trees for name, (at, trees) in shown.trees.items() if before.trees.get(name, (0, []))[0] != at]
+            nothing = dict.fromkeys(("data", "layout"))
             return {
                 "version": now,
-                "html": template("report.html.j2").render(**shown, **no_plots, live=live),
-                "traces": traces(run),
-                "menus": {ACCURACY: figures.accuracy_menu(run)},
-                "trees": [tree for tree in explorer["trees"] if tree["step"] > after],
+                "html": self._rendered(run, parts(run, explorer) | {"trees_json": "[]"} | drawn(run, {}), now),
+                "plots": {
+                    name: [*changes(before.plots.get(name, nothing), plot)] for name, plot in shown.plots.items()
+                },
+                "trees": list(chain.from_iterable(added)),
                 "steps": sorted({tree["step"] for tree in explorer["trees"]}),
                 "columns": explorer["columns"],
             }
@@ -139,27 +157,35 @@ class Watched:
         return 0 < exported < time.time_ns() - NO_REPORT_NS
 
     def _version(self) -> str:
-        names = ("config.toml", "metrics.jsonl", "rollouts", EPISODES, PROBLEMS, "report.html")
-        return "-".join(map(str, (*(_changed(self.run_dir / name) for name in names), int(self._is_exported()))))
+        return "-".join(map(str, (*(_changed(self.run_dir / name) for name in SHOWN), int(self._is_exported()))))
 
-    def _explorer(self, run: RunData) -> dict[str, Any]:
-        """Return the trees of the newest steps, as `explorer_data` does; files that were read before are not again."""
-        kept: dict[str, tuple[int, list[dict[str, Any]]]] = {}
+    def _shows(self, run: RunData, version: str) -> Shown:
+        """Return what a page of the version shows; what the last version has, of the same files, is not made again."""
+        if version not in self._shown:
+            last, newest = next(reversed(self._shown.items()), ("", Shown({}, {})))
+            same = last.split("-")[:PLOTTED] == version.split("-")[:PLOTTED]
+            self._shown[version] = Shown(newest.plots if same else plots_of(run), self._trees(run, newest.trees))
+            for old in [*self._shown][:-VERSIONS]:
+                del self._shown[old]
+        return self._shown[version]
+
+    def _trees(
+        self, run: RunData, read: Mapping[str, tuple[int, list[dict[str, Any]]]]
+    ) -> dict[str, tuple[int, list[dict[str, Any]]]]:
+        """Return the trees of the newest steps."""
+        trees = {}
         if self._texts is None and run.rollout_files:
             self._texts = token_texts(run)
         for file in run.rollout_files[-NEWEST_STEPS:]:
-            changed, before = _changed(file), self._trees.get(file.name)
+            changed, before = _changed(file), read.get(file.name)
             if before is None or before[0] != changed:
                 try:
                     before = changed, step_trees(file, self._texts, MAX_TOKENS // NEWEST_STEPS)
                 except (OSError, ValueError, KeyError) as error:
                     run.missing.append(f"rollouts/{file.name} cannot be read ({' '.join(str(error).split())[:120]}).")
                     continue
-            kept[file.name] = before
-        self._trees = kept
-        trees = [tree for _, of_file in kept.values() for tree in of_file]
-        note = f"Trees of the newest {len(kept)} steps; the report has others too." if trees else ""
-        return {"trees": trees, "columns": columns_of(trees), "note": note}
+            trees[file.name] = before
+        return trees
 
     def _journal(self) -> Mapping[str, Any]:
         """Return what the run tells of its episodes under way; nothing where there is none."""
@@ -167,6 +193,13 @@ class Watched:
             return json.loads((self.run_dir / EPISODES).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
+
+
+def _explorer(shown: Shown) -> dict[str, Any]:
+    """Return the trees that a page shows, as `explorer_data` does."""
+    trees = [tree for _, of_file in shown.trees.values() for tree in of_file]
+    note = f"Trees of the newest {len(shown.trees)} steps; the report has others too." if trees else ""
+    return {"trees": trees, "columns": columns_of(trees), "note": note}
 
 
 def _live(run: RunData, journal: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,8 +254,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif address.path == "/plotly.js":
             self._answer(200, "text/javascript", plotly_js(), cached="max-age=86400")
         elif address.path == "/news":
-            fields = parse_qs(address.query)
-            if (news := self.run.news(fields["version"][0], int(fields["after"][0]))) is None:
+            if (news := self.run.news(parse_qs(address.query)["version"][0])) is None:
                 self._answer(204, "text/plain", "")
             elif not news:
                 self._answer(410, "text/plain", "The run has ended.")

@@ -8,12 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
 import plotly.offline
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ...errors import RunError
+from .figures import Figure
 
 TEMPLATES = Path(__file__).parent
 
@@ -31,13 +31,11 @@ def template(name: str) -> Template:
     return environment.get_template(name)
 
 
-def html(figure: go.Figure | None, name: str) -> Markup:
-    """Return the HTML element of a figure, with the id ``name``; the script `plots.html.j2` of the page draws it."""
-    if figure is None:
-        return Markup("")
+def html(figure: Figure, name: str) -> Markup:
+    """Return the HTML element of a plot, with the id ``name``; the script `plots.html.j2` of the page draws it."""
     return Markup(
-        f'<div id="{name}" class="plotly-graph-div" style="height:{figure.layout.height}px"></div>'
-        f'<script type="application/json" id="{name}-figure">{_escaped(figure.to_json())}</script>'
+        f'<div id="{name}" class="plotly-graph-div" style="height:{figure["layout"]["height"]}px"></div>'
+        f'<script type="application/json" id="{name}-figure">{script_json(figure)}</script>'
     )
 
 
@@ -47,10 +45,7 @@ def plotly_js() -> Markup:
 
 def script_json(value: Any) -> Markup:
     """Encode as JSON that is safe inside a script element, whatever text the model wrote."""
-    return _escaped(json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
-
-
-def _escaped(text: str) -> Markup:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return Markup(
         text.replace("&", "\\u0026")
         .replace("<", "\\u003c")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
+import random
 import re
 import signal
 import subprocess
@@ -20,6 +23,7 @@ import pytest
 
 from rolltree.engine.app.cli import main
 from rolltree.engine.app.report import write_report
+from rolltree.engine.app.report.changes import changes
 from rolltree.engine.app.report.run_data import Metrics
 from rolltree.engine.app.report.watch import Watched
 from rolltree.engine.record.directory import EPISODES
@@ -81,9 +85,8 @@ def test_news_are_what_has_been_added(run_dir: Path) -> None:
     page = watched.page()
     version = json.loads(re.search(r"let version = (.*?);", page)[1])  # type: ignore[index]
     assert "Step 10 was recorded" in page
-    shown = json.loads(re.search(r'id="trees">(.*?)</script>', page, re.S)[1])  # type: ignore[index]
-    newest = max(tree["step"] for tree in shown)
-    assert watched.news(version, newest) is None
+    assert {tree["step"] for tree in of_page(page, "trees")} == {1, 10}
+    assert watched.news(version) is None
     back()
     (run_dir / EPISODES).write_text(
         json.dumps(
@@ -104,28 +107,117 @@ def test_news_are_what_has_been_added(run_dir: Path) -> None:
             }
         )
     )
-    news = watched.news(version, newest)
+    news = watched.news(version)
     assert news
     assert "Step 20 was recorded" in news["html"]
-    assert {tree["step"] for tree in news["trees"]} == {step for step in news["steps"] if step > newest} != set()
-    assert {traces[0]["x"][-1] for name, traces in news["traces"].items() if name != "plot-accuracy"} == {20}
-    assert all(f'id="{name}"' in page for name in news["traces"])
+    assert {tree["step"] for tree in news["trees"]} == {20}
+    assert news["steps"] == [1, 10, 20]
+    xs = [change for name, of_plot in news["plots"].items() for change in of_plot if change[0][-1] == "x"]
+    assert [value for _, _, value in xs] == [[*range(11, 21)]] * len(xs) != [], "the new points alone"
+    assert all(f'id="{name}"' in page for name in news["plots"])
     for said in ("1 episodes, 7 that wait", "it &lt;b&gt;broke", "&lt;i&gt;six", "the agent works"):
         assert said in news["html"], said
     json.dumps(news, allow_nan=False)
     (run_dir / EPISODES).unlink()
     (run_dir / "export" / "config.json").write_text("{}")
-    assert watched.news("", newest), "the report is still to come"
+    assert watched.news(""), "the report is still to come"
     os.utime(run_dir / "export" / "config.json", (1, 1))
-    assert watched.news(news["version"], newest) == {}
+    assert watched.news(news["version"]) == {}
     (run_dir / "export" / "config.json").unlink()
     written = write_report(run_dir).read_text()
-    assert watched.news(news["version"], newest) == {}
+    assert watched.news(news["version"]) == {}
     assert watched.page() == written, "after the end the page is the report"
     assert "Episodes under way" not in written
     with (run_dir / "metrics.jsonl").open("a") as file:  # it is resumed
         file.write('{"step": 21, "reward/mean": 0.5}\n')
     assert "Step 21 was recorded" in watched.page()
+
+
+def of_page(page: str, name: str) -> Any:
+    """Return the data of an element of a page."""
+    return json.loads(re.search(rf'id="{name}">(.*?)</script>', page, re.S)[1])  # type: ignore[index]
+
+
+def renewed(page: Any, changes: Any) -> Any:
+    """Return what a page makes of its plot and the changes."""
+    page = json.loads(json.dumps(page))
+    for place, kept, value in json.loads(json.dumps(changes, allow_nan=False)):
+        *path, last = place
+        at = functools.reduce(lambda part, name: part[name], path, page)
+        at[last] = value if kept is None else at[last][:kept] + value
+    return page
+
+
+EMPTY: dict[str, Any] = {"data": None, "layout": None}
+
+
+def test_changes_make_one_plot_into_the_other() -> None:
+    rng = random.Random(0)
+
+    def plot() -> dict[str, Any]:
+        lines = [{"y": [rng.choice((0.5, 1.5)) for _ in range(rng.randrange(4))]} for _ in range(rng.randrange(3))]
+        menus = {} if rng.random() < 0.3 else {"menus": [{"args": [{"x": [line["y"]]}, "title"]} for line in lines]}
+        return {"data": lines, "layout": {"height": rng.randrange(2), **menus}}
+
+    for _ in range(500):
+        before, now = plot(), plot()
+        assert renewed(before, [*changes(before, now)]) == now
+        twice = renewed(renewed(before, [*changes(before, now)]), [*changes(before, now)])
+        assert twice == now, "what a page has taken in part, it may take again"
+        assert renewed(EMPTY, [*changes(EMPTY, now)]) == now
+    assert [*changes({"y": [1, 2]}, {"y": [1, 2, 3]})] == [(["y"], 2, [3])]
+    assert [*changes({"y": [1, 2]}, {"y": [1, 2]})] == []
+
+
+def written(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_a_page_has_the_plots_of_the_files_whatever_happens_to_them(tmp_path: Path) -> None:
+    """Steps are added, a metric begins late, values are not finite, and a resumed run replaces the end of the file."""
+    run_dir = write_fake_run(tmp_path, steps=100)
+    metrics = run_dir / "metrics.jsonl"
+    (run_dir / "config.toml").write_text("")  # it goes on
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    late = [{name: row[name] for name in row if name != "actor/entropy"} for row in rows]
+    other = [row | {"reward/mean": -1.0} for row in rows]
+    odd = {"step": 101, "reward/mean": math.nan, "timing_s/step": math.inf, "actor/grad_norm": None}
+    states = [
+        written(late[:30]), written(late[:39]), written(late[:39] + rows[39:45]), written(late[:39] + rows[39:90])[:-9],
+        written(rows), written([*rows, odd]), written(rows[:50] + other[50:60]), written(rows[:50] + other[50:99]),
+        written(rows[:50] + other[50:] + other[50:]), "", written(other[:3]), '{"step": 1e999}\n' + written(rows),
+    ]  # fmt: skip
+    watched, version, page = Watched(run_dir), "", dict[str, Any]()
+    for number, state in enumerate(states):
+        metrics.write_text(state)
+        os.utime(metrics, (number + 1, number + 1))
+        news = watched.news(version)
+        assert news
+        plots = {name: renewed(page.get(name, EMPTY), of_plot) for name, of_plot in news["plots"].items()}
+        whole = Watched(run_dir).news("")
+        assert whole
+        assert plots == {name: renewed(EMPTY, of_plot) for name, of_plot in whole["plots"].items()}, number
+        assert news["html"] == whole["html"]
+        version, page = news["version"], plots
+    fresh = Watched(run_dir).page()
+    assert page == {name: of_page(fresh, f"{name}-figure") for name in page}
+
+
+def test_trees_that_a_resumed_run_writes_again_are_sent_again(run_dir: Path) -> None:
+    back = cut(run_dir, 10)
+    watched = Watched(run_dir)
+    version = watched.news("")["version"]  # type: ignore[index]
+    again = run_dir / "rollouts" / "step_000010.parquet"
+    again.write_bytes((run_dir / "rollouts" / "step_000001.parquet").read_bytes())
+    back()
+    news = watched.news(version)
+    assert news
+    assert [tree["step"] for tree in news["trees"]].count(20) > 0 < [tree["step"] for tree in news["trees"]].count(1)
+    for file in (run_dir / "rollouts").iterdir():
+        file.unlink()
+    emptied = watched.news(news["version"])
+    assert emptied
+    assert (emptied["trees"], emptied["steps"]) == ([], [])
 
 
 def test_metrics_are_read_on_from_where_they_were(tmp_path: Path) -> None:
@@ -149,6 +241,8 @@ def test_metrics_are_read_on_from_where_they_were(tmp_path: Path) -> None:
     assert [row["a"] for row in kept.read(path, [])] == [1, 3, 4]
     path.write_text('{"step": 9, "a": 9}\n')
     assert [row["step"] for row in kept.read(path, [])] == [9], "a file that is shorter is another one"
+    path.write_text('{"step": 7, "a": 9}\n{"step": 8, "a": 9}\n')
+    assert [row["step"] for row in kept.read(path, [])] == [7, 8], "so is one that is longer, and has another beginning"
 
 
 def _heed_interrupts() -> None:
@@ -169,7 +263,7 @@ def served(run_dir: Path) -> Iterator[str]:
         assert line.startswith("http://127.0.0.1:"), line
         yield line.split()[0]
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
@@ -181,7 +275,7 @@ def test_the_server_is_this_machines_alone(run_dir: Path) -> None:
     with served(run_dir) as address:
         for path, headers, status in (
             ("", {}, 200), ("", {"Host": "evil.example:80"}, 403), ("../config.toml", {}, 404), ("news", {}, 500),
-            ("news?version=x&after=3", {}, 200),
+            ("news?version=x", {}, 200),
         ):  # fmt: skip
             try:
                 answered = urllib.request.urlopen(urllib.request.Request(address + path, headers=headers)).status
@@ -226,6 +320,14 @@ def test_plots_and_choices_stay_where_they_are(tmp_path: Path) -> None:
         assert page.value(f"{accuracy}.data[0].x.join() === {menu}.buttons[1].args[0].x[0].join()")
         assert page.value("[...document.querySelectorAll('#step option')].at(-1).value") == "120"
         assert page.value("document.getElementById('colour').value") == "entropy"
+        cut(run_dir, 60)  # it is resumed
+        metrics = run_dir / "metrics.jsonl"
+        metrics.write_text(metrics.read_text() + written([{"step": step, "reward/mean": 3.0} for step in range(61, 150)]))
+        page.until("document.getElementById('live').textContent.includes('Step 149')")
+        reward = "document.getElementById('plot-0')"
+        assert page.value("window.same")
+        assert page.value(f"{reward}.data[0].x.join()") == ",".join(map(str, range(1, 150)))
+        assert page.value(f"{reward}.calcdata[0].filter((point) => point.y === 3).length") == 89
         assert page.errors == []
 
 
