@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ verifier = "{folder}/judge.py:judge"
 workers = 1
 [rollout]
 program = "agent"
-program_options = {{ command = ["sh", "{script}"], timeout_s = 300, roles = {roles} }}
+program_options = {{ command = ["sh", "{script}"], timeout_s = 300, roles = {roles}, same = {same} }}
 n = 4
 temperature = 4.0
 max_new_tokens = 60000
@@ -93,7 +94,9 @@ def write(folder: Path, name: str) -> tuple[Path, PreTrainedTokenizerFast]:
     (folder / "judge.py").write_text(JUDGE)
     script = ROOT / "examples" / "coding_agents" / f"{name}.sh"
     roles = ["title"] if name == "opencode_titled" else []
-    (folder / "run.toml").write_text(TOML.format(folder=folder, script=script, roles=roles))
+    same = tomllib.loads(script.with_name("same.toml").read_text())[name.removesuffix("_titled")]
+    entries = ", ".join(f"{json.dumps(pattern)} = {json.dumps(text)}" for pattern, text in same.items())
+    (folder / "run.toml").write_text(TOML.format(folder=folder, script=script, roles=roles, same=f"{{ {entries} }}"))
     return folder / "run.toml", words
 
 
