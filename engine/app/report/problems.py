@@ -54,7 +54,11 @@ def figure(run: RunData) -> Figure | None:
     if not points:
         return None
     plot = styled(points, {"showlegend": False}, percent=False, height=320, title="responses")
-    plot["layout"]["xaxis"] |= {"title": {"text": "estimated success rate"}, "tickformat": ".0%", "range": [-0.02, 1.02]}
+    plot["layout"]["xaxis"] |= {
+        "title": {"text": "estimated success rate"},
+        "tickformat": ".0%",
+        "range": [-0.02, 1.02],
+    }
     return plot
 
 

@@ -322,7 +322,9 @@ def test_plots_and_choices_stay_where_they_are(tmp_path: Path) -> None:
         assert page.value("document.getElementById('colour').value") == "entropy"
         cut(run_dir, 60)  # it is resumed
         metrics = run_dir / "metrics.jsonl"
-        metrics.write_text(metrics.read_text() + written([{"step": step, "reward/mean": 3.0} for step in range(61, 150)]))
+        metrics.write_text(
+            metrics.read_text() + written([{"step": step, "reward/mean": 3.0} for step in range(61, 150)])
+        )
         page.until("document.getElementById('live').textContent.includes('Step 149')")
         reward = "document.getElementById('plot-0')"
         assert page.value("window.same")
