@@ -257,7 +257,8 @@ def packed_flat(x: Inputs, loss_of: Callable[[Inputs, TreeBatch], Loss]) -> Call
     model = own_model(x, BY_SEQUENCE)
     paths = [x.tree.chain(leaf) for leaf in range(x.tree.num_leaves)]
     batches = []
-    for batch in pack(paths, max_tokens=MAX_TOKENS[model.device.type], device=model.device):
+    cost = CostModel.of(model)  # by which no path is worth sharing with others
+    for batch in pack(paths, max_tokens=MAX_TOKENS[model.device.type], device=model.device, unshare=cost):
         assert batch.cu_seqlens is not None
         batches.append((batch, {"attention_mask": FLAT_MASK, "lengths": batch.cu_seqlens.diff().tolist()}))
     return packed_step(model, batches, partial(loss_of, x))
@@ -294,7 +295,7 @@ def varlen_flat(x: Inputs) -> Calls:
         raise UnsupportedError("it needs CUDA, and flash-attn or torch's varlen attention")
     model = own_model(x, "rolltree")
     paths = [x.tree.chain(leaf) for leaf in range(x.tree.num_leaves)]
-    batches = pack(paths, max_tokens=MAX_TREE_TOKENS, device=model.device)
+    batches = pack(paths, max_tokens=MAX_TREE_TOKENS, device=model.device, unshare=CostModel.of(model))
     objective = Objective()
     return step_of(
         model,

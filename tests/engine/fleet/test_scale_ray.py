@@ -99,6 +99,13 @@ def test_workers_are_processes_that_end_alone(ray: Any) -> None:
     workers.close()
 
 
+def read_until_gone(reader: Any, stored: Any) -> None:
+    """Read a stored value until Ray has noticed the end of its owner."""
+    for _ in range(60):
+        assert reader.ask("total", stored).result(60) == 1_000_000
+        time.sleep(1)
+
+
 @pytest.mark.timeout(900)
 def test_what_a_worker_has_stored_can_be_read_until_it_ends(ray: Any) -> None:
     from rolltree.engine.fleet.ray import RayWorkers
@@ -111,9 +118,7 @@ def test_what_a_worker_has_stored_can_be_read_until_it_ends(ray: Any) -> None:
     with pytest.raises(LostError, match="engine 0 has ended"):
         owner.ask("pid").result(60)
     with pytest.raises(GoneError, match="what a process had stored is no more"):
-        for _ in range(60):  # it can be read until Ray has noticed the end
-            assert reader.ask("total", stored).result(60) == 1_000_000
-            time.sleep(1)
+        read_until_gone(reader, stored)
     assert reader.ask("pid").result(60)
     workers.close()
 
