@@ -28,7 +28,7 @@ from ..data.tree import TokenTree
 from .device import to_device
 from .pieces import Piece
 from .recurrence import Recurrence
-from .rows import concat_rows, distinct_rows
+from .rows import concat_rows, distinct_rows, rows_of_all
 
 FIELDS = frozenset(f.name for f in fields(PolicyFields))
 """Columns of these names reach the kernels unchanged."""
@@ -283,8 +283,12 @@ _recurrences: weakref.WeakKeyDictionary[TreeBatch, Recurrence] = weakref.WeakKey
 
 
 def recurrence_of(batch: TreeBatch) -> Recurrence:
-    """Return the recurrence of a batch of whole trees; its plan is made once, from the trees on the host."""
+    """Return the recurrence of a batch of whole trees; its plan is made once, from its trees, if any, on the host."""
     if batch not in _recurrences:
-        end = concat_rows([distinct_rows(tree) for tree in batch.trees]).end
+        if not batch.trees:
+            end = batch.subtree_end.cpu().numpy()
+        else:
+            rows = concat_rows([distinct_rows(tree) for tree in batch.trees])
+            end = (rows if rows.num_rows == batch.num_tokens else rows_of_all(batch.trees)).end
         _recurrences[batch] = Recurrence(RecurrencePlan.make(find_segments(end), device=batch.input_ids.device))
     return _recurrences[batch]

@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from rolltree.engine.batches import batch as batches
+from rolltree.engine.batches.cost import CostModel
+from rolltree.engine.batches.distribute import distribute
 from rolltree.engine.batches.pack import pack
 from rolltree.engine.batches.pieces import PieceStore, depth_first
 from rolltree.engine.data.tree import TokenTree
@@ -65,6 +67,30 @@ def test_log_probs_and_gradients_equal_the_flat_ones(family: str) -> None:
     print(f"{family}: log-probs {off(right, found):.1e}, gradients {relative:.1e} ({name})")
     assert off(right, found) < 1e-5
     assert relative < 1e-5, name
+
+
+@pytest.mark.check(but=1)
+@pytest.mark.parametrize("family", EVERY)
+def test_prompts_that_begin_alike_share_their_states(family: str) -> None:
+    """Two prompts below one system prompt, and the batch without trees that another rank of two computes meanwhile."""
+    model, begin = make(family), list(range(3, 40))
+    trees = [
+        TokenTree.from_sequences(begin + prompt, [[5, 6, 7], [5, 9]], advantages=[1.0, -1.0])
+        for prompt in ([1, 2], [4], [4, 4, 8])
+    ]
+    right = flat(model, trees)
+    loss(right).backward()
+    expected = gradients(model)
+    (batch,) = pack(trees, max_tokens=1 << 20)
+    assert batch.num_tokens < 0.6 * sum(tree.num_tokens for tree in trees)
+    found = packed(model, trees)
+    loss(found).backward()
+    relative, name = worst(expected, gradients(model))
+    assert off(right, found) < 1e-5
+    assert relative < 1e-5, name
+    filler = distribute(trees[:1], 2, CostModel.of(model), max_tokens=1 << 20)[1][0]
+    assert not filler.trees
+    assert batch_logprob(model, filler).logprob.isfinite().all()
 
 
 @pytest.mark.parametrize("family", QUICK)
