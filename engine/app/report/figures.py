@@ -336,4 +336,4 @@ def styled(
             "exponentformat": "SI" if largest >= 1e-3 else "power",
         },
     }
-    return {"data": list(traces), "layout": style | layout}
+    return {"data": list(traces), "layout": {**style, **layout}}
