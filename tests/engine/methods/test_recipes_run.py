@@ -90,6 +90,7 @@ ELSEWHERE = {
     "azr": "its program has roles: tests/engine/methods/test_roles.py",
     "unity_mas_o": "its program has roles: tests/engine/methods/test_roles.py",
     **dict.fromkeys(("optimal_token", "oblr", "rover", "laser"), "test_statistics_columns.py"),
+    **dict.fromkeys(("greso", "sgpo", "knapsack"), "they need a file of problems: test_recipes_of_savers.py"),
     **dict.fromkeys(
         (
             "prefix_rft",

@@ -95,6 +95,7 @@ def run_for_real(made: Scenario, workers: Any) -> Seen:
             controller.end_step(batch, Weights(), step + 1)
         seconds = time.monotonic() - begin
     fleet.close()
+    workers.close()
     return Seen(seconds / (STEPS - SETTLING), sum(lags) / len(lags))
 
 
