@@ -19,7 +19,7 @@ TASKS = {
         {"min_numbers": 3, "max_numbers": 4, "min_decimals": 0, "max_decimals": 0, "min_value": 0, "max_value": 99},
     ),
 }
-"""Of each task, the number of worked examples and the options of its problems."""
+"""The number of worked examples and the options of the problems, by task."""
 PROBLEMS = 4096
 
 

@@ -29,7 +29,7 @@ AT_ONCE = 10_000
 PLACED_S = 300.0
 """Seconds that a cluster may take to find room for all workers, for example while nodes are added."""
 LOOK_S = 0.2
-"""Seconds between two looks at that room."""
+"""Seconds between two requests for the state of that room."""
 
 # Ray reads these when it is imported. The first keeps it on the loopback interface: it decides that the nodes of a
 # cluster are all on this machine, as on Windows and macOS.

@@ -22,7 +22,7 @@ Role = Literal["rank", "engine", "reward"]
 
 
 class Room(Enum):
-    """What a cluster that grows and shrinks has for one worker; see `rolltree.engine.fleet.rooms`."""
+    """The state of one worker's place in a cluster that grows and shrinks; see `rolltree.engine.fleet.rooms`."""
 
     FOUND = "found"
     LEAVING = "leaving"

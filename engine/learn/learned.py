@@ -25,7 +25,7 @@ from .learning import LearningParts
 
 
 class Part(NamedTuple):
-    """What one rank has of a tensor.
+    """One rank's part of a tensor, as bytes.
 
     Attributes:
         size: of the whole tensor.

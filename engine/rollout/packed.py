@@ -92,7 +92,7 @@ class Patch(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What changed in a tensor of ``shape``."""
+    """The elements of a tensor of ``shape`` that changed."""
 
     patches: list[Patch]
     shape: torch.Size

@@ -209,7 +209,7 @@ class Gone:
 def test_weights_that_are_gone_take_the_run_back(
     toml: Path, alone: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """The sampling thread is told of it where there is one, and another one takes its place."""
+    """The sampling thread raises the error where there is one, and another thread takes its place."""
     ship, shipped = Replica.ship, list[int]()
 
     def loses_one(self: Replica, version: int, since: int | None) -> Any:
