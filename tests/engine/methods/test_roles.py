@@ -307,6 +307,11 @@ def text_of(two: Two, tree: TokenTree, leaf: int, role: int) -> str:
     return str(two.run.tokenizer.decode(ids, skip_special_tokens=True))
 
 
+def judged_text(two: Two, tree: TokenTree, leaf: int) -> str:
+    """Return the verifier's text; one that was cut off has no verdict."""
+    return text_of(two, tree, leaf, 1) if tree.status[leaf] == LeafStatus.STOP else ""
+
+
 def baseline(tree: TokenTree, role: int, values: Sequence[float]) -> dict[int, float]:
     """Return each leaf's credit in a role: its response's mean value among the group's, each response once."""
     members: dict[tuple[int, ...], list[int]] = {}
@@ -337,7 +342,7 @@ def step_rewards(two: Two, tree: TokenTree) -> list[Any]:
                 ]
                 place[step] = int(mine[next((i for i, n in enumerate(spelled) if n >= piece.end()), len(rows) - 1)])
         ends[keys[-1]] = place
-        for number, said in {int(n): s for n, s in re.findall(PATTERN, text_of(two, tree, leaf, 1))}.items():
+        for number, said in {int(n): s for n, s in re.findall(PATTERN, judged_text(two, tree, leaf))}.items():
             if number in place:
                 votes.setdefault((keys[-1], number), []).append(1.0 if said == SAYS_RIGHT else -1.0)
     means = {key: sum(v) / len(v) for key, v in votes.items()}
@@ -376,7 +381,7 @@ def test_rl_tango(toml: Path, tmp_path: Path) -> None:
             right = [float(len(text_of(two, tree, leaf, 0)) % 2) for leaf in range(tree.num_leaves)]
             agrees = []
             for leaf, outcome in enumerate(right):
-                said = re.findall(r"[12](1?)", text_of(two, tree, leaf, 1))
+                said = re.findall(r"[12](1?)", judged_text(two, tree, leaf))
                 agrees.append(float((said[-1] == "") == (outcome >= 1)) if said else 0.0)
             first, second = baseline(tree, 0, right), baseline(tree, 1, agrees)
             gained = step_rewards(two, tree)
