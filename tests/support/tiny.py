@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rolltree.engine.app.config import load_config
 from rolltree.engine.batches.batch import TreeBatch
@@ -95,6 +95,15 @@ def tiny_job(files: Mapping[str, Any] | None = None, **tables: Any) -> Any:
         return write_job(tmp_path_factory.mktemp("job"), files, **tables)
 
     return toml
+
+
+def write_other(toml: Path) -> None:
+    """Write into the folder ``other`` beside ``toml`` a model of the same shape with other weights, a teacher say."""
+    folder = toml.parent / "other"
+    torch.manual_seed(5)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(toml.parent / "model")).save_pretrained(folder)
+    for file in (toml.parent / "model").glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
 
 
 def beside(toml: Path, name: str, **tables: Any) -> Path:

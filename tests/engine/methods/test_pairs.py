@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rolltree.engine import UserError, load_config
 from rolltree.engine.app.assembly.learning import learning_parts
@@ -39,7 +38,7 @@ from rolltree.engine.record.metrics import Stopwatch, Sums
 from rolltree.kernels.policy_loss import ALIASES, PRESETS
 
 from ...support.real_step import take_steps
-from ...support.tiny import GIVEN, NO_METHOD, write_job
+from ...support.tiny import GIVEN, NO_METHOD, write_job, write_other
 
 JUDGES = """
 def judged(text, entry):
@@ -118,9 +117,7 @@ def toml(tmp_path_factory) -> Path:
         rollout={**NO_METHOD["rollout"], "n": None}, reward={"verifier": "reward.py:judged"},
         algorithm=NO_METHOD["algorithm"],
     )  # fmt: skip
-    torch.manual_seed(5)
-    other = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path.parent / "model"))
-    other.save_pretrained(path.parent / "other")
+    write_other(path)
     return path
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from rolltree.engine.app.recipes import recipe_names
 from rolltree.engine.data.segment import Origin
 
 from ...support.real_step import Steps, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
-from ...support.tiny import GIVEN, NO_METHOD, tiny_job
+from ...support.tiny import GIVEN, NO_METHOD, write_job, write_other
 
 MINE = """
 def mixed(text, entry):
@@ -57,7 +58,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "sft": (DEMONSTRATIONS, "--trainer.prompts_per_step=0"),
     "ink_grpo": (DEMONSTRATIONS,),
     "pear": (RECORDED, "--trainer.prompts_per_step=0"),
-    "opd": ("--roles.teacher={{path='{folder}/model'}}",),
+    "opd": ("--roles.teacher={{path='{folder}/other'}}",),
     "brorl": ("--rollout.n=16",),
     "dump": (
         "--data.tasks=[{{name='chain_sum', options={{min_digits=1,max_digits=1}}}},"
@@ -186,10 +187,14 @@ def with_marks(names: list[str]) -> list[Any]:
 
 
 RECORDED = [{"prompt": f"{a} + 2 =", "response": "Answer: 3", "logprobs": [-3.0 - 0.1 * a] * 4} for a in range(6)]
-toml = tiny_job(
-    {"mine.py": MINE, "given.jsonl": GIVEN, "recorded.jsonl": RECORDED},
-    reward={"verifier": "mine.py:mixed"}, **NO_METHOD,
-)  # fmt: skip
+FILES = {"mine.py": MINE, "given.jsonl": GIVEN, "recorded.jsonl": RECORDED}
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_job(tmp_path_factory.mktemp("job"), FILES, reward={"verifier": "mine.py:mixed"}, **NO_METHOD)
+    write_other(path)
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,11 @@ class Letters:
 
 @pytest.fixture(autouse=True)
 def letters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "response_text", lambda tokenizer, ids: "".join(map(chr, ids)))
+    read = roles.response_text
+    monkeypatch.setattr(
+        roles, "response_text",
+        lambda tokenizer, ids: "".join(map(chr, ids)) if isinstance(tokenizer, Letters) else read(tokenizer, ids),
+    )  # fmt: skip
 
 
 def spoken(*turns: tuple[str, Sequence[str]]) -> TokenTree:
@@ -272,13 +276,14 @@ PATTERN, SAYS_RIGHT, SEPARATOR = r"([12])(1?)", "", "o"
 
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without a method, whose second model writes many a 1 and 2."""
+    """A run without a method, whose second model writes many a 1 and 2, and ends its texts."""
     path = write_two(tmp_path_factory.mktemp("roles"))
     other = path.parent / "other"
     tokenizer, model = AutoTokenizer.from_pretrained(other), AutoModelForCausalLM.from_pretrained(other)
     with torch.no_grad():
-        for digit in "12":
-            model.get_input_embeddings().weight[tokenizer(digit)["input_ids"]] *= 12
+        rows, digits = model.get_input_embeddings().weight, tokenizer("12")["input_ids"]
+        rows[digits] *= 12
+        rows[tokenizer.eos_token_id] = 1.2 * rows[digits].sum(0)  # the end is what follows a digit, not another one
     model.save_pretrained(other)
     text = path.read_text()
     path.write_text(
@@ -371,7 +376,7 @@ def test_rl_tango(toml: Path, tmp_path: Path) -> None:
             {"name": "'outcome'", "verifier": f"'{folder}/judges.py:odd'"},
             {"name": "'verdict'", "options": f"{{pattern='{PATTERN}',says_right=''}}".replace(PATTERN, "[12](1?)")},
         ],
-        f"--models.verifier.path={folder}/other",
+        f"--models.verifier.path={folder}/other", "--trainer.prompts_per_step=16",
         f"--reward.shaping=[{{name='step_verdicts',options={{pattern='{PATTERN}',says_right='',separator='o'}}}}]",
     )  # fmt: skip
     steps = 0
