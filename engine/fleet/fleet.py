@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -39,7 +39,7 @@ from . import engines
 from .engines import Engine, LeastLoaded, News
 from .host import Facts, Host, Result
 from .rooms import Rooms
-from .shipping import Shipper, ship
+from .shipping import Elsewhere, Shipper, ship
 from .workers import GoneError, LostError, Reference, Room, Workers
 
 LOOK_S = 0.05
@@ -82,9 +82,11 @@ class Fleet:
         self._sends_changes = sends_changes
         self._version = self._newest = 0  # of the weights; the run may go back from the newest
         self._shipper = Shipper(workers.put)
-        self._weights: tuple[list[Reference], bool] | None = None  # the newest whole buckets, and `keep_keys`
-        self._loads: set[Future[int]] = set()  # of these
-        self._gone: str | None = None  # why they cannot be fetched any more
+        self._source: WeightSource | None = None  # of the newest weights
+        self._weights: tuple[list[Reference], bool] | None = None  # their whole buckets, and `keep_keys`
+        self._loads: dict[Future[int], list[Reference]] = {}  # of these weights, by the buckets that were stored then
+        self._gone: str | None = None  # why the buckets cannot be fetched any more
+        self._without: set[Engine] = set()  # could not fetch them
         self._times_gone = 0  # since the newest version
         self._numbers = 0
         self._lost: Counter[int] = Counter()  # losses of each engine since the last weights
@@ -95,7 +97,7 @@ class Fleet:
         self._facts: Facts | None = None
         self._news, self._least = News(), LeastLoaded()
         self._looked = workers.clock()  # when it last looked after all engines
-        self._rooms = None if least is None else Rooms(workers, least, engines, note)
+        self._rooms, self._note = None if least is None else Rooms(workers, least, engines, note), note
         self._at = {index: self._start(index) for index in range(engines if least is None else 0)}
         self._follow()
 
@@ -248,27 +250,52 @@ class Fleet:
         self._before["sent_weight_bytes"] += shipment.sent_nbytes
         if version > self._newest:
             self._newest, self._times_gone = version, 0
-        self._version, self._lost, self._gone = version, Counter(), None
-        self._weights, self._loads = (shipment.whole, keep_keys and not goes_back), set()
+        self._version, self._lost, self._source = version, Counter(), weights
+        self._weights, self._loads = (shipment.whole, keep_keys and not goes_back), {}
+        self._gone, self._without = None, set()
         for engine in self._engines:
             if engine.serving and shipment.changes is not None:
                 future = engine.call("load", shipment.changes, version, keep_keys, since)
                 engine.commands[future] = self.workers.clock()
-                self._loads.add(future)
-            elif engine.serving:
-                engine.commands[self._ask_load(engine)] = self.workers.clock()
+                self._loads[future] = shipment.whole
             elif engine.facts is None:
-                engine.arrival, engine.asked_at = self._ask_load(engine), self.workers.clock()
+                self._ask_load(engine)
         while goes_back and any(engine.commands for engine in self._engines):  # newer weights would serve as well
             self._round(LOOK_S)
 
-    def _ask_load(self, engine: Engine) -> Future[int]:
+    def _ask_load(self, engine: Engine) -> None:
         """Let an engine fetch the newest weights, whole."""
         assert self._weights is not None
         buckets, keep_keys = self._weights
         future = engine.call("load", buckets, self._version, keep_keys)
-        self._loads.add(future)
-        return future
+        self._loads[future] = buckets
+        if engine.serving:
+            engine.commands[future] = self.workers.clock()
+        else:
+            engine.arrival, engine.asked_at = future, self.workers.clock()
+
+    def _load_again(self) -> None:
+        """Send the newest weights to the engines that could not fetch them; where they are gone, once they are stored
+        again, which the ranks do while they have no other work.
+
+        Raises:
+            RanksLostError: the run has to go back to its checkpoint, since no rank has these weights any more.
+        """
+        without, self._without = self._without, set()  # where the run goes back, all engines fetch other weights
+        if self._gone is not None:
+            assert self._weights is not None
+            if not isinstance(self._source, Elsewhere):
+                raise RanksLostError(f"The weights of version {self._version} cannot be fetched because {self._gone}")
+            if (shipment := self._source.ship_again(self._version)) is None:
+                self._without = without
+                return
+            self._note(f"The weights of version {self._version} are stored once more because {self._gone}.")
+            self._before["weight_bytes"] += shipment.nbytes
+            self._before["sent_weight_bytes"] += shipment.nbytes
+            self._weights, self._gone = (shipment.whole, self._weights[1]), None
+        for engine in without:
+            if self._at.get(engine.index) is engine:
+                self._ask_load(engine)
 
     def rest(self) -> None:
         """Let all engines rest, also those that are starting."""
@@ -323,9 +350,8 @@ class Fleet:
         """Wait for an answer of the engines or of ``others``; then collect results, replace lost engines, send jobs.
 
         Raises:
-            RanksLostError: an engine could not fetch the newest weights, because a rank that had stored them has ended.
+            RanksLostError: an engine could not fetch the newest weights, and they are nowhere else.
         """
-        gone = self._gone
         self.workers.wait([self._news.any, *others], seconds)
         for engine in self._news.take():
             self._attend(engine, self._read, self._look_after)
@@ -335,11 +361,16 @@ class Fleet:
             for engine in self._engines:
                 self._attend(engine, self._look_after)
         self._dispatch()
-        if self._gone is not None and gone is None:  # now that all news is read
-            self._tell_gone()
+        if self._without:  # now that all news is read
+            self._load_again()
 
-    def _tell_gone(self) -> NoReturn:
-        """Let the run go back to its checkpoint, unless that has happened too often."""
+    def _are_gone(self, why: str) -> None:
+        """Note that the stored weights are gone.
+
+        Raises:
+            RunError: that has happened too often.
+        """
+        self._gone = why
         self._times_gone += 1
         if self._times_gone > self._restarts:
             raise RunError(
@@ -347,7 +378,6 @@ class Fleet:
                 f"{self._restarts}), the last time because {self._gone}; look into the logs of Ray "
                 "(/tmp/ray/session_latest/logs), then use --resume."
             )
-        raise RanksLostError(f"The weights of version {self._version} cannot be fetched because {self._gone}")
 
     def _follow(self) -> None:
         """Start engines where the cluster has room, and drop those that leave with their nodes."""
@@ -389,10 +419,12 @@ class Fleet:
             if self._weights is None:
                 self._serve(engine)
             elif self._gone is None:
-                engine.arrival = self._ask_load(engine)
+                self._ask_load(engine)
+            else:
+                self._without.add(engine)
         if engine.arrival is not None and engine.arrival.done():
             arrival, engine.arrival, engine.asked_at = engine.arrival, None, self.workers.clock()
-            if self._done(arrival):
+            if self._done(engine, arrival):
                 self._serve(engine)
         ended = engine.take_ended()
         for number in ended:
@@ -402,11 +434,11 @@ class Fleet:
             self._least.changed(engine)
         for future in [future for future in engine.commands if future.done()]:
             del engine.commands[future]
-            self._done(future)
+            self._done(engine, future)
         engine.pass_questions(self._judge)
 
-    def _done(self, command: Future[Any]) -> bool:
-        """Return whether a command has been done; False if the weights that it was to fetch are no more.
+    def _done(self, engine: Engine, command: Future[Any]) -> bool:
+        """Return whether an engine has done a command; False if the weights that it was to fetch are no more.
 
         Raises:
             LostError: the engine is no more.
@@ -414,8 +446,11 @@ class Fleet:
         try:
             command.result()
         except GoneError as error:
-            if command in self._loads and self._gone is None:  # not of weights that newer ones have followed
-                self._gone = str(error).rstrip(".")
+            if (buckets := self._loads.get(command)) is not None:  # of the newest weights
+                self._without.add(engine)
+                assert self._weights is not None
+                if self._gone is None and buckets is self._weights[0]:
+                    self._are_gone(str(error).rstrip("."))
             return False
         return True
 

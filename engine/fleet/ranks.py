@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +41,14 @@ LOOK_S = 0.5
 """Seconds between checks of the time while answers are outstanding."""
 REASON_S = 2.0
 """Seconds to wait for the other ranks' errors after the first: the first may only follow from another."""
+
+
+class Kept(NamedTuple):
+    """The state after an update, in memory."""
+
+    ranks: list[Reference]
+    functions: dict[str, Any]
+    updates: int
 
 
 class Ranks:
@@ -91,9 +100,9 @@ class Ranks:
         self._utilization: dict[str, float] = {}
         self._directory = tempfile.TemporaryDirectory(prefix="rolltree-ranks-")
         self._mirrors = mirrors
-        self._kept: list[Reference] | None = None  # state of each rank after the newest update
-        self._kept_states: dict[str, Any] = {}  # of the functions
+        self._kept: Kept | None = None  # after the newest update
         self._groups = 0
+        self._asking = threading.RLock()  # all ranks are asked in one order
         self._ranks: list[Worker] = []
         self._start()
 
@@ -143,7 +152,7 @@ class Ranks:
             sums.count("actor/out_of_memory", self._out_of_memory)
         self._spans += [Span(s.name, begin + s.begin, begin + s.end) for s in reply.spans]
         self._utilization = reply.utilization
-        self.updates, self._out_of_memory = int(digests[0].updates), 0
+        self._out_of_memory = 0
         if step > self._newest:
             self._newest, self._lost = step, 0
         return reply.changed
@@ -169,6 +178,8 @@ class Ranks:
                 raise RanksLostError(
                     f"A rank ran out of memory; micro-batches have {self.max_tokens} tokens from now on"
                 ) from None
+            if method == "update":
+                self.updates = int(answers[0][0].updates)
             if self._mirrors:
                 self._keep()
             return answers
@@ -202,7 +213,16 @@ class Ranks:
     def weights(self) -> RankWeights:
         self._repeated(lambda: None)
         assert self._facts is not None
-        return RankWeights(self._facts.parameters, self._all)
+        return RankWeights(self._facts.parameters, self._all, self._ship_again)
+
+    def _ship_again(self, version: int) -> Shipment | None:
+        """Store the weights as `Elsewhere.ship_again` says; raises as `_repeated`."""
+        if not self._asking.acquire(blocking=False):
+            return None
+        try:
+            return Shipment.joined(self._all("ship", version, None)) if self.updates == version else None
+        finally:
+            self._asking.release()
 
     def usual_tokens(self) -> Array:
         self._repeated(lambda: None)
@@ -221,7 +241,8 @@ class Ranks:
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         self._kept = None  # of another update
-        self.updates = self._all("load", str(directory.absolute()), state)[0]
+        with self._asking:
+            self.updates = self._all("load", str(directory.absolute()), state)[0]
 
     def states(self) -> dict[str, Any]:
         """Return the states of the first rank's functions: all ranks give credit to all trees, so theirs are equal."""
@@ -250,18 +271,19 @@ class Ranks:
         Raises:
             RanksLostError: the state is not in memory.
         """
-        while True:
-            try:
-                self._join()
-                return work()
-            except RanksLostError as error:
-                self._go_on(error)
+        with self._asking:
+            while True:
+                try:
+                    self._join()
+                    return work()
+                except RanksLostError as error:
+                    self._go_on(error)
 
     def _keep(self) -> None:
         """Keep the state of every rank in the memory of its node and of the next rank's."""
         kept = self._answers("state", [self.workers.leave(rank, "state") for rank in self._ranks])
         self._hold(kept)
-        self._kept, self._kept_states = kept, self._ask_states()
+        self._kept = Kept(kept, self._ask_states(), self.updates)
 
     def _hold(self, kept: Sequence[Reference]) -> None:
         self._answers("hold", [rank.ask("hold", kept[index - 1]) for index, rank in enumerate(self._ranks)])
@@ -273,18 +295,19 @@ class Ranks:
             RanksLostError: it is gone, or none was kept.
         """
         while (kept := self._kept) is not None:
-            self._note(f"{error}; they go on with the state in memory, of update {self.updates}.")
+            self._note(f"{error}; they go on with the state in memory, of update {kept.updates}.")
             try:
                 self._join()
                 taken = self._answers(
-                    "take", [rank.ask("take", one) for rank, one in zip(self._ranks, kept, strict=True)]
+                    "take", [rank.ask("take", one) for rank, one in zip(self._ranks, kept.ranks, strict=True)]
                 )
                 if not all(taken):
                     self._kept = None
                     error = RanksLostError("The state of the ranks in memory is gone")
                     continue
-                self._ask(self._ranks, "restore", self._kept_states)
-                self._hold(kept)
+                self._ask(self._ranks, "restore", kept.functions)
+                self._hold(kept.ranks)
+                self.updates = kept.updates
                 return
             except RanksLostError as another:
                 error = another
@@ -300,9 +323,10 @@ class Ranks:
         ]
 
     def _restart(self) -> None:
-        """Kill all ranks and start others in their places."""
+        """Kill all ranks and start others in their places, which have the first weights."""
         for rank in self._ranks:
             rank.kill()
+        self.updates = 0
         self._start()
 
     def _join(self) -> None:
@@ -387,12 +411,16 @@ class RankWeights(Elsewhere):
     Args:
         parameters: shape and dtype of each parameter.
         ask: calls a method of all ranks and returns their answers.
+        again: see `ship_again`.
     """
 
     def __init__(
-        self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]], ask: Callable[..., Sequence[Any]]
+        self,
+        parameters: Mapping[str, tuple[torch.Size, torch.dtype]],
+        ask: Callable[..., Sequence[Any]],
+        again: Callable[[int], Shipment | None],
     ) -> None:
-        self._parameters, self._ask = parameters, ask
+        self._parameters, self._ask, self._again = parameters, ask, again
 
     def tensors(self) -> Mapping[str, Tensor]:
         return {
@@ -401,6 +429,9 @@ class RankWeights(Elsewhere):
 
     def ship(self, version: int, since: int | None) -> Shipment:
         return Shipment.joined(self._ask("ship", version, since))
+
+    def ship_again(self, version: int) -> Shipment | None:
+        return self._again(version)
 
     def digests(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
         shares = self._ask("digests", dtypes)

@@ -119,6 +119,14 @@ class Elsewhere(ABC):
         """Let the processes store their parts; see `Shipper.ship`."""
 
     @abstractmethod
+    def ship_again(self, version: int) -> Shipment | None:
+        """Let the processes store all of their parts once more; called from any thread.
+
+        Returns:
+            None if they do other work now, or have weights of another version.
+        """
+
+    @abstractmethod
     def digests(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
         """Return the digests of the parameters that ``dtypes`` names, in these precisions."""
 

@@ -22,6 +22,7 @@ from rolltree.engine.fleet.engines import HEALTH_S
 from rolltree.engine.fleet.fleet import Fleet
 from rolltree.engine.fleet.host import Facts, Health, Result
 from rolltree.engine.fleet.questions import Question
+from rolltree.engine.fleet.shipping import Elsewhere, Shipment, Shipper, owned
 from rolltree.engine.fleet.workers import GoneError, InThreads, Room, Worker
 from rolltree.engine.learn.learning import RanksLostError
 from rolltree.engine.rewards import RewardItem, RewardResult
@@ -413,7 +414,63 @@ def test_engines_are_sent_what_changed_since_their_weights_and_new_ones_everythi
         assert {one.weights for one in stage.made[1:]} == {4.0}
 
 
-def test_weights_that_are_gone_take_the_run_back_once_and_are_sent_whole_again() -> None:
+class OfRanks(Elsewhere):
+    """The weights of ranks, which are at work when they are asked to store them again, at first."""
+
+    def __init__(self, stage: Stage, version: int, *, busy: int = 0) -> None:
+        self.stage, self.busy, self.again = stage, busy, 0
+        self.weights = Weights(version)
+
+    def tensors(self) -> Any:
+        return self.weights.tensors()
+
+    def digests(self, dtypes: Any) -> Any:
+        raise NotImplementedError
+
+    def ship(self, version: int, since: int | None) -> Shipment:
+        return Shipper(self.stage.put).ship(owned(self.tensors()), version, since)
+
+    def ship_again(self, version: int) -> Shipment | None:
+        assert version == self.weights.version
+        self.busy -= 1
+        if self.busy >= 0:
+            return None
+        self.again += 1
+        self.stage.gone = False
+        return self.ship(version, None)
+
+
+def test_weights_that_are_gone_are_stored_once_more_for_the_engines_without_them() -> None:
+    said: list[str] = []
+    with fleet(3, sends_changes=True, restarts=1, note=said.append) as (made, stage):
+        first = OfRanks(stage, 1)
+        made.load(first, 1, keep_keys=False)
+        finish_all(stage)
+        made.step(1.0)
+        weights = OfRanks(stage, 2, busy=3)
+        made.load(weights, 2, keep_keys=False)
+        stage.drain()
+        stage.made[0].finish_loads()  # it had fetched them before
+        late, _, _, _ = stage.made[2].loads.pop()
+        stage.made[1].loads.pop()[0].set_exception(GoneError("its rank has ended."))
+        stage.gone = True
+        (flight,) = made.submit([job(1)])
+        steps(made, 3, 1.0)
+        stage.workers[1].kill()  # and another one takes its place
+        steps(made, 2, 1.0)
+        late.set_exception(GoneError("its rank has ended."))  # that of the first buckets
+        for _ in range(9):
+            finish_all(stage)
+            made.step(1.0)
+        assert flight.done
+        assert (first.again, weights.again) == (0, 1)
+        assert [one.version for one in stage.made] == [2, 1, 2, 2]
+        assert [one.sizes for one in stage.made] == [[8, 8], [8, 8], [8, 8, 8], [8]]
+        assert said == ["The weights of version 2 are stored once more because its rank has ended."]
+        assert made.tally["weight_bytes"] == 3 * 32
+
+
+def test_weights_that_are_gone_everywhere_take_the_run_back_and_are_sent_whole_again() -> None:
     with fleet(2, sends_changes=True, restarts=2) as (made, stage):
         made.load(Weights(1), 1, keep_keys=False)
         finish_all(stage)
@@ -423,10 +480,6 @@ def test_weights_that_are_gone_take_the_run_back_once_and_are_sent_whole_again()
         (flight,) = made.submit([job(1)])
         with pytest.raises(RanksLostError, match=r"weights of version 2 cannot be fetched because its rank has ended$"):
             steps(made, 9, 1.0)
-        stage.workers[0].kill()
-        steps(made, 9, 1.0)  # a new engine waits for weights too
-        assert len(stage.made) == 3
-        assert not flight.done
         made.load(Weights(2), 2, keep_keys=False)
         made.load(Weights(3), 3, keep_keys=False)
         stage.drain()
@@ -439,8 +492,8 @@ def test_weights_that_are_gone_take_the_run_back_once_and_are_sent_whole_again()
         finish_all(stage)
         made.step(1.0)
         assert flight.done
-        assert [one.version for one in stage.made[1:]] == [3, 3]
-        assert stage.made[1].sizes == [8, 8]
+        assert [one.version for one in stage.made] == [3, 3]
+        assert stage.made[0].sizes == [8, 8]
 
 
 def test_weights_that_are_gone_each_time_end_the_run() -> None:

@@ -204,28 +204,38 @@ class Gone:
         raise GoneError("its rank has ended in the test.")
 
 
+OVERLAP = ["--loop.staleness=1", "--algorithm.advantage=group_norm"]
+
+
 @pytest.mark.check
 @pytest.mark.parametrize("overlap", [False, True])
-def test_weights_that_are_gone_take_the_run_back(
-    toml: Path, alone: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
-) -> None:
-    """The sampling thread raises the error where there is one, and another thread takes its place."""
+@pytest.mark.parametrize("mirror", [False, True])
+@pytest.mark.parametrize("rank_ends", [False, True])
+def test_weights_that_are_gone_are_stored_once_more_or_take_the_run_back(
+    toml: Path, alone: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool,
+    mirror: bool, rank_ends: bool,
+) -> None:  # fmt: skip
+    """With a sampling thread that thread sees it. A rank may be found to have ended with what it had stored; its state
+    is in memory with a mirror."""
     ship, shipped = Replica.ship, list[int]()
 
     def loses_one(self: Replica, version: int, since: int | None) -> Any:
+        if rank_ends and shipped == [1, 2, 3] and self._rank:
+            shipped.append(0)
+            lost()
         shipment = ship(self, version, since)
         shipped.extend([version] * self._rank)
         return shipment._replace(whole=[Gone()]) if shipped == [1, 2, 3] and self._rank else shipment
 
     monkeypatch.setattr(Replica, "ship", loses_one)
-    options = [
-        "--trainer.self_check=false",
-        *(["--loop.staleness=1", "--algorithm.advantage=group_norm"] if overlap else []),
-    ]
+    options = ["--trainer.self_check=false", *OVERLAP * overlap, *["--trainer.mirror=true"] * mirror]
     config, run = train(toml, [f"--output_dir={tmp_path}", *SHORT, *TWO, *options])
-    assert shipped == [1, 2, 3, 2, 3, 4]
-    assert "The weights of version 3 cannot be fetched because its rank has ended in the test." in told(run)
-    assert len(threads._started) == 3
+    goes_back = rank_ends and not mirror
+    assert shipped == [1, 2, 3, *[0] * rank_ends, *[2] * goes_back, 3, 4]
+    assert ("Resuming after step 2" in told(run)) == goes_back
+    again = "The weights of version 3 are stored once more because its rank has ended in the test."
+    assert (again in told(run)) == (not goes_back)
+    assert len(threads._started) == (5 if rank_ends else 3)
     audit(config)
     if not overlap:
         assert_same_run(config.run_dir, alone)
