@@ -66,7 +66,7 @@ paths: $(VENV)/.ready-dev kernels/_cpu_default.so
 kernels/_cpu_default.so: $(wildcard csrc/cpu/*) $(wildcard csrc/cpu/*/*) setup.py | $(VENV)/.ready-dev
 	ROLLTREE_CPU_ISA=all ROLLTREE_CUDA=0 $(BIN)/python setup.py --quiet build_ext --inplace
 
-# The campaigns that are too slow for every run: kills at random moments, long random traces.
+# What is too slow for every run: kills at random moments, long random traces, most cases of dear grids.
 slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
 

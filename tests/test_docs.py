@@ -116,6 +116,7 @@ def trl_trainer(directory: Path) -> GRPOTrainer:
     return GRPOTrainer(str(directory / "path/to/model"), lambda completions, **_: [0.0, 1.0], arguments, data)
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.check(but=4)
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
 def test_python_blocks_run(

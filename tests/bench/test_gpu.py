@@ -413,6 +413,7 @@ def test_every_task_is_listed_once(tmp_path: Path) -> None:
                 assert all(task.limit <= seconds for task in tasks()), name
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize(("kind", "lines"), [("decode", 9), ("products", 3), ("steps", 9)])
 def test_what_comes_next_runs_without_a_gpu(kind: str, lines: int, tmp_path: Path) -> None:

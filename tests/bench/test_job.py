@@ -42,6 +42,7 @@ def start_of(config: Any) -> dict[str, torch.Tensor]:
     return dict(prepare_model(config)[0].named_parameters())
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.check(but=1)
 @pytest.mark.skipif(not HAS_PEAKS, reason="the system hides the peak of a process")
 @pytest.mark.parametrize("provider", ["trl", "trl+rolltree", "rolltree_tree", "rolltree_s1"])

@@ -136,7 +136,7 @@ def test_the_ratio_of_two_checkouts_is_a_row(other: Path, tmp_path: Path) -> Non
     assert {row.provider for row in rows if row.metric == "speedup"} == {"rolltree, this checkout", "torch"}
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_process_that_dies_is_a_failure_of_its_own(other: Path, tmp_path: Path) -> None:
     change(other, "    objective = Objective(eps_low=EPS, eps_high=EPS)\n", "    import os\n    os._exit(3)\n")
     options = ["--device", "cpu", "--seconds", "0", "--out", str(tmp_path)]
@@ -146,7 +146,7 @@ def test_a_process_that_dies_is_a_failure_of_its_own(other: Path, tmp_path: Path
     assert "ended" in (tmp_path / "policy_loss.outcomes.jsonl").read_text()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_commit_without_the_case_says_so(other: Path, tmp_path: Path) -> None:
     change(other, 'yield Case(f"M={M}"', 'yield Case(f"tokens={M}"')
     options = ["--device", "cpu", "--seconds", "0", "--out", str(tmp_path)]

@@ -278,6 +278,7 @@ def run(directory: Path, request: pytest.FixtureRequest) -> Run:
     return one
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.check
 @pytest.mark.parametrize("extras", PROMISES, ids="+".join)
 def test_an_extra_brings_what_it_promises(extras: tuple[str, ...], run: Run) -> None:

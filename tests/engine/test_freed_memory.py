@@ -25,7 +25,7 @@ print([faults() for _ in range(4)][-1])
 """
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
 def test_pages_are_kept() -> None:
     def faults(how: str) -> int:

@@ -80,6 +80,7 @@ def decoded(q: Tensor, k: Tensor, v: Tensor, random: np.random.Generator, **opti
     return tree_decode_attention(q[first:].contiguous(), k_pages, v_pages, plan, scale=scale, **options)[0], first  # type: ignore[arg-type]
 
 
+@pytest.mark.slow(but=32)
 @pytest.mark.check(but=12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

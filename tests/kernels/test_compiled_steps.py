@@ -129,7 +129,7 @@ def results(step: Step, n: int, dtype: torch.dtype) -> list[Tensor | None]:
     return [loss.detach(), *(x.grad for x in leaves), b["into"]]
 
 
-@pytest.mark.slow(but=8)
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("dynamic", [True, None])
 @pytest.mark.parametrize("name", STEPS)
 def test_one_graph(name: str, dynamic: bool | None) -> None:

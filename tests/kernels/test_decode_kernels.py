@@ -122,6 +122,7 @@ def test_a_decoder_has_the_bits_of_the_kernels_that_it_replaces(rows: int, shape
     assert found.isfinite().all()
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_layer_is_ten_kernels(shape: str) -> None:

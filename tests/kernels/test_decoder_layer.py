@@ -291,6 +291,7 @@ def test_a_layer_is_off_at_most_twice_as_far_as_plain_pytorch(shape: Any, magnit
     assert ours <= 2 * plain + torch.finfo(dtype).eps
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.skipif(not load_library("cpu"), reason="the C++ kernels are not built")
 @pytest.mark.check(but=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -54,6 +54,7 @@ def loss_logprob(hidden: Tensor, weight: Tensor, target: Tensor, temperature: fl
     return out.logprob, out.entropy
 
 
+@pytest.mark.slow(but=37)
 @pytest.mark.check(but=20)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -47,6 +47,7 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (total if bias is None else total + bias.float()).to(x.dtype)
 
 
+@pytest.mark.slow(but=9)
 @pytest.mark.check(but=6)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -161,8 +162,7 @@ def test_gradients_and_layouts() -> None:
         torch.testing.assert_close(got, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_log_probs_do_not_see_other_rows(dtype: torch.dtype) -> None:
     """The bits of sampling and of scoring differ from each other, so sampled tokens are scored too (`score_rows`)."""

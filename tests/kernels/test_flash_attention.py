@@ -77,6 +77,7 @@ def test_lists_and_mask_are_those_of_the_forest(
     lists_and_mask_are_right(*forest, Tile(*shape, 4), window, min(cut, tokens - 1))
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.check(but=1)
 @needs_interpreter
 @pytest.mark.parametrize("shape", SHAPES)
@@ -243,6 +244,7 @@ def through(x: SimpleNamespace, backend: str = "flash", **options: object) -> li
         return [out.detach(), *torch.autograd.grad(out, (x.q, x.k, x.v), x.grad.to(out.dtype))]
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.check(but=1)
 @needs_interpreter
 @pytest.mark.parametrize("options", [{}, {"window": 90}, {"softcap": 7.0, "scale": 0.3}], ids=str)

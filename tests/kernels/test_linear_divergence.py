@@ -375,6 +375,7 @@ def test_tokens_that_one_model_cannot_draw(backend: Backend) -> None:
             assert (out.divergence.isinf() if kind["kind"] == infinite else out.divergence.isfinite()).all()
 
 
+@pytest.mark.slow(but=36)
 @pytest.mark.check(but=18)
 @of_each_kind
 @on_each_backend
@@ -408,6 +409,7 @@ def test_a_teacher_of_another_dtype(backend: Backend) -> None:
 # -- what the result does not depend on -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.check(but=2)
 @of_each_kind
 @pytest.mark.parametrize("backend", ROW_KERNELS)

@@ -177,6 +177,7 @@ EVERY_PRESET = [
 ]
 
 
+@pytest.mark.slow(but=54)
 @pytest.mark.check(but=12)
 @pytest.mark.parametrize(("backend", "name"), EVERY_PRESET)
 @pytest.mark.parametrize("chunk", [5, 10, 1000])
@@ -233,6 +234,7 @@ TREE_OBJECTIVES = {
 TREE_CASES = [(name, chunk, frozen) for frozen in (False, True) for chunk in (3, 8, 1000) for name in TREE_OBJECTIVES]
 
 
+@pytest.mark.slow(but=29)
 @pytest.mark.check(but=17)
 @pytest.mark.parametrize(
     ("backend", "name", "chunk", "frozen"), interpret_some(BACKENDS, TREE_CASES, [0, 5, 10, 15, 17, 19])

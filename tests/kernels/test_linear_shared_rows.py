@@ -104,6 +104,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow(but=40)
 @pytest.mark.check(but=13)
 @pytest.mark.parametrize("trained", [("hidden", "weight"), ("hidden",)])
 @pytest.mark.parametrize(("backend", "name", "tree", "chunk"), CASES)

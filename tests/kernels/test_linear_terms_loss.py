@@ -145,6 +145,7 @@ EVERY_CASE = [
 ]
 
 
+@pytest.mark.slow(but=31)
 @pytest.mark.check(but=14)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("shape", ["flat", "tree"])

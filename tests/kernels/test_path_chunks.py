@@ -24,6 +24,7 @@ from .test_tree_decode import forest, on_host
 Ints = Any  # arrays of numpy
 
 
+@pytest.mark.slow(but=7)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("group", [1, 3, 8])

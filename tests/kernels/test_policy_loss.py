@@ -231,6 +231,7 @@ def test_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(f, (b["logprob"].requires_grad_(), b["entropy"].requires_grad_()))
 
 
+@pytest.mark.slow(but=57)
 @pytest.mark.check(but=24)
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -305,6 +306,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.slow(but=18)
 @pytest.mark.check(but=6)
 @pytest.mark.parametrize(("compiled", "name"), COMPILED)
 def test_compiled_equals_reference(compiled: Backend, name: str) -> None:

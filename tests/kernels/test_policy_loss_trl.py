@@ -216,6 +216,7 @@ def test_high_entropy_tokens(loss_type: str) -> None:
 CORRECTIONS = [(name, "token") for name in LOSSES] + [(name, "sequence") for name in LOSSES if name != "vespo"]
 
 
+@pytest.mark.slow(but=17)
 @pytest.mark.check(but=10)
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize(("loss_type", "level"), CORRECTIONS)

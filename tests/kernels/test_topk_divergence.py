@@ -108,6 +108,7 @@ def test_against_fp64(backend: Backend, K: int, rest: bool, kind: Inputs) -> Non
         assert error <= 5e-6, f"{name}: {error:.1e}"
 
 
+@pytest.mark.slow(but=19)
 @pytest.mark.check(but=10)
 @pytest.mark.parametrize("kind", OPTIONS, ids=kind_name)
 @with_the_rest

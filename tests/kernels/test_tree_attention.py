@@ -137,6 +137,7 @@ INTERPRETED = [
 ]
 
 
+@pytest.mark.slow(but=39)
 @pytest.mark.check(but=24)
 @pytest.mark.parametrize(("backend", "dtype", "case"), interpret_some(BACKENDS, OF_EVERY_DTYPE, INTERPRETED))
 def test_error_is_at_most_twice_plain_pytorchs(backend: str, dtype: torch.dtype, case: Case) -> None:
@@ -196,6 +197,7 @@ def test_order_of_packed_trees_does_not_matter(backend: str) -> None:
         torch.testing.assert_close(got, torch.cat(want), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_leaves_under_one_root(backend: str) -> None:
@@ -266,6 +268,7 @@ def test_threads_do_not_change_the_result() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck(backend: str) -> None:
@@ -330,6 +333,7 @@ PIECES = [
 ]
 
 
+@pytest.mark.slow(but=28)
 @pytest.mark.check(but=26)
 @pytest.mark.parametrize(("backend", "case", "cuts"), interpret_some(BACKENDS, PIECES, [0, 4]))
 def test_pieces_give_what_the_whole_gives(backend: str, case: Case, cuts: list[int]) -> None:

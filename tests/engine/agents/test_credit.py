@@ -173,6 +173,7 @@ OPTIONS: dict[str, str] = {
 }
 
 
+@pytest.mark.slow(but=39)
 @pytest.mark.check(but=12)
 @pytest.mark.parametrize("per_call", [False, True])
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
@@ -383,6 +384,7 @@ def dialogues() -> tuple[list[TokenTree], list[TokenTree]]:
     return mine, theirs
 
 
+@pytest.mark.slow(but=15)
 @pytest.mark.check(but=4)
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - FORKS - UNTRAINED))
 def test_a_dialogue_has_the_credit_and_loss_of_the_environment(

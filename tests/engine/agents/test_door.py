@@ -259,6 +259,7 @@ def test_calls_beyond_those_at_once_are_asked_to_come_back(engine: NativeEngine,
         opened.end()
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.check(but=3)
 @pytest.mark.parametrize(
     ("body", "said"),

@@ -153,6 +153,7 @@ def check(formula: Formula, objective: Objective, trees: list[TokenTree], most: 
 REFUSED = ("segment_ratio",)
 
 
+@pytest.mark.slow(but=31)
 @pytest.mark.check(but=8)
 @pytest.mark.parametrize("per_call", [False, True])
 @pytest.mark.parametrize("name", [name for name in FORMULAS if name not in (*NOT_IN_RUNS, *REFUSED)])
@@ -164,6 +165,7 @@ def test_every_objective_is_its_formula_on_the_chains(name: str, per_call: bool)
     check(TOKEN_LOSS[name], objective, trees)
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.check(but=3)
 @pytest.mark.parametrize("packing", [{}, {"in_pieces": True}, {"flat": True}])
 @pytest.mark.parametrize("name", ["grpo", "gspo", "luspo"])

@@ -47,6 +47,7 @@ AT_ONCE = "talk, _ = await asyncio.gather(ask(SYSTEM, talk), late(title))"  # a 
 BEFORE, AFTER = "await title; talk = await ask(SYSTEM, talk)", "talk = await ask(SYSTEM, talk); await title"
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.check(but=2)
 @pytest.mark.parametrize("begin", [AT_ONCE, BEFORE, AFTER], ids=["at once", "before", "after"])
 @pytest.mark.parametrize("system", ["'Be brief.'", "f'Be brief. It is {own}0 to 9.'"], ids=["same", "a time"])

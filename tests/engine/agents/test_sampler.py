@@ -297,6 +297,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.check(but=2)
 @pytest.mark.parametrize(("text", "said"), FAILURES)
 def test_an_agent_that_fails_has_no_reward(engine: NativeEngine, tmp_path: Path, text: str, said: str) -> None:
@@ -335,6 +336,7 @@ elif what == "leak":
 """
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.check(but=2)
 @pytest.mark.parametrize(
     ("what", "reward", "failure"),

@@ -159,6 +159,7 @@ def test_a_client_that_hangs_up_in_a_stream_is_not_recorded(engine: NativeEngine
     assert not engine.loop.busy
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.check(but=3)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("cause", ["end", "engine", "time"])

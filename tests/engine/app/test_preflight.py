@@ -128,6 +128,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.slow(but=12)
 @pytest.mark.check(but=4)
 @pytest.mark.parametrize(
     ("overrides", "says", "how"),

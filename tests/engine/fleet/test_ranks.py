@@ -86,6 +86,7 @@ def test_two_ranks_learn_so_in_cases_that_are_resumed(
         assert differences(one[case], rank[case]) == {}
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.check
 @pytest.mark.parametrize("case", QUICK)
 def test_two_ranks_learn_what_one_process_learns(

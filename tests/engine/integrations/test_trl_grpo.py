@@ -113,6 +113,7 @@ def test_ratios_reach_the_bounds(path: str, case: str) -> None:
         assert abs(logged["vespo/phi_seq_mean"] - 1) > 1e-4
 
 
+@pytest.mark.slow(but=11)
 @pytest.mark.check(but=5)
 @pytest.mark.parametrize("case", [case for case in CASES if not case.endswith((" on", "multiple", "fp32 head"))])
 def test_which_losses_are_one_op_with_the_head(path: str, case: str, caplog: pytest.LogCaptureFixture) -> None:

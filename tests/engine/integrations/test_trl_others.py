@@ -58,6 +58,7 @@ DPO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.check
 @pytest.mark.parametrize("case", DPO)
 def test_dpo(path: str, case: str) -> None:
@@ -65,6 +66,7 @@ def test_dpo(path: str, case: str) -> None:
     assert_same(dpo(path, None, trainer, **options), dpo(path, {}, trainer, **options))
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     "options", [{}, {"loss_type": "dft"}, {"gradient_accumulation_steps": 2}, {"packing": True, "max_length": 24}],

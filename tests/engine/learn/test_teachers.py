@@ -263,6 +263,7 @@ WRONG: dict[str, tuple[Callable[[int, Any], Any], str]] = {
 }
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.check(but=3)
 @pytest.mark.parametrize("case", WRONG)
 def test_a_server_that_fails_is_named(case: str) -> None:

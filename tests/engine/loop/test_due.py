@@ -168,7 +168,7 @@ toml = tiny_job(
 )
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_metrics_and_tokens_of_a_run_do_not_depend_on_the_time_of_verdicts(toml: Path, tmp_path: Path) -> None:
     def run(i: int) -> tuple[list[dict[str, float]], list[Any]]:
         flags = (

@@ -46,6 +46,7 @@ def weights(steps: Steps) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in steps.orchestrator.learner.model.named_parameters()}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize(
     "flags",

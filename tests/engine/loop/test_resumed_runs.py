@@ -264,11 +264,20 @@ CASES: dict[str, Case] = {
     "several files": Case((*FLAT, "--trainer.prompts_per_step=2"), shards, steps=2),
 }  # fmt: skip
 QUICK = ("open groups",)
-"""Cases of `make test`; `make check` has the others."""
+"""Cases of `make test`."""
+SLOW = (
+    "over-sampling", "two prompts", "two policies", "bit for bit in batches", "policy asked", "own parts",
+    "demonstrations", "weights extrapolated", "episodes", "columns of many types", "bad rows skipped", "several files",
+)  # fmt: skip
+"""Cases of `make slow`; `make check` has the others."""
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.check) for name in CASES]
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.check)
+        for name in CASES
+    ],
 )
 def test_a_resumed_run_ends_as_one_that_never_stopped(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -133,6 +133,7 @@ def four_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize(("overlap", "own", "sampling"), [("true", 2, {2, 4}), ("false", 4, {4}), (None, 4, {4})])
 def test_updates_and_sampling_divide_the_cores_while_both_compute(
@@ -231,6 +232,7 @@ def test_the_correction_is_the_decoupled_one(toml: Path, tmp_path: Path, scored:
         assert sums.means()["actor/pg_loss"] == pytest.approx(np.mean(losses), rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     "objective", ["dapo", "dcpo_clip", "decoupled_ppo", "rollout_is", "gspo", "vespo", "cispo", "topr"]

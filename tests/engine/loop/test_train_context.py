@@ -157,6 +157,7 @@ def step_of(toml, tmp_path_factory) -> Callable[..., Steps]:
     return take
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_hinted_response_is_trained_under_the_plain_prompt_against_the_sampler(toml, step_of, recipe):

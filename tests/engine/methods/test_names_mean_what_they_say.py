@@ -403,6 +403,7 @@ OF_PAPERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", OF_PAPERS)
 def test_an_objective_brings_the_credit_of_its_paper(toml, tmp_path, name):

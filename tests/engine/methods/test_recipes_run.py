@@ -403,6 +403,7 @@ def rewards(name: str, tree) -> np.ndarray:
     return SHAPED[name](tree, given) if name in SHAPED else given
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", with_marks(list(FLAT)))
 def test_the_gradient_of_the_second_update_is_that_of_the_formula(step_of, name):

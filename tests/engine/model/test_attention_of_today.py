@@ -91,6 +91,7 @@ def equal(mine: list[Tensor], theirs: list[Tensor], bound: float = 1e-5) -> None
             assert (a - b).norm() <= bound * max(float(b.norm()), 1e-2 * float(size))
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.check(but=3)
 @pytest.mark.parametrize("name", OWN)
 def test_logprobs_and_gradients(name: str) -> None:
@@ -220,6 +221,7 @@ def test_gradient_of_the_sink_in_fp64() -> None:
     assert torch.autograd.gradcheck(lambda q, k, v, sink: tree_attention(q, k, v, end, sink=sink), inputs)
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.check(but=2)
 @pytest.mark.parametrize("name", IN_ENGINE)
 def test_greedy_answers_are_those_of_generate(name: str) -> None:

@@ -57,6 +57,7 @@ def sampled(model: Any) -> list[TokenTree]:
     return NativeEngine(model, config=EngineConfig(kv_tokens=4096)).generate(sample_prompts(model), params)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.check(but=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["qwen3", "qwen2 with a window", "llama"])
@@ -167,6 +168,7 @@ def test_what_is_known_not_to_fit_is_refused_at_once(case: str, monkeypatch: pyt
     assert not is_invariant(model)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "lfm2_moe"])
 def test_other_families(family: str) -> None:

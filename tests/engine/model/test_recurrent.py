@@ -207,6 +207,7 @@ def test_results_do_not_depend_on_neighbours_or_the_order_of_siblings() -> None:
     assert all(off([alone[i]], [moved[j]]) < 1e-5 for j, i in enumerate(order))
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("family", QUICK)
 @pytest.mark.parametrize("most", [7, 40])

@@ -160,6 +160,7 @@ def compare(ours: Any, theirs: Any, trees: list[TokenTree], objective: Objective
         assert metrics[name] == pytest.approx((float(value), float(count)), rel=1e-5, abs=1e-5), name
 
 
+@pytest.mark.slow(but=7)
 @pytest.mark.check(but=3)
 @pytest.mark.parametrize("name", thinned(OBJECTIVES, every(3)))
 def test_every_objective_is_the_flat_batchs(models: Any, name: str) -> None:
@@ -173,6 +174,7 @@ CUTS = [(max_tokens, pieces, name) for max_tokens, pieces in ((30, False), (12, 
         for name in ("token, seq_mean_token_mean", "sequence, token_mean", "sequence, masked, token_sum")]  # fmt: skip
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize(("max_tokens", "pieces", "name"), CUTS)
 def test_parts_and_pieces_add_up_to_the_flat_batch(models: Any, max_tokens: int, pieces: bool, name: str) -> None:
@@ -183,6 +185,7 @@ def test_parts_and_pieces_add_up_to_the_flat_batch(models: Any, max_tokens: int,
     compare(ours, theirs, trees, OBJECTIVES[name], max_tokens=max_tokens, in_pieces=pieces)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_trees(models: Any, seed: int) -> None:

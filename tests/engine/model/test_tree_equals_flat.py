@@ -99,6 +99,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, bound: float = 1e-5) -> None
     assert (ours - theirs).norm() <= bound * max(theirs.norm().item(), 1e-6), (ours - theirs).norm() / theirs.norm()
 
 
+@pytest.mark.slow(but=9)
 @pytest.mark.check(but=3)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("seed", "depth", "leaves"), [(0, 1, 5), (1, 3, 40), (2, 6, 200)])

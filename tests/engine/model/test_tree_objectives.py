@@ -143,6 +143,7 @@ def compare(
     return errors
 
 
+@pytest.mark.slow(but=11)
 @pytest.mark.check(but=4)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("level", LEVELS)
@@ -206,6 +207,7 @@ CUT += [("qwen3", 61, level) for level in ("token", "sequence")]
 CUT += [("gemma2-window-softcap", 33, level) for level in ("dual clip", "segment", "sequence, masked")]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize(("name", "max_tokens", "level"), thinned(CUT, every(2)))
 def test_pieces_of_a_tree_add_up(name: str, max_tokens: int, level: str) -> None:
@@ -253,6 +255,7 @@ EDGES = {
 }
 
 
+@pytest.mark.slow(but=15)
 @pytest.mark.check(but=7)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("edge", EDGES)

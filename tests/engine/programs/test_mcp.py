@@ -166,6 +166,7 @@ def test_calls_that_wait_for_servers_take_no_place_of_others() -> None:
         late.result(5.0)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.check
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(

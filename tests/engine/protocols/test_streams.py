@@ -60,6 +60,7 @@ def say(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> Say:
     return fix
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize(("text", "content", "number"), SAID)
 def test_responses_of_openais_client(url: str, say: Say, text: str, content: str, number: int) -> None:
@@ -95,6 +96,7 @@ def test_responses_of_openais_client(url: str, say: Say, text: str, content: str
     assert client.responses.create(**asked | heard).status in ("incomplete", "completed")
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize(("text", "content", "number"), SAID)
 def test_messages_by_their_events(url: str, say: Say, text: str, content: str, number: int) -> None:

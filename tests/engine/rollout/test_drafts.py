@@ -140,6 +140,7 @@ class Unsure(RolloutProgram):
 PROGRAMS: dict[str, Any] = {"flat": "flat", "treepo": TREEPO, "unsure": Unsure(), "asks": Asks()}
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("sizes", [{}, {"kv_tokens": 120}], ids=["roomy", "tight"])

@@ -71,6 +71,7 @@ GREEDY: list[tuple[dict[str, Any], dict[str, Any]]] = [  # the model's generatio
 ]
 
 
+@pytest.mark.slow(but=12)
 @pytest.mark.check(but=6)
 @pytest.mark.parametrize(("own", "options"), GREEDY)
 @pytest.mark.parametrize("masked", [True, False])

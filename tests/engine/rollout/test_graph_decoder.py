@@ -39,7 +39,7 @@ def sampled(native: NativeEngine, tokens: int = 5) -> list[Any]:
     return native.generate([list(range(20, 31))], params, seeds=[1])
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=2)
 @pytest.mark.check
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -98,6 +98,7 @@ def test_rows_with_adapters_and_unknown_decoders_run_as_modules(monkeypatch: pyt
     assert all(np.isfinite(tree.behaviour_logprob).sum() for tree in trees)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.check
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("window", [1, 8])

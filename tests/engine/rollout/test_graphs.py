@@ -36,6 +36,7 @@ class Uncaptured(DecodeGraphs):
         return decoded
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sizes", [{}, {"kv_tokens": 120}])

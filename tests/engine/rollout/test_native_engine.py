@@ -89,6 +89,7 @@ def assert_all_free(native: NativeEngine) -> None:
     assert (tree.free_pages, tree.nodes) == (tree.num_pages, 0)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk", [3, 2048])
@@ -104,6 +105,7 @@ def test_greedy_equals_transformers_generate(name: str, chunk: int) -> None:
     assert_all_free(native)
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("program", ["flat", TREEPO], ids=["flat", "treepo"])

@@ -92,6 +92,7 @@ def off(net: Any, name: str, trees: Sequence[TokenTree]) -> float:
     return float(np.abs(found - right).max())
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_equals_transformers_generate(name: str) -> None:

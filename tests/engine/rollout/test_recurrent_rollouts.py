@@ -85,6 +85,7 @@ def test_greedy_equals_transformers_generate(family: str) -> None:
     net.set_attn_implementation("rolltree")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("family", EVERY)
 def test_log_probs_are_those_of_the_trainer_and_of_plain_transformers(family: str) -> None:
@@ -124,6 +125,7 @@ def test_a_sample_depends_neither_on_the_batch_nor_on_sizes_nor_on_preemption(pr
     assert responses(alone) == expected(program)[3]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("program", ["flat", TREEPO], ids=["flat", "treepo"])
 @pytest.mark.parametrize("sizes", [{}, {"kept_states": 0, "kv_tokens": 120}], ids=["roomy", "tight"])
@@ -260,6 +262,7 @@ def alone(step: StateStep) -> StateStep:
     return step._replace(segments=segments, read=read)
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.check(but=2)
 @pytest.mark.parametrize("family", QUICK)
 @pytest.mark.parametrize("change", [own_slots, without_states, alone])

@@ -79,6 +79,7 @@ def assert_same(trees: list[TokenTree], others: list[TokenTree], off: float) -> 
         np.testing.assert_allclose(tree.behaviour_logprob, other.behaviour_logprob, rtol=0, atol=off)
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.check(but=3)
 @pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3"])
 @pytest.mark.parametrize("config", [{}, {"debug": True}, {"max_prefill_tokens": 5}, {"kv_tokens": 256}])

@@ -60,6 +60,7 @@ def generate(native: NativeEngine, params: SamplingParams) -> tuple[list[str], i
     return seen, native.loop.counts["steps"] - before
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("params", [PLAIN, FILTERED], ids=["plain", "filtered"])
 @pytest.mark.parametrize("graphs", [False, True], ids=["steps", "graphs"])

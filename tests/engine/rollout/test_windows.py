@@ -68,6 +68,7 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
+@pytest.mark.slow(but=9)
 @pytest.mark.check(but=4)
 @pytest.mark.parametrize("name", OF_PROGRAMS)
 def test_every_program_makes_the_same_trees(name: str, windows: list[int]) -> None:
@@ -154,6 +155,7 @@ def test_padded_steps_and_items_advance(program: Any) -> None:
     assert_equal(*trees)
 
 
+@pytest.mark.slow(but=1)
 @needs_interpreter
 @pytest.mark.check
 @pytest.mark.parametrize("backend", ["triton", "invariant"])

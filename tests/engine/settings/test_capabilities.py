@@ -81,6 +81,7 @@ def test_every_row_has_a_case() -> None:
     assert {*map(named, PARTS), *map(named, MODELS)} == {*later_cases.PARTS, *later_cases.FACTS}
 
 
+@pytest.mark.slow(but=71)
 @pytest.mark.check(but=41)
 @pytest.mark.parametrize("row", OF_KEYS, ids=title)
 def test_keys(toml: Path, row: Row[Any]) -> None:

@@ -164,6 +164,7 @@ def close(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: float
     assert max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) < tolerance * scale
 
 
+@pytest.mark.slow(but=9)
 @pytest.mark.check(but=7)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "flat"])
 @pytest.mark.parametrize("kind", FORMULAS)

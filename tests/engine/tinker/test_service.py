@@ -109,7 +109,7 @@ def test_long_training_requests_do_not_hold_up_samples(
     assert [len(loss.result().loss_fn_outputs) for loss in losses] == [60] * trainers
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_many_clients_at_once_are_each_alone_and_none_waits_for_another_s_end(url: str) -> None:
     count, steps, params = 8, 3, types.SamplingParams(max_tokens=6, seed=5, stop=[])
     ends: list[tuple[int, int]] = []  # client and step, in the order of their ends

@@ -201,6 +201,7 @@ def first_two(tree: TokenTree) -> np.ndarray:
     return (tree.position < 5) & (tree.position > 2)
 
 
+@pytest.mark.slow(but=27)
 @pytest.mark.check(but=16)
 @pytest.mark.parametrize("max_tokens", [1000, 6])
 @pytest.mark.parametrize("aggregation", ["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum"])
