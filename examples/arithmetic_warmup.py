@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -31,23 +31,39 @@ from rolltree.kernels import Objective
 
 SEED = 1234
 WORKED_SHARE = 0.4
+WIDE_SHARES = {2: 1.0, 3: 0.6, 4: 0.3, 5: 0.12, 6: 0.04}  # worked share by the numbers of a sum, none of more
 FORGETFUL_SHARE = 0.75  # share of the quick answers that omit a number
-STEPS = 350
+STEPS, WIDE_STEPS = 350, 600
 PROBLEMS_PER_STEP = 128
 LEARNING_RATE = 3e-3
 
 
-def create(config: TrainConfig, directory: Path, layers: int = 4) -> None:
-    """Write a Hugging Face directory; problems held out by `config.evaluation` are never trained on."""
+def create(
+    config: TrainConfig,
+    directory: Path,
+    layers: int = 4,
+    shares: Mapping[int, float] | None = None,
+    steps: int = STEPS,
+) -> None:
+    """Write a Hugging Face directory; problems held out by `config.evaluation` are never trained on.
+
+    Args:
+        shares: share of worked solutions by the numbers of a sum, 0 for what is not named; None: `WORKED_SHARE`.
+    """
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer(config)
     source = PromptSource(config.data, tokenizer, SEED, held_out(config.data, config.evaluation.problems, tokenizer))
-    teach(tokenizer, solutions(source, tokenizer), directory, layers)
+    teach(tokenizer, solutions(source, tokenizer, shares), directory, layers, steps)
 
 
 def create_student(config: TrainConfig, directory: Path) -> None:
     """Write the same with half the layers, as a student of a model that `create` made."""
     create(config, directory, layers=2)
+
+
+def create_wide(config: TrainConfig, directory: Path) -> None:
+    """Write a model that always works out sums of two numbers and never those of seven, for `curves_wide_cpu.toml`."""
+    create(config, directory, shares=WIDE_SHARES, steps=WIDE_STEPS)
 
 
 def teach(
@@ -131,12 +147,15 @@ def quick(entry: dict, rng: random.Random) -> str:
     return f"Answer: {int(first) + sum(terms)}"
 
 
-def solutions(source: PromptSource, tokenizer: PreTrainedTokenizerFast) -> Iterator[TokenTree]:
-    """Yield prompts without end, each with one solution."""
+def solutions(
+    source: PromptSource, tokenizer: PreTrainedTokenizerFast, shares: Mapping[int, float] | None = None
+) -> Iterator[TokenTree]:
+    """Yield prompts without end, each with one solution; ``shares`` as for `create`."""
     rng = random.Random(SEED)
     while True:
         (prompt,) = source.next(1)
-        text = worked(prompt.entry) if rng.random() < WORKED_SHARE else quick(prompt.entry, rng)
+        share = WORKED_SHARE if shares is None else shares.get(prompt.entry["metadata"]["num_terms"], 0.0)
+        text = worked(prompt.entry) if rng.random() < share else quick(prompt.entry, rng)
         response = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
         yield TokenTree.from_sequences(prompt.token_ids, [response])
 

@@ -44,6 +44,8 @@ from .tuning import Setting
 BASE = "grpo"
 """The recipe with which the others are compared."""
 BRANCHING = "{ segment_tokens = 8, max_depth = 6, branch = 2, init = 4 }"
+ALIKE = "{ by = 'metadata.num_terms' }"
+"""Sums of as many numbers are alike, as a curriculum has to be told where each problem comes once."""
 TUNED = {
     "trainer.prompts_per_step": "8",
     "trainer.updates_per_step": "2",
@@ -75,10 +77,21 @@ RECIPES: dict[str, dict[str, str]] = {
     "efficient": {**TUNED, "trainer.lr": "1e-4"},
     "fifo_replay": TUNED,
     "speed_rl": TUNED,
+    "posterior": {"recipe": "", "data.curriculum": "posterior", "data.curriculum_options": ALIKE, **TUNED},
+    "knapsack": {"data.curriculum_options": ALIKE, **TUNED},
+    "treepo_tuned": {"recipe": "treepo", "rollout.program_options": BRANCHING, "rollout.n": "8", **TUNED},
+    "spo_tree": {
+        "rollout.program_options": "{ branch_factors = [2, 2, 2], segment_tokens = 12 }",
+        "rollout.n": "8",
+        **TUNED,
+        "trainer.steps": "120",
+        "evaluation.every": "12",
+    },
+    "latr": {"rollout.program_options": "{ lookahead = 8 }", "rollout.n": "8", **TUNED},
 }
 """Recipes, and keys that differ from the recipe's own and from the campaign's: segments for responses of 48 tokens, as
 in `arithmetic_cpu.toml`, and more steps, as these share tokens; a critic's rate as in `ppo_critic_cpu.toml`; and half
-of the prompts where each has twice as many responses."""
+of the prompts where each has twice as many responses; and shorter segments and lookaheads, as responses are short."""
 ACTS = re.compile(
     r"actor/(pg_clipfrac|ppo_kl|entropy|grad_norm|kl_loss|skipped_updates)|response_length/(mean|clip_ratio)|critic/.*"
     r"|tree/token_ratio|group/dropped_.*|filter/.*|reward/(mean|group_std)"
