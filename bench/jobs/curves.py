@@ -99,7 +99,8 @@ ACTS = re.compile(
 """Metrics that show what a recipe does in a run; their medians over the steps are recorded."""
 CURVES = "recipes.curves.jsonl"
 FLAT = "grpo_flat"
-"""The recipe whose updates compute each response with a prompt of its own, as trainers on flat batches do."""
+"""The recipe whose updates compute each response with a prompt of its own, as trainers on flat batches do, after a
+sampler that computes each response by itself after a shared prompt, as engines with a prefix cache do."""
 
 
 class Reading(NamedTuple):
@@ -257,7 +258,7 @@ def train(config: TrainConfig, *, flat: bool = False) -> tuple[list[Reading], li
     """Train, and return what was read at each evaluation and the metrics of each step.
 
     Args:
-        flat: updates share no prefixes.
+        flat: updates share no prefixes, and each response is a row of its own while it is sampled.
 
     Raises:
         RunError: the run failed.
@@ -269,7 +270,7 @@ def train(config: TrainConfig, *, flat: bool = False) -> tuple[list[Reading], li
     sampler: Any = run.sampler
     learner: Any = run.learner
     if flat:
-        learner.batches.flat = True
+        learner.batches.flat, sampler.engine.loop.merges = True, False
     old = run.evaluation
     evaluation = _Aside(old.problems, old.params, old.every, run.sampler, run.tokenizer, clock)
     clock.engine, evaluation.clock = sampler.engine, clock

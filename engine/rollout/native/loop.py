@@ -23,6 +23,7 @@ from ..steering import Steering
 from .assembly import Step
 from .cache.kv_cache import KvCache
 from .drafts import Drafts, on_path, up_to_end
+from .equal_rows import EqualRows
 from .filling import TooLargeError
 from .rows import RowTable, Samples
 from .runner import Runner
@@ -36,7 +37,12 @@ LOST = -1  # marks a sample whose request has failed
 
 
 class NativeLoop(Steering):
-    """Steers requests whose branches are rows of a table and nodes of the KV tree."""
+    """Steers requests whose branches are rows of a table and nodes of the KV tree.
+
+    Attributes:
+        merges: branches that have sampled the same tokens so far are one row of a step, where that is possible
+            (`equal_rows`); False to compare with engines that compute each.
+    """
 
     def __init__(
         self,
@@ -57,6 +63,7 @@ class NativeLoop(Steering):
         self.stops = stops
         self.cost = cost
         self.rows = RowTable()
+        self.equal, self.merges = EqualRows(self.rows, cache), True
         self.scheduler = Scheduler(
             cache,
             self.rows,
@@ -128,8 +135,10 @@ class NativeLoop(Steering):
             self.scheduler.windows.name_tokens(samples)
         if queries is not None:
             self._rewind_rejected(samples.slot, queries)
+        if self.merges and self._can_merge:
+            self.equal.settle(samples)
         self.rows.push(samples.slot, samples.offset, samples.sampled, self.version)
-        self.rows.running[samples.slot] = True
+        self.rows.running[samples.slot] = self.rows.kv_node[samples.slot] >= 0  # followers do not run
         self._count(step, samples, drafted)
         self._end_segments(samples, stop_texts or {})
 
@@ -245,15 +254,22 @@ class NativeLoop(Steering):
     def _sample_rows(self, step: Step) -> Samples:
         """Run a step and return its samples, those of a fork as its children's; requests that failed have none."""
         forks = self.rows.forks[step.sample_slots]
-        if not forks.any():
+        if not forks.any() and not self.equal:
             sampled = self.runner.run(step, self.rows, np.ones_like(forks), self.rows.seed[step.sample_slots])
             return samples_of(step.sample_slots, step.sample_offset, step.sample_rows, step.steps, sampled)
-        each = np.maximum(forks, 1)  # samples of each row
+        each = np.maximum(forks, self.equal.counts(step.sample_slots))  # samples of each row
         sampled = self.runner.run(step, self.rows, each, self._seeds(step.sample_slots, forks, each))
         owners = self._fork(step.sample_slots, forks)
         slot = np.array([branch.slot for branch in owners], np.int64)
         samples = Samples(slot, np.repeat(step.sample_offset, each), np.repeat(step.sample_rows, each), sampled)
         return samples.only(np.array([not branch.request.done for branch in owners]))
+
+    @property
+    def _can_merge(self) -> bool:
+        """Each step has one sample of each branch, and nothing is kept for each row."""
+        scheduler, cache = self.scheduler, self.cache
+        single = scheduler.drafts is None and scheduler.windows.most == 1 and self.runner.graphs is None
+        return single and cache.states is None and cache.routes is None and self.others is None
 
     def _seeds(self, slots: Array, forks: Array, each: Array) -> Array:  # [E] int64
         """Return the seeds of the ``each`` samples of each slot: those that the branches of `children` will have."""
@@ -261,6 +277,8 @@ class NativeLoop(Steering):
         seeds = np.repeat(self.rows.seed[slots], each)
         reseeded = forks > 1
         reseeded[forks == 1] = [self._branch(slot).node.parent is None for slot in slots[forks == 1].tolist()]
+        if self.equal:
+            seeds[np.repeat(forks == 0, each)] = self.rows.seed[self.equal.members(slots[forks == 0])]
         return np.where(np.repeat(reseeded, each), child_seed(seeds, child), seeds)
 
     def _fork(self, slots: Array, forks: Array) -> list[Branch]:
@@ -268,7 +286,7 @@ class NativeLoop(Steering):
         owners: list[Branch] = []
         parents = [self._branch(slot) for slot in slots.tolist()]
         for parent, n in zip(parents, forks.tolist(), strict=True):
-            children = [parent] * max(n, 1)
+            children = [parent] * n if n > 0 else [parent, *self.equal.of(parent.slot)]
             if n > 0 and not parent.request.done:
                 with self._alone(parent.request):
                     children = self._split(parent, n)
@@ -407,6 +425,8 @@ class NativeLoop(Steering):
 
     def _drop(self, branch: Branch) -> None:
         if branch.slot >= 0:
+            if self.equal:
+                self.scheduler.replace(branch, self.equal.leave(branch))
             self.scheduler.suspend(branch)
             self.rows.remove(branch.slot)
             branch.slot = -1

@@ -83,6 +83,12 @@ class Scheduler:
             tree.extend_by(branch.kv, [rows.last_token[slot]])
         insort(self.waiting, branch, key=_order)
 
+    def replace(self, branch: Branch, other: Branch | None) -> None:
+        """Let another branch, if there is one, wait in the place of a waiting branch."""
+        if other is not None and branch in self.waiting:
+            self.waiting.remove(branch)
+            insort(self.waiting, other, key=_order)
+
     def suspend(self, branch: Branch) -> None:
         """Remove a branch from the running or waiting ones."""
         self.stop(branch)
