@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def counted(plain: Any, tokens: list[int], cache: Any, heads: int) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampling_costs_the_products_of_its_rows(family: str) -> None:
-    """The prompt once, then each response's tokens but its last, which no row computes."""
+    """The prompt once, then each distinct beginning of a response but the whole, whose last token no row computes."""
     ours, plain = make_models(family)
     countable(plain)
     engine = NativeEngine(ours)
@@ -61,9 +62,13 @@ def test_sampling_costs_the_products_of_its_rows(family: str) -> None:
     (tree,) = engine.generate([prompt], SamplingParams(n=n, max_new_tokens=4, ignore_eos=True, seed=1))
     cache = DynamicCache(config=plain.config)
     expected = counted(plain, prompt, cache, heads=1)
+    begun: list[list[int]] = []
     for leaf in range(tree.num_leaves):
         ids = tree.token_id[tree.path_rows(leaf)][len(prompt) : -1].tolist()
-        expected += counted(plain, ids, copy.deepcopy(cache), heads=len(ids))
+        shared = max((len(os.path.commonprefix([ids, other])) for other in begun), default=0)
+        begun.append(ids)
+        for sign, part in ((1, ids), (-1, ids[:shared])):
+            expected += sign * (counted(plain, part, copy.deepcopy(cache), heads=len(part)) if part else 0)
     assert engine.stats["flop"] == pytest.approx(expected, rel=1e-6)
     assert engine.stats["held_out_flop"] == engine.stats["scored_flop"] == 0
     engine.generate([prompt], SamplingParams(n=n, max_new_tokens=4, ignore_eos=True, seed=1), held_out=True)
