@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +51,10 @@ def counted(plain: Any, tokens: list[int], cache: Any, heads: int) -> int:
     return int(counter.get_total_flops())
 
 
+def first_difference(ids: list[int], others: list[int]) -> int:
+    return next((i for i, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other), len(ids))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampling_costs_the_products_of_its_rows(family: str) -> None:
     """The prompt once, then each distinct beginning of a response but the whole, whose last token no row computes."""
@@ -65,7 +68,7 @@ def test_sampling_costs_the_products_of_its_rows(family: str) -> None:
     begun: list[list[int]] = []
     for leaf in range(tree.num_leaves):
         ids = tree.token_id[tree.path_rows(leaf)][len(prompt) : -1].tolist()
-        shared = max((len(os.path.commonprefix([ids, other])) for other in begun), default=0)
+        shared = max((first_difference(ids, other) for other in begun), default=0)
         begun.append(ids)
         for sign, part in ((1, ids), (-1, ids[:shared])):
             expected += sign * (counted(plain, part, copy.deepcopy(cache), heads=len(part)) if part else 0)
