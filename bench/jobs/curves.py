@@ -5,8 +5,8 @@ The configuration is one of `rolltree train` without a method; each recipe is ad
 process, one for every recipe, setting and seed, after one step of the first that is not counted; all begin with the
 same weights and answer the same held-out problems. An interrupted campaign continues with the runs that have not ended.
 
-Tokens are those that the policy sampled for training, with those of groups that were dropped; one that several
-responses share counts once. Seconds are of the processor, summed over the threads of this process, so that other work
+Tokens are those that the policy sampled for training, with those of groups that were dropped, and those of responses
+that it was given to imitate; one that several responses share counts once. Seconds are of the processor, summed over the threads of this process, so that other work
 of the machine matters little; the processes that judge, the evaluations and what precedes the first step are not
 counted.
 """
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.assembly.sampling import prepare_model
 from rolltree.engine.app.config import load_config
+from rolltree.engine.data.tree import TokenTree
 from rolltree.engine.errors import RunError, UserError
 from rolltree.engine.loop.evaluation import Evaluation
 from rolltree.engine.model.loading import choose_device
@@ -274,6 +275,7 @@ def train(config: TrainConfig, *, flat: bool = False) -> tuple[list[Reading], li
     old = run.evaluation
     evaluation = _Aside(old.problems, old.params, old.every, run.sampler, run.tokenizer, clock)
     clock.engine, evaluation.clock = sampler.engine, clock
+    run.demonstrations = _Counted(run.demonstrations, clock)
     run.evaluation = run.checkpoints.evaluation = evaluation
     run.run()
     lines = (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -288,9 +290,10 @@ class _Clock:
         self.readings: list[Reading] = []
         self.began = self.stood = 0.0
         self.aside = 0  # tokens of evaluations
+        self.given = 0  # tokens of demonstrations
 
     def phase(self, text: str) -> None:
-        if self.engine is not None and self.sampled() == self.aside:  # nothing is sampled for the training yet
+        if self.engine is not None and self.sampled() == self.aside and not self.given:  # the training has not begun
             self.began, self.stood = time.process_time(), 0.0
 
     def sampled(self) -> int:
@@ -309,7 +312,23 @@ class _Aside(Evaluation):
         clock, begin, before = self.clock, time.process_time(), self.clock.sampled()
         metrics = super().run(step, rewards)
         seconds = begin - clock.began - clock.stood if step else 0.0
-        clock.readings.append(Reading(step, seconds, before - clock.aside, metrics["eval/accuracy"]))
+        tokens = before - clock.aside + clock.given
+        clock.readings.append(Reading(step, seconds, tokens, metrics["eval/accuracy"]))
         clock.aside += clock.sampled() - before
         clock.stood += time.process_time() - begin
         return metrics
+
+
+class _Counted:
+    """The demonstrations of a run, whose tokens the clock counts."""
+
+    def __init__(self, demonstrations: Any, clock: _Clock) -> None:
+        self._demonstrations, self._clock = demonstrations, clock
+
+    def next(self) -> list[TokenTree]:
+        trees: list[TokenTree] = self._demonstrations.next()
+        self._clock.given += sum(tree.num_tokens - tree.prompt_length for tree in trees)
+        return trees
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._demonstrations, name)

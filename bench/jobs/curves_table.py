@@ -26,6 +26,10 @@ TARGETS = (0.5, 0.75, 0.9)
 """Accuracies of a campaign whose configuration names none."""
 TUNED = "grpo_tuned"
 """The recipe with which FLOP and seconds to a target are compared."""
+DISTILLED = "opd"
+"""The recipe with which tokens to a target are compared; a campaign that has it is about distillation."""
+LAST = 5
+"""Evaluations at the end of a run of which distillation shows the mean."""
 PARTS = (0.25, 1.0)
 """Shares of the most tokens and seconds at which recipes are compared."""
 LABELS = {"tokens": "thousand tokens sampled", "seconds": "seconds of one core"}
@@ -43,6 +47,9 @@ SHOWN = (
 """Metrics of the table of what recipes do."""
 BLUE, GREY = "#3b82f6", "#6b7280"
 Run = tuple[str, str]  # case, which has the seed, and recipe
+Cost = tuple[str, str, float]  # a field of `Spent`, the head of its column, and the scale there
+GFLOP_AND_SECONDS: tuple[Cost, ...] = (("flop", "GFLOP to {:g} %", 1e-9), ("seconds", "seconds", 1.0))
+TOKENS: tuple[Cost, ...] = (("tokens", "thousand tokens to {:g} %", 1e-3),)
 
 
 def campaigns(points: Sequence[Point]) -> dict[str, dict[Run, list[Point]]]:
@@ -130,16 +137,38 @@ def _difference(accuracies: dict[str, dict[str, float]], recipe: str) -> str:
 
 
 def targets(points: Sequence[Point]) -> str:
-    """Return a table of each campaign whose FLOP were counted: for each of its targets the GFLOP, and the seconds of a
-    core, at which the runs of a recipe reached and held it, and ratios to those of `TUNED` with the same seed."""
-    counted = [point for point in points if point.flop is not None]
-    return "\n".join(_targets(name, runs) for name, runs in campaigns(counted).items())
+    """Return a table of each campaign whose FLOP were counted, but for those of distillation: for each of its targets
+    the GFLOP, and the seconds of a core, at which the runs of a recipe reached and held it, and ratios to those of
+    `TUNED` with the same seed."""
+    counted = campaigns([point for point in points if point.flop is not None])
+    return "\n".join(
+        _targets(name, runs, TUNED, GFLOP_AND_SECONDS) for name, runs in counted.items() if not _distilled(runs)
+    )
 
 
-def _targets(name: str, runs: dict[Run, list[Point]]) -> str:
+def distilled(points: Sequence[Point]) -> str:
+    """Return a table of each campaign of distillation: for each of its targets the tokens at which the runs of a recipe
+    reached and held it, ratios to those of `DISTILLED` with the same seed, and the accuracy at the end."""
+    return "\n".join(
+        _targets(name, runs, DISTILLED, TOKENS, at_end=True)
+        for name, runs in campaigns(points).items()
+        if _distilled(runs)
+    )
+
+
+def _distilled(runs: dict[Run, list[Point]]) -> bool:
+    return any(recipe == DISTILLED for _, recipe in runs)
+
+
+def _targets(
+    name: str, runs: dict[Run, list[Point]], base: str, shown: Sequence[Cost], at_end: bool = False
+) -> str:
+    """Return what each recipe of a campaign took to the targets; ``at_end``: and its mean accuracy at the end."""
     heads, shares = [name, "seeds"], next(iter(runs.values()))[0].targets or TARGETS
     for target in shares:
-        heads += [f"GFLOP to {100 * target:g} %", f"against {TUNED}", "seconds", f"against {TUNED}"]
+        for _, head, _ in shown:
+            heads += [head.format(100 * target), f"against {base}"]
+    heads += [f"last {LAST} evaluations"] if at_end else []
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     spent = {
         (recipe, case, target): crossing(readings(of_run), target, ended=True)
@@ -151,13 +180,16 @@ def _targets(name: str, runs: dict[Run, list[Point]]) -> str:
         cells = [recipe, str(len(cases))]
         for target in shares:
             then = {case: at for case in cases if (at := spent[recipe, case, target]) is not None}
-            base = {case: at for case in then if (at := spent.get((TUNED, case, target))) is not None}
+            of_base = {case: at for case in then if (at := spent.get((base, case, target))) is not None}
             few = "" if len(then) == len(cases) else f", {len(then)} of {len(cases)}"
-            for field, scale in (("flop", 1e-9), ("seconds", 1.0)):
+            for field, _, scale in shown:
                 values = [scale * getattr(at, field) for at in then.values()]
-                ratios = [getattr(then[case], field) / getattr(at, field) for case, at in base.items()]
+                ratios = [getattr(then[case], field) / getattr(at, field) for case, at in of_base.items()]
                 cells.append(f"{_spread(values)}{few}" if values else "not reached")
-                cells.append(_spread(ratios, digits=2) if ratios and recipe != TUNED else "")
+                cells.append(_spread(ratios, digits=2) if ratios and recipe != base else "")
+        if at_end:
+            ends = [mean(point.accuracy for point in runs[case, recipe][-LAST:]) for case in cases]
+            cells.append(f"{_spread([100 * end for end in ends])} %")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

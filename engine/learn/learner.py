@@ -308,7 +308,8 @@ class Learner(Learned):
 
     def _exchange(self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], column: str) -> None:
         """Tell the other ranks the scores in ``column`` of this rank's ``batches``, and write theirs on ``trees``."""
-        scores = {i: trees[i].columns[column] for batch in batches for i in batch.tree_index}
+        members = {i for batch in batches for i in batch.tree_index if column in trees[i].columns}
+        scores = {i: trees[i].columns[column] for i in members}
         for of_share in self.group.of_shares(scores) if self.group.count > 1 else ():
             for i, values in of_share.items():
                 trees[i].set(column, values)

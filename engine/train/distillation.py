@@ -37,12 +37,18 @@ class Teacher:
         self.role: Role | None = None
 
     def __call__(self, batch: TreeBatch) -> list[Seen]:
-        """Return what the divergence reads on ``batch``, of each teacher of any of its trees."""
+        """Return what the divergence reads on ``batch``, of each teacher of any of its trees.
+
+        Of a batch without trees, with which a rank waits for others, it is what they read, and nothing counts it.
+        """
         if self.role is None:
             raise RuntimeError("The teacher of a loss term is not loaded; `learning_parts` loads it.")
         if not isinstance(self.role, Teachers):
             return [self._of(self.role, batch, range(len(batch.trees)))]
-        return [self._of(role, batch, members, name) for name, role, members in self.role.divided(batch.trees)]
+        seen = [self._of(role, batch, members, name) for name, role, members in self.role.divided(batch.trees)]
+        if not batch.trees:
+            return [part._replace(name="") for part in seen[:1]] or [read_likeliest(batch, [])]
+        return [part for part in seen if part.target is None or len(part.target)]
 
     @staticmethod
     def _of(role: Role, batch: TreeBatch, members: Sequence[int], name: str = "") -> Seen:

@@ -7,11 +7,17 @@ no rank takes another way than the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
+TELL_S = 5.0
+"""Seconds after which the first rank tells the others that its work is not done."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,29 @@ class Group:
         dist.all_gather_object(values, value)
         return values
 
+    def of_first(self, work: Callable[[], T]) -> T:
+        """Return the value of ``work``, which the first rank alone does, in a thread; all ranks must call it.
+
+        The others wait however long that takes, past the time limit of their collectives. An error is raised on all.
+        """
+        if self.count == 1:
+            return work()
+        done: Future[T] = Future()
+        if self.rank == 0:
+            threading.Thread(target=_fulfil, args=(done, work), name="rolltree-first-rank", daemon=True).start()
+        while True:
+            told: list[Any] = [None]
+            if self.rank == 0 and wait([done], TELL_S).done:
+                error = done.exception()
+                told = [(error, None if error else done.result())]
+            dist.broadcast_object_list(told)
+            if told[0] is not None:
+                error, value = told[0]
+                if error is not None:
+                    raise error
+                result: T = value
+                return result
+
     def added(self, sums: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
         """Return the sums of the numbers under each name over all shares; not every rank needs to have every name.
 
@@ -65,6 +94,13 @@ class Group:
                 before = total.get(name, (0.0,) * len(numbers))
                 total[name] = tuple(a + b for a, b in zip(before, numbers, strict=True))
         return total
+
+
+def _fulfil(done: Future[T], work: Callable[[], T]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)
 
 
 ALONE = Group()

@@ -52,7 +52,7 @@ def learning_parts(
     group = replace(group, tensor=trainer.tensor)
     spread = spreading(config, group, model.device.type)
     spread(model)
-    scoring = roles(config, model, spread, methods)
+    scoring = roles(config, model, group, spread, methods)
     early = not loop.score_early or any(role.fixed and role.columns for role in scoring)
     refuse(MODELS, Model(config, scores_early=early))
     reference = next((role for role in scoring if role.column == "ref_logprob"), None)
@@ -204,8 +204,10 @@ def _of_ratio(chosen: Objective) -> list[tuple[bool, str]]:
     ]
 
 
-def roles(config: TrainConfig, model: PreTrainedModel, spread: Spread, methods: Methods) -> list[Role]:
-    """Load the models that score log-probs for the loss, each sharded by ``spread`` as ``model`` is.
+def roles(
+    config: TrainConfig, model: PreTrainedModel, group: Group, spread: Spread, methods: Methods
+) -> list[Role]:
+    """Load the models that score log-probs for the loss, each sharded over ``group`` by ``spread`` as ``model`` is.
 
     Raises:
         UserError: one cannot be loaded, or its vocabulary or parameters differ from the policy's.
@@ -217,11 +219,13 @@ def roles(config: TrainConfig, model: PreTrainedModel, spread: Spread, methods: 
     if config.roles.reference is not None:
         scoring.append(_reference(config, config.roles.reference, model, spread))
     if config.roles.has("teacher"):
-        scoring.append(_teacher(config, model, spread, methods))
+        scoring.append(_teacher(config, model, group, spread, methods))
     return scoring
 
 
-def _teacher(config: TrainConfig, model: PreTrainedModel, spread: Spread, methods: Methods) -> Role:
+def _teacher(
+    config: TrainConfig, model: PreTrainedModel, group: Group, spread: Spread, methods: Methods
+) -> Role:
     """Load the teacher of the run, or its teachers."""
     scores, chosen = teacher_scores(config, methods), config.roles.teacher
     if chosen is not None and chosen.path is None and chosen.url is None:
@@ -235,13 +239,15 @@ def _teacher(config: TrainConfig, model: PreTrainedModel, spread: Spread, method
         return Role("teacher_logprob", teacher, scores=scores)
 
     loaded = {
-        key: served(teacher, model, methods.context, scores=scores) if teacher.path is None else load(key, teacher.path)
+        key: served(teacher, model, methods.context, group, scores=scores)
+        if teacher.path is None
+        else load(key, teacher.path)
         for key, teacher in config.roles.all_teachers.items()
     }
     if chosen is not None:
         return loaded["roles.teacher"]
     named = {key.rpartition(".")[2]: role for key, role in loaded.items()}
-    return Teachers(named, TeacherOf(config.roles, methods.context), scores=scores)
+    return Teachers(named, TeacherOf(config.roles, methods.context), scores=scores, shared=group.count > 1)
 
 
 def _beside(path: str, model: PreTrainedModel) -> PreTrainedModel:

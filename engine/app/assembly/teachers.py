@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedModel
 
 from ...data.tree import TokenTree
@@ -9,9 +11,10 @@ from ...errors import UserError
 from ...methods.advantages import ADVANTAGES
 from ...model.teachers.served import ServedTeacher
 from ...parts.context import Context
-from ...protocols.scoring import ScoringServer
+from ...protocols.scoring import Known, ScoringServer
 from ...settings import NamedTeacherConfig, RolesConfig, TrainConfig
 from ...train.distillation import DivergenceTerm
+from ...train.group import Group
 from ...train.terms import TokenTerm
 from .methods import Methods
 
@@ -45,8 +48,12 @@ class TeacherOf:
         return str(name)
 
 
-def served(teacher: NamedTeacherConfig, model: PreTrainedModel, context: Context, *, scores: bool) -> ServedTeacher:
+def served(
+    teacher: NamedTeacherConfig, model: PreTrainedModel, context: Context, group: Group, *, scores: bool
+) -> ServedTeacher:
     """Return the teacher on the server of ``teacher.url``, which has answered a first question.
+
+    The first rank of ``group`` asks for all, so a question is asked once and each rank learns from the same answers.
 
     Raises:
         UserError: it cannot be asked, or has another tokenizer than the policy.
@@ -61,8 +68,13 @@ def served(teacher: NamedTeacherConfig, model: PreTrainedModel, context: Context
         retries=teacher.retries,
         api_key_env=teacher.api_key_env,
     )
-    server.check(context.tokenizer, len(model.get_output_embeddings().weight))
-    return ServedTeacher("teacher_logprob", model, server, scores=scores)
+    vocabulary = len(model.get_output_embeddings().weight)
+    group.of_first(lambda: server.check(context.tokenizer, vocabulary))
+
+    def ask(sequences: Sequence[Sequence[int]], first: Sequence[int], vocabulary: int) -> list[Known]:
+        return group.of_first(lambda: server.score(sequences, first, vocabulary))
+
+    return ServedTeacher("teacher_logprob", model, ask, scores=scores)
 
 
 def teacher_scores(config: TrainConfig, methods: Methods) -> bool:

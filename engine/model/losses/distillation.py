@@ -112,7 +112,7 @@ def targets_of(batch: TreeBatch, chosen: Sequence[int]) -> Tensor | None:
     bounds = [0]
     for tree in batch.trees:
         bounds.append(bounds[-1] + tree.num_tokens - tree.prompt_length)
-    places = [torch.arange(bounds[i], bounds[i + 1]) for i in chosen]
+    places = [torch.arange(0), *(torch.arange(bounds[i], bounds[i + 1]) for i in chosen)]
     return torch.cat(places).to(batch.target.device)
 
 
@@ -133,7 +133,8 @@ def _hidden(model: PreTrainedModel, batch: TreeBatch, chosen: Sequence[int]) -> 
         return tree if prompt is None else tree.reroot(prompt)
 
     trees = [read(batch.trees[i], prompt) for i, prompt in zip(chosen, prompts, strict=True)]
-    return torch.cat(of_trees(batch, trees, compute)), work
+    values = of_trees(batch, trees, compute)
+    return torch.cat(values) if values else torch.empty(0), work
 
 
 def see(role: Role, batch: TreeBatch, chosen: Sequence[int], name: str = "") -> Whole:

@@ -14,12 +14,19 @@ from ...data.tree import TokenTree
 def of_trees(batch: TreeBatch, trees: Sequence[TokenTree], compute: Callable[[TreeBatch], Tensor]) -> list[Tensor]:
     """Return the values ``[targets, ...]`` of each of ``trees``: trees of ``batch``, perhaps with other prompts.
 
+    Unless ``batch`` is in pieces ``compute`` is called once, for no tree too: ranks that share a model wait for each
+    other in every call.
+
     Args:
         compute: returns values ``[M, ...]`` of a batch, which is in the host's memory, and in pieces of its size where
             ``batch`` is in pieces.
     """
+    if not trees:
+        compute(pack([TokenTree.from_sequences([0], [[0]])], max_tokens=2)[0])
+        return []
     counts = [tree.num_tokens - tree.prompt_length for tree in trees]
-    most = max((p.end - p.begin for p in batch.pieces), default=sum(int(t.path_length.sum()) for t in trees))
+    longest = max(int(tree.path_length.max()) for tree in trees)
+    most = max((p.end - p.begin for p in batch.pieces), default=longest * sum(tree.num_leaves for tree in trees))
     parts: dict[int, Tensor] = {}
     for other in pack(trees, max_tokens=most, in_pieces=bool(batch.pieces), flat=batch.padded is not None):
         values = compute(other)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -32,11 +32,9 @@ class Told(Protocol):
     def logprobs(self) -> npt.NDArray[np.float32]: ...
 
 
-class Scores(Protocol):
-    """A server that tells log-probs of given tokens."""
-
-    def score(self, sequences: Sequence[Sequence[int]], first: Sequence[int], vocabulary: int) -> Sequence[Told]:
-        """Return the log-probs of the tokens of each sequence from the place ``first`` on."""
+Ask = Callable[[Sequence[Sequence[int]], Sequence[int], int], Sequence[Told]]
+"""Asks a server for the log-probs of the tokens of each sequence from the place ``first`` on: ``ask(sequences, first,
+vocabulary)``; see `protocols.scoring.ScoringServer.score`."""
 
 
 class _Path(NamedTuple):
@@ -55,12 +53,13 @@ class ServedTeacher(Role):
     Args:
         column: of the log-probs of the tokens themselves.
         model: the policy, whose vocabulary the server shares.
+        ask: called on all ranks alike, as each scores all trees.
         scores: write these too.
     """
 
-    def __init__(self, column: str, model: PreTrainedModel, server: Scores, *, scores: bool) -> None:
+    def __init__(self, column: str, model: PreTrainedModel, ask: Ask, *, scores: bool) -> None:
         super().__init__(column, model, scores=scores)
-        self._server = server
+        self._ask_server = ask
         self._vocabulary = len(model.get_output_embeddings().weight)
         self._answers: OrderedDict[_Path, Told] = OrderedDict()
         self._kept = 0
@@ -86,7 +85,7 @@ class ServedTeacher(Role):
         """Have the answers for ``paths``, which are the latest that are kept."""
         new = [path for path in paths if path not in self._answers]
         sequences = [np.frombuffer(path.ids, np.int32).tolist() for path in new]
-        answers = self._server.score(sequences, [path.first for path in new], self._vocabulary) if new else []
+        answers = self._ask_server(sequences, [path.first for path in new], self._vocabulary) if new else []
         self._answers |= zip(new, answers, strict=True)
         self._kept += sum(answer.ids.size for answer in answers)
         for path in paths:

@@ -24,12 +24,15 @@ class Teachers(Role):
         roles: the teachers by name; none has weights that change.
         of: returns the name of a tree's teacher.
         scores: as for `Role`.
+        shared: ranks share the teachers in this process, so each of these computes on all ranks or on none.
     """
 
-    def __init__(self, roles: Mapping[str, Role], of: Callable[[TokenTree], str], *, scores: bool) -> None:
+    def __init__(
+        self, roles: Mapping[str, Role], of: Callable[[TokenTree], str], *, scores: bool, shared: bool = False
+    ) -> None:
         first = next(iter(roles.values()))
         super().__init__(first.column, first.model, scores=scores)
-        self.roles, self._of = dict(roles), of
+        self.roles, self._of, self._shared = dict(roles), of, shared
 
     @property
     def fixed(self) -> bool:
@@ -40,10 +43,12 @@ class Teachers(Role):
         return tuple(dict.fromkeys(column for role in self.roles.values() for column in role.columns))
 
     def divided(self, trees: Sequence[TokenTree]) -> Iterator[tuple[str, Role, list[int]]]:
-        """Yield the name, the teacher and the places of the trees of each teacher that has any."""
+        """Yield the name, the teacher and the places of the trees of each teacher that has any; and of those that ranks
+        share."""
         names = [self._of(tree) for tree in trees]
         for name, role in self.roles.items():
-            if members := [i for i, other in enumerate(names) if other == name]:
+            members = [i for i, other in enumerate(names) if other == name]
+            if members or (self._shared and not isinstance(role, ServedTeacher)):
                 yield name, role, members
 
     def score(

@@ -156,10 +156,6 @@ LEARNING: tuple[Row[RunKeys], ...] = (
         "give `roles.teacher` or `roles.teachers`, not both"),
     Row("`roles.teachers.NAME`", "neither `path` nor `url`", _without_place,
         "`roles.teachers.{name}` has no model", "give it a `path` or a `url`"),
-    Row("`roles.teachers`", "`trainer.ranks` above 1",
-        lambda run: bool(run.roles.teachers) and run.trainer.ranks > 1,
-        "`roles.teachers` does not go with `trainer.ranks` above 1, whose ranks would wait for different teachers",
-        "set it to 1"),
     Row("`roles.teacher.url`, `roles.teachers.NAME.url`", "its `path`, `reset_every`, `ema` or `context`",
         _served_and_more, "`{key}.url` is a model of its own on a server, which `{key}.{other}` does not go with",
         "leave one out"),
@@ -176,7 +172,6 @@ LEARNING: tuple[Row[RunKeys], ...] = (
                 lambda run: run.loop.temperature_scale != 1
             ),
             "`data.image_key`, as only tokens are sent": lambda run: run.data.image_key is not None,
-            "`trainer.ranks` above 1": lambda run: run.trainer.ranks > 1,
         },
     ),
     Row("`roles.teacher.context`", "no loss term with `divergence`",

@@ -199,7 +199,9 @@ def make(toml: Path, case: Case, group: Group, *options: str) -> Learner:
     folder = str(toml.parent)
     given = [option.replace("mine.py", f"{folder}/mine.py").replace("FOLDER", folder) for option in case.options]
     config = load_config(toml, [*FIXED, *given, *options])
-    model, _ = prepare_model(config)
+    model, tokenizer = prepare_model(config)
+    methods = Methods.make(config)
+    methods.context.tokenizer = tokenizer
     torch.manual_seed(3)
     if not case.tied:
         model.config.tie_word_embeddings = False
@@ -207,7 +209,7 @@ def make(toml: Path, case: Case, group: Group, *options: str) -> Learner:
     if case.lora:
         adapted = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
         model = peft.get_peft_model(model, adapted)
-    return Learner(learning_parts(Methods.make(config), model, group), Stopwatch(), lambda sentence: None)
+    return Learner(learning_parts(methods, model, group), Stopwatch(), lambda sentence: None)
 
 
 def learn(learner: Learner, trees: Sequence[list[Any]], case: Case, first: int = 0) -> Result:

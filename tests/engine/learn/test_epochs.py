@@ -10,6 +10,7 @@ from rolltree.engine import UserError, load_config
 from rolltree.engine.app.assembly.checks import check_training
 from rolltree.engine.app.assembly.learning import inert, roles
 from rolltree.engine.app.dry_run import plan_lines
+from rolltree.engine.train.group import ALONE
 
 from ...support.real_step import Steps, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
 from ...support.tiny import GIVEN, tiny_job
@@ -137,7 +138,7 @@ def test_no_sentence_calls_bounds_inert_that_act(toml):
 
 def test_a_lag_is_corrected_against_the_policy_before_the_step(toml):
     config = load_config(toml, ["--loop.staleness=1", "--trainer.epochs=2"])
-    assert [role.column for role in roles(config, None, print, None)] == ["proximal_logprob"]  # type: ignore[arg-type]
+    assert [role.column for role in roles(config, None, ALONE, print, None)] == ["proximal_logprob"]  # type: ignore[arg-type]
     assert inert(config) == []
 
 

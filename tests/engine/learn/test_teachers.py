@@ -134,12 +134,11 @@ def test_the_log_probs_of_a_served_model(toml: Path) -> None:
         server.check(engine.tokenizer, 257)
         asked: list[int] = []
 
-        class Counted:
-            def score(self, sequences: Any, *more: Any) -> Any:
-                asked.append(len(sequences))
-                return server.score(sequences, *more)
+        def ask(sequences: Any, *more: Any) -> Any:
+            asked.append(len(sequences))
+            return server.score(sequences, *more)
 
-        role = ServedTeacher("teacher_logprob", engine.model, Counted(), scores=True)
+        role = ServedTeacher("teacher_logprob", engine.model, ask, scores=True)
         role.score([tree], [], temperature=1.0)
         role.score([tree_of([10, 20, 21])], [], temperature=1.0)
     assert asked == [2]

@@ -28,6 +28,7 @@ from rolltree.engine.loop.budget import Budget, StalenessError
 from rolltree.engine.loop.runtime import Cores
 from rolltree.engine.model.roles import Role
 from rolltree.engine.record.metrics import Sums
+from rolltree.engine.train.group import ALONE
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.kernels import Objective
 
@@ -292,7 +293,7 @@ def test_what_has_a_correction_keeps_it(toml: Path) -> None:
     assert (masked.mismatch, masked.mismatch_cap) == ("mask", 9.0)
     on_policy = load_config(toml, [])
     assert build_methods.objective(on_policy, "algorithm.objective", "dapo", {}).mismatch == "none"
-    assert build_learning.roles(config, None, print, None) == []  # type: ignore[arg-type]
+    assert build_learning.roles(config, None, ALONE, print, None) == []  # type: ignore[arg-type]
     several = load_config(toml, ["--loop.staleness=1", "--trainer.updates_per_step=2"])
     assert [role.column for role in build_learning.roles(several, None, print, None)] == ["proximal_logprob"]  # type: ignore[arg-type]
     bases = [

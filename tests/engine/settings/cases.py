@@ -156,9 +156,6 @@ OF_KEYS: dict[tuple[str, str], Case] = {
     ("`roles.teachers`", "`roles.teacher`"): (f"{TWO_TEACHERS}  roles.teacher={{path='x'}}", TWO_TEACHERS, "not both"),
     ("`roles.teachers.NAME`", "neither `path` nor `url`"): ("roles.teachers={a={path='x'},b={}}", TWO_TEACHERS,
         "`roles.teachers.b` has no model"),
-    ("`roles.teachers`", "`trainer.ranks` above 1"): (
-        f"roles.teachers={{a={{path='x'}}}}  trainer.ranks=2  {ENGINES}",
-        f"{TWO_TEACHERS}  {ENGINES}", "wait for different teachers"),
     (URL, "its `path`, `reset_every`, `ema` or `context`"): ("roles.teachers={a={path='x',url='http://x'}}", SERVED,
         "which `roles.teachers.a.path` does not go with"),
     **{
@@ -167,7 +164,6 @@ OF_KEYS: dict[tuple[str, str], Case] = {
             "`rollout.temperature` other than 1, at which servers tell no log-probs": "rollout.temperature=0.8",
             "`loop.temperature_scale`, as servers tell log-probs at a temperature of 1": "loop.temperature_scale=0.8",
             "`data.image_key`, as only tokens are sent": f"{FILE}  data.image_key=i",
-            "`trainer.ranks` above 1": f"trainer.ranks=2  {ENGINES}",
         }.items()
     },
     ("`roles.teacher.context`", "no loss term with `divergence`"): (f"{MORE}  {TERM % ''}", f"{MORE}  {COMPARED_TERM}",
@@ -280,9 +276,9 @@ OF_KEYS: dict[tuple[str, str], Case] = {
         "placement.restarts=3  reward.hosts=1", "set `rollout.engines` or `reward.hosts`, or leave it out"),
     ("`placement.per_rank`", "`trainer.ranks` = 1"): (f"placement.per_rank={{CPU=2}}  {ENGINES}",
         f"placement.per_rank={{CPU=2}}  {ENGINES}  trainer.ranks=2", "set these, or leave it out"),
-    ("`trainer.ranks` above 1", "`data.image_key`, `model.replay_routes`"): (
-        f"trainer.ranks=2  {ENGINES}  model.replay_routes=true", f"{ENGINES}  model.replay_routes=true",
-        "do not go with `trainer.ranks` above 1 yet; set it to 1"),
+    ("`trainer.ranks` above 1", "`data.image_key`"): (
+        f"{FILE}  data.image_key=i  trainer.ranks=2  {ENGINES}", f"{FILE}  data.image_key=i  {ENGINES}",
+        "does not go with `trainer.ranks` above 1 yet; set it to 1"),
     ("`trainer.ranks` above 1", '`placement.layout` = "colocated"'): (
         f"trainer.ranks=2  {ENGINES}  placement.layout=colocated", f"{ENGINES}  placement.layout=colocated",
         "does not go with `trainer.ranks` above 1; set it to 1"),
@@ -345,7 +341,6 @@ FURTHER: list[tuple[str, str]] = [
     ("data.tasks=[]  data.path=p  data.source=games  reward.verifier=exact", "both are given"),
     ("data.path=p  data.source=games  evaluation.problems=0", "all are given"),
     ("data.curriculum=difficulty", "= 'difficulty' needs `data.path`"),
-    (f"{FILE}  data.image_key=i  trainer.ranks=2  {ENGINES}", "do not go with `trainer.ranks`"),
     (f"{GIVEN}  " + TERM % ",select='demonstrated',select_options={of='y'}", "demonstrations 'y'"),
     ("models={verifier={terms=[{name='t',objective='sft',pairs='best'}]}}", "loss term 't' needs one of"),
     (f"{LORA}  roles.reference={{path='x',reset_every=2}}", "cannot become the policy"),
