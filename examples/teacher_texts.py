@@ -1,8 +1,6 @@
-"""Write a teacher's responses as demonstrations, for the recipe `sft` of docs/curves.md.
+"""Write a teacher's responses as demonstrations, for `sft` in examples/curves_distillation_cpu.toml.
 
-    rolltree rollout examples/curves_distillation_cpu.toml --model.path runs/arithmetic_cpu/export --prompts 256 \
-        --out runs/texts.parquet
-    python examples/teacher_texts.py runs/texts.parquet runs/texts.jsonl
+python examples/teacher_texts.py runs/texts.parquet runs/texts.jsonl
 """
 
 import json

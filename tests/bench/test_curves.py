@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from rolltree.bench.cli import main
 from rolltree.bench.jobs import curves, curves_table, tuning
@@ -22,7 +23,7 @@ from rolltree.engine.errors import RunError
 from rolltree.engine.learn.learner import Learner
 from rolltree.engine.loop.evaluation import Evaluation
 
-from ..support.tiny import NO_METHOD, write_job
+from ..support.tiny import GIVEN, NO_METHOD, write_job
 
 POINT = Point("sums, seed 0", "grpo", 0, 0.0, 0, 0.25, 512, "a cpu", {"torch": "2"}, "abc", "now")
 
@@ -78,6 +79,33 @@ def test_recipes_are_compared_where_they_reach_a_target() -> None:
     assert of_other.startswith(
         "| efficient | 2 | 0.6, 1 of 2 | 0.50 | 0.6, 1 of 2 | 0.25 | 1.8, 1 of 2 |  | 1.8, 1 of 2 |"
     )
+
+
+def test_distillation_is_compared_by_tokens() -> None:
+    """A campaign with `opd` has a table of its own, and none of FLOP."""
+    tokens = [replace(p, flop=1e9, targets=(0.5,)) for p in points("opd", 0, (2.0, 100, 0.45), (4.0, 200, 0.55))]
+    whole = [replace(p, flop=1e9, targets=(0.5,)) for p in points("gkd", 0, (1.0, 60, 0.4), (2.0, 100, 0.6))]
+    assert curves_table.targets([*tokens, *whole]) == ""
+    assert curves_table.distilled(GRPO) == ""
+    head, _, of_tokens, of_whole = curves_table.distilled([*tokens, *whole]).splitlines()
+    assert head == "| sums | seeds | thousand tokens to 50 % | against opd | last 5 evaluations |"
+    mean = np.mean([100 * p.accuracy for p in tokens])
+    assert of_tokens == f"| opd | 1 | 0.1 |  | {mean:.1f} % |"  # 150 tokens
+    assert of_whole.startswith("| gkd | 1 | 0.1 | 0.53 | ")  # 80
+
+
+@pytest.mark.check
+def test_tokens_of_demonstrations_are_counted(tmp_path: Path) -> None:
+    """Responses that are imitated cost their tokens, with the one that ends each; seconds begin with the training."""
+    toml = write_job(tmp_path, {"given.jsonl": GIVEN}, **NO_METHOD)
+    given = f"--demonstrations={{path='{tmp_path}/given.jsonl',per_step=3}}"
+    keys = ["--recipe=sft", given, "--evaluation.every=1"]
+    config = load_config(toml, [*keys, "--trainer.steps=2"])
+    readings, _ = curves.train(config)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    (length,) = {len(tokenizer.encode(given["response"])) + 1 for given in GIVEN}
+    assert [reading.tokens for reading in readings] == [0, 3 * length, 6 * length]
+    assert 0 < readings[1].seconds < readings[2].seconds
 
 
 @pytest.mark.check
