@@ -100,7 +100,7 @@ def test_tokens_of_demonstrations_are_counted(tmp_path: Path) -> None:
     toml = write_job(tmp_path, {"given.jsonl": GIVEN}, **NO_METHOD)
     given = f"--demonstrations={{path='{tmp_path}/given.jsonl',per_step=3}}"
     keys = ["--recipe=sft", given, "--evaluation.every=1"]
-    config = load_config(toml, [*keys, "--trainer.steps=2"])
+    config = load_config(toml, [*keys, "--trainer.steps=2", "--trainer.prompts_per_step=0"])
     readings, _ = curves.train(config)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     (length,) = {len(tokenizer.encode(given["response"])) + 1 for given in GIVEN}
