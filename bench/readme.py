@@ -2,10 +2,10 @@
 
 A table of all rows of a file stands between ``<!-- bench FOLDER/OP -->`` and ``<!-- end -->``, the README's summary
 between ``<!-- summary FOLDER -->`` and ``<!-- end -->``, and that of whole jobs between ``<!-- jobs FOLDER/job -->``
-and ``<!-- end -->``. In docs/curves.md, ``curves`` stands before the comparison of recipes, ``targets`` before what they
-took to an accuracy, ``distilled`` before what learning from a teacher took, and ``actions`` before what each recipe did
-in its runs. A test fails if a table differs from the rows. The curves of jobs are drawn into docs/job_*.png, those of
-recipes into docs/curves_*.png.
+and ``<!-- end -->``. In docs/curves.md, ``curves`` stands before the comparison of recipes, ``targets`` before what
+they took to an accuracy, ``distilled`` before what learning from a teacher took, and ``actions`` before what each
+recipe did in its runs. A test fails if a table differs from the rows. The curves of jobs are drawn into docs/job_*.png,
+those of recipes into docs/curves_*.png.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 PAGES = (REPOSITORY / "README.md", *(REPOSITORY / "docs" / f"{page}.md" for page in ("benchmarks", "curves", "gpu")))
 RESULTS = REPOSITORY / "bench" / "results"
-BLOCK = re.compile(r"(<!-- (bench|summary|jobs|curves|targets|distilled|actions) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"(<!-- (bench|summary|jobs|curves|targets|distilled|actions) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL
+)
 
 
 class Line(NamedTuple):
@@ -210,7 +212,11 @@ def rewritten(text: str) -> str:
         kind, name = match[2], match[3]
         if kind == "summary":
             return match[1] + summary(name) + match[4]
-        of_points = {"curves": curves_table.markdown, "targets": curves_table.targets, "distilled": curves_table.distilled}
+        of_points = {
+            "curves": curves_table.markdown,
+            "targets": curves_table.targets,
+            "distilled": curves_table.distilled,
+        }
         if kind in of_points:
             return match[1] + of_points[kind](recipe_points(RESULTS / name)) + match[4]
         of_file = {"jobs": jobs, "bench": markdown, "actions": curves_table.actions}[kind]

@@ -6,9 +6,9 @@ process, one for every recipe, setting and seed, after one step of the first tha
 same weights and answer the same held-out problems. An interrupted campaign continues with the runs that have not ended.
 
 Tokens are those that the policy sampled for training, with those of groups that were dropped, and those of responses
-that it was given to imitate; one that several responses share counts once. Seconds are of the processor, summed over the threads of this process, so that other work
-of the machine matters little; the processes that judge, the evaluations and what precedes the first step are not
-counted.
+that it was given to imitate; one that several responses share counts once. Seconds are of the processor, summed over
+the threads of this process, so that other work of the machine matters little; the processes that judge, the evaluations
+and what precedes the first step are not counted.
 """
 
 from __future__ import annotations

@@ -160,9 +160,7 @@ def _distilled(runs: dict[Run, list[Point]]) -> bool:
     return any(recipe == DISTILLED for _, recipe in runs)
 
 
-def _targets(
-    name: str, runs: dict[Run, list[Point]], base: str, shown: Sequence[Cost], at_end: bool = False
-) -> str:
+def _targets(name: str, runs: dict[Run, list[Point]], base: str, shown: Sequence[Cost], at_end: bool = False) -> str:
     """Return what each recipe of a campaign took to the targets; ``at_end``: and its mean accuracy at the end."""
     heads, shares = [name, "seeds"], next(iter(runs.values()))[0].targets or TARGETS
     for target in shares:

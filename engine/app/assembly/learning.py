@@ -204,9 +204,7 @@ def _of_ratio(chosen: Objective) -> list[tuple[bool, str]]:
     ]
 
 
-def roles(
-    config: TrainConfig, model: PreTrainedModel, group: Group, spread: Spread, methods: Methods
-) -> list[Role]:
+def roles(config: TrainConfig, model: PreTrainedModel, group: Group, spread: Spread, methods: Methods) -> list[Role]:
     """Load the models that score log-probs for the loss, each sharded over ``group`` by ``spread`` as ``model`` is.
 
     Raises:
@@ -223,9 +221,7 @@ def roles(
     return scoring
 
 
-def _teacher(
-    config: TrainConfig, model: PreTrainedModel, group: Group, spread: Spread, methods: Methods
-) -> Role:
+def _teacher(config: TrainConfig, model: PreTrainedModel, group: Group, spread: Spread, methods: Methods) -> Role:
     """Load the teacher of the run, or its teachers."""
     scores, chosen = teacher_scores(config, methods), config.roles.teacher
     if chosen is not None and chosen.path is None and chosen.url is None:
