@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
-TELL_S = 5.0
+TELL_S = 1.0
 """Seconds after which the first rank tells the others that its work is not done."""
 
 
