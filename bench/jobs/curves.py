@@ -290,10 +290,10 @@ class _Clock:
         self.readings: list[Reading] = []
         self.began = self.stood = 0.0
         self.aside = 0  # tokens of evaluations
-        self.given = 0  # tokens of demonstrations
+        self.imitated = 0  # tokens of demonstrations
 
     def phase(self, text: str) -> None:
-        if self.engine is not None and self.sampled() == self.aside and not self.given:  # the training has not begun
+        if self.engine is not None and self.sampled() == self.aside and not self.imitated:  # the training has not begun
             self.began, self.stood = time.process_time(), 0.0
 
     def sampled(self) -> int:
@@ -312,7 +312,7 @@ class _Aside(Evaluation):
         clock, begin, before = self.clock, time.process_time(), self.clock.sampled()
         metrics = super().run(step, rewards)
         seconds = begin - clock.began - clock.stood if step else 0.0
-        tokens = before - clock.aside + clock.given
+        tokens = before - clock.aside + clock.imitated
         clock.readings.append(Reading(step, seconds, tokens, metrics["eval/accuracy"]))
         clock.aside += clock.sampled() - before
         clock.stood += time.process_time() - begin
@@ -327,7 +327,7 @@ class _Counted:
 
     def next(self) -> list[TokenTree]:
         trees: list[TokenTree] = self._demonstrations.next()
-        self._clock.given += sum(tree.num_tokens - tree.prompt_length for tree in trees)
+        self._clock.imitated += sum(tree.num_tokens - tree.prompt_length for tree in trees)
         return trees
 
     def __getattr__(self, name: str) -> Any:

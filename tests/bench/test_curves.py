@@ -98,12 +98,12 @@ def test_distillation_is_compared_by_tokens() -> None:
 def test_tokens_of_demonstrations_are_counted(tmp_path: Path) -> None:
     """Responses that are imitated cost their tokens, with the one that ends each; seconds begin with the training."""
     toml = write_job(tmp_path, {"given.jsonl": GIVEN}, **NO_METHOD)
-    given = f"--demonstrations={{path='{tmp_path}/given.jsonl',per_step=3}}"
-    keys = ["--recipe=sft", given, "--evaluation.every=1"]
+    texts = f"--demonstrations={{path='{tmp_path}/given.jsonl',per_step=3}}"
+    keys = ["--recipe=sft", texts, "--evaluation.every=1"]
     config = load_config(toml, [*keys, "--trainer.steps=2", "--trainer.prompts_per_step=0"])
     readings, _ = curves.train(config)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    (length,) = {len(tokenizer.encode(given["response"])) + 1 for given in GIVEN}
+    (length,) = {len(tokenizer.encode(row["response"])) + 1 for row in GIVEN}
     assert [reading.tokens for reading in readings] == [0, 3 * length, 6 * length]
     assert 0 < readings[1].seconds < readings[2].seconds
 

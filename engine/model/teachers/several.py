@@ -58,7 +58,7 @@ class Teachers(Role):
         for _, role, members in self.divided(trees):
             if isinstance(role, ServedTeacher):
                 role.score([trees[i] for i in members], [], temperature=temperature)
-            elif self.scores:
+            elif self.scores and members:
                 models.append(role.model)
         for batch in batches if self.scores else ():
             self._score_batch(trees, batch, temperature)

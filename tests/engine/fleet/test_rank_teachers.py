@@ -93,8 +93,8 @@ class Server:
 def server(toml: Path) -> Iterator[tuple[Server, str, Any]]:
     """The server, its address and the class that counts its questions."""
     answers = Server(toml)
-    with odd(answers) as (asked, handler):
-        yield answers, asked.url, handler
+    with odd(answers) as (client, handler):
+        yield answers, client.url, handler
 
 
 def at(url: str, case: Case) -> Case:
