@@ -275,7 +275,7 @@ def train(config: TrainConfig, *, flat: bool = False) -> tuple[list[Reading], li
     old = run.evaluation
     evaluation = _Aside(old.problems, old.params, old.every, run.sampler, run.tokenizer, clock)
     clock.engine, evaluation.clock = sampler.engine, clock
-    run.demonstrations = _Counted(run.demonstrations, clock)
+    run.demonstrations = _Counted(run.demonstrations, clock)  # type: ignore[assignment]
     run.evaluation = run.checkpoints.evaluation = evaluation
     run.run()
     lines = (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
