@@ -5,24 +5,26 @@ Every function raises ValueError with the argument's name (``name``) and the rem
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence, Set
 from enum import IntEnum
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 Array = npt.NDArray[Any]
 
 
 def array_of(name: str, values: object) -> Array:
     """``values``, a list, an array or a tensor, as a numpy array."""
-    if isinstance(values, torch.Tensor):
-        if values.device.type == "meta":
+    torch: Any = sys.modules.get("torch")  # whoever has a tensor has imported it; readers of files have not
+    if torch is not None and isinstance(values, torch.Tensor):
+        tensor: Any = values
+        if tensor.device.type == "meta":
             refuse(f"{name} is on the meta device and has no values; give a real tensor")
-        values = values.detach().cpu()
-        values = values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy()
+        tensor = tensor.detach().cpu()
+        values = tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, OverflowError):

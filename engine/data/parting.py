@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .columns import Array
-from .tree import TokenTree
+
+if TYPE_CHECKING:  # the report imports this file, and needs none of what builds trees
+    from .tree import TokenTree
 
 
 class Begun(NamedTuple):

@@ -14,41 +14,9 @@ import pyarrow.parquet as pq
 from ..errors import UserError
 from .columns import COLUMNS, Array
 from .concat import side_by_side
+from .schema import CALLS, IDENTITY
 from .segment import LeafStatus, Segment, Text
 from .tree import TokenTree
-
-IDENTITY = pa.schema(
-    {
-        "step": pa.int32(),
-        "prompt_id": pa.string(),
-        "task": pa.string(),
-        "leaf": pa.int32(),
-        "prompt_text": pa.string(),
-        "response_text": pa.string(),
-        "prompt_ids": pa.list_(pa.int32()),
-        "response_ids": pa.list_(pa.int32()),
-        "node_ids": pa.list_(pa.int32()),
-        "reward": pa.float32(),
-        "status": pa.string(),
-    }
-)
-"""The columns of every file; those of the trees follow, as lists of one entry a response token or one value a leaf."""
-
-CALLS = pa.list_(
-    pa.struct(
-        {
-            "number": pa.int32(),
-            "role": pa.string(),
-            "arrived": pa.float64(),
-            "begun": pa.float64(),
-            "first": pa.float64(),
-            "ended": pa.float64(),
-            "read": pa.int32(),
-            "sampled": pa.int32(),
-        }
-    )
-)
-"""Calls of an agent's episode: seconds since it began, and numbers of tokens."""
 
 
 def write_rollouts(path: Path, step: int, trees: Sequence[TokenTree], responses: Sequence[Sequence[str]]) -> None:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import UserError
-from ..train import checkpoint
 
 EPISODES = "episodes.json"
 """File that tells of agents' episodes under way; there is none after the end of the run."""
@@ -22,6 +21,8 @@ def holds_a_run(directory: Path) -> bool:
     checkpoint."""
     if not os.path.isdir(directory):  # False also for a name that is too long, or in a place that may not be read
         return False
+    from ..train import checkpoint  # it imports torch, and the report reads files without that
+
     if checkpoint.latest(directory / "checkpoints") is not None:
         return True
     return any(path.name not in TAKEN_OVER for path in directory.iterdir())

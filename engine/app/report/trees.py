@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from ...data.columns import COLUMNS
 from ...data.parting import Begun, parting
-from ...data.store import IDENTITY
+from ...data.schema import IDENTITY
 from .time_lines import time_line
 
 MAX_STEPS = 25

@@ -68,12 +68,10 @@ def watch(run_dir: Path, port: int) -> None:
             f"--port {port} cannot be served ({error.strerror}); choose another, or leave it out."
         ) from error
     server.daemon_threads = True
-    with server:
+    with server, suppress(KeyboardInterrupt):
         print(f"http://{HOSTS[0]}:{server.server_address[1]}/ shows '{run_dir}'; Ctrl-C ends it.", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print("No longer served.", file=sys.stderr)
+        server.serve_forever()
+    print("No longer served.", file=sys.stderr)
 
 
 class Shown(NamedTuple):

@@ -287,6 +287,14 @@ def test_the_server_is_this_machines_alone(run_dir: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before, "the run's files are only read"
 
 
+@pytest.mark.check
+def test_the_page_is_made_without_torch(run_dir: Path) -> None:
+    """A process that has imported it takes seconds to begin and, after Ctrl-C, to end."""
+    code = "import sys; from pathlib import Path; from rolltree.engine.app.report.watch import Watched"
+    code += f"; Watched(Path({str(run_dir)!r})).page(); print({{'torch', 'numba'}} & {{*sys.modules}})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
 def test_one_run_is_watched(run_dir: Path, capsys: Any) -> None:
     assert main(["report", str(run_dir), str(run_dir), "--watch"]) == 2
     assert "--watch shows one run" in capsys.readouterr().err
