@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -13,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ENGINE = ["podman", "--cgroup-manager=cgroupfs", "--runtime", "runc"]
-"""Works where there is no systemd, which podman asks for control groups by default."""
+ENGINE = os.environ.get("ROLLTREE_CONTAINERS", "podman --cgroup-manager=cgroupfs --runtime runc").split()
+"""Podman where there is no systemd, which it asks for control groups by default; another one by ROLLTREE_CONTAINERS."""
 ARGS = ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096"]
 OPTIONS: dict[str, Any] = {"engine": ENGINE, "engine_args": ARGS, "network": "none"}
 IMAGE = "localhost/rolltree-tests:1"
@@ -129,19 +128,19 @@ def write_tasks(folder: Path) -> Path:
 @functools.cache
 def no_podman() -> str:
     """Return why this machine runs no container by podman, and make the image; empty where it does."""
-    if missing := [name for name in ("podman", "runc", "busybox") if shutil.which(name) is None]:
+    if missing := [name for name in (ENGINE[0], "runc", "busybox") if shutil.which(name) is None]:
         return f"{' and '.join(missing)} not installed: apt-get install podman runc busybox-static"
-    if subprocess.run([*ENGINE, "image", "exists", IMAGE], capture_output=True, check=False).returncode:
+    if subprocess.run([*ENGINE, "image", "inspect", IMAGE], capture_output=True, check=False).returncode:
         made = subprocess.run(
             [*ENGINE, "import", "--change", "WORKDIR /app", "-", IMAGE], input=_root(), capture_output=True, check=False
         )
         if made.returncode:
-            return f"podman imports no image: {made.stderr.decode()[-200:]}"
-    if subprocess.run([*ENGINE, "image", "exists", BUSYBOX], capture_output=True, check=False).returncode:
+            return f"{ENGINE[0]} imports no image: {made.stderr.decode()[-200:]}"
+    if subprocess.run([*ENGINE, "image", "inspect", BUSYBOX], capture_output=True, check=False).returncode:
         subprocess.run([*ENGINE, "tag", IMAGE, BUSYBOX], check=True)  # the same programs, and no registry
     words = [*ENGINE, "run", "--rm", "--network", "none", *ARGS, IMAGE, "true"]
     tried = subprocess.run(words, capture_output=True, text=True, check=False)
-    return f"podman starts no container: {tried.stderr[-200:]}" if tried.returncode else ""
+    return f"{ENGINE[0]} starts no container: {tried.stderr[-200:]}" if tried.returncode else ""
 
 
 def _root() -> bytes:
@@ -169,6 +168,5 @@ def _root() -> bytes:
 
 def containers(label: str = "rolltree.owner") -> list[str]:
     """Return the containers on this machine with a label."""
-    words = [*ENGINE, "ps", "--all", "--format", "json", "--filter", f"label={label}"]
-    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    return [entry["Id"] for entry in json.loads(said or "[]") or []]
+    words = [*ENGINE, "ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={label}"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()

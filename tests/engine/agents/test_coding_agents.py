@@ -22,9 +22,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.config import load_config
 from rolltree.engine.app.console import Console
+from rolltree.engine.rollout import EngineConfig, NativeEngine
 from rolltree.engine.rollout.local import LocalSampler
 
-from ...support import chat_templates, serving
+from ...support import agents, chat_templates, harbor, serving
 from ...support.tiny import ROOT
 from .test_real_agents import call, one_of
 
@@ -110,6 +111,35 @@ def test_a_coding_agent_that_nobody_here_wrote(name: str, tmp_path: Path, monkey
     for row in trained(toml, words, [shell, *ANSWERS], monkeypatch):
         assert "agent/first_difference" not in row, "all episodes of a group begin with the same prompts"
         assert row["tree/token_ratio"] > 3
+
+
+CONTAINED = """
+mkdir -p "$HOME/.codex" && cp /settings/codex.toml "$HOME/.codex/config.toml"
+exec /codex/bin/codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox --disable multi_agent \\
+    --config "model_providers.rolltree.base_url=\\"$OPENAI_BASE_URL\\"" "Sort words.txt."
+"""
+
+
+def test_codex_in_a_container(tmp_path: Path, podman: None) -> None:
+    """Its program is in the image of busybox by a mount; there is no network, and the tests of the task reward it."""
+    program = next(PROGRAMS.parent.glob("@openai/codex-linux-*/vendor/*/bin/codex"), None)
+    if program is None:
+        pytest.skip("npm has not installed codex")
+    words, config = tokenizer(), serving.model().config
+    config.vocab_size, config.max_position_embeddings = len(words), 131072
+    config.eos_token_id = config.pad_token_id = words.eos_token_id
+    engine = NativeEngine(Qwen3ForCausalLM(config).eval(), words, EngineConfig(page_size=16, kv_tokens=262144))
+    mounts = {"/codex": program.parents[1], "/settings": ROOT / "examples" / "coding_agents"}
+    volumes = [word for inside, here in mounts.items() for word in ("--volume", f"{here}:{inside}:ro")]
+    container = harbor.OPTIONS | {"engine_args": [*harbor.ARGS, *volumes]}
+    texts = [call("exec_command", cmd="sort -o words.txt words.txt"), "It is done."]
+    params = {"allowed_token_ids": None, "prefix_allowed_tokens_fn": one_of(words, texts)}
+    asked = agents.job(engine, 2, max_new_tokens=60000, **params)
+    asked = replace(asked, context={**asked.context, "harbor": str(harbor.write_task(tmp_path, "sort-words"))})
+    tree = agents.run(engine, asked, command=["sh", "-c", CONTAINED], container=container, timeout_s=600, calls=6)
+    assert "errors" not in tree.meta, tree.meta["errors"]
+    assert len(tree.meta["given_rewards"]) == 2
+    assert tree.logical_tokens / tree.num_tokens > 1.9, "both begin with the same prompt"
 
 
 def trained(

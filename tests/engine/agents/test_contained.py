@@ -212,4 +212,4 @@ def test_the_next_run_removes_what_a_killed_machine_has_left_and_nothing_else(en
         assert not folder.exists()
         assert containers()
     finally:
-        subprocess.run([*ENGINE, "rm", "-f", "-t", "0", other], capture_output=True, check=True)
+        subprocess.run([*ENGINE, "rm", "-f", other], capture_output=True, check=True)
