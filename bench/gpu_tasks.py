@@ -135,17 +135,17 @@ def first(to: Setting) -> list[Task]:
 
 
 def upcoming(to: Setting) -> list[Task]:
-    """Return what was written since a GPU was last at hand: figures of decoding, products and steps, and the tests that
-    need a GPU."""
+    """Return what was written since a GPU was last at hand: figures of decoding, products, steps and whole runs,
+    and the tests that need a GPU."""
     options = ["--device", to.device, "--out", str(to.out), *(["--rehearse"] if to.rehearse else [])]
     decode = Task(
         "next decode", to.python("rolltree.bench.runs.gpu_next", "decode", *options), 240.0, "next_decode", each=90.0
     )
-    products, steps = (
+    products, steps, runs = (
         Task(
-            f"next {kind}", to.python("rolltree.bench.runs.gpu_next", kind, *options), limit, f"next_{kind}", each=60.0
+            f"next {kind}", to.python("rolltree.bench.runs.gpu_next", kind, *options), limit, f"next_{kind}", each=each
         )
-        for kind, limit in (("products", 90.0), ("steps", 200.0))
+        for kind, limit, each in (("products", 90.0, 60.0), ("steps", 200.0, 60.0), ("runs", 200.0, 100.0))
     )
     graphs, kernels = "tests/engine/rollout/test_graphs.py", "tests/kernels/test_advance.py"
     return [
@@ -166,6 +166,7 @@ def upcoming(to: Setting) -> list[Task]:
             passing=(0, NOTHING_COLLECTED),
         ),
         steps,
+        runs,
     ]
 
 

@@ -21,12 +21,13 @@ import torch
 
 from ..cli import load
 from ..gpu_first import Run, tell_all, timed_once
+from ..jobs.next_runs import whole_runs
 from ..journal import Journal
 from ..runner import Choice, DeviceLostError
 from ..schema import Context, Row
 from .next_products import products
 
-KINDS = ("decode", "products", "steps")
+KINDS = ("decode", "products", "steps", "runs")
 REPLAYS = 20
 
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     device = torch.device(args.device)
     kinds: dict[str, Callable[[Decoding], Iterator[tuple[str, Run]]]]
-    kinds = {"decode": decoding, "products": products, "steps": steps}
+    kinds = {"decode": decoding, "products": products, "steps": steps, "runs": whole_runs}
     journal = Journal(f"next_{args.kind}", args.out)
     try:
         tell_all(args.kind, kinds[args.kind](Decoding(device, args.rehearse, Context.of(device))), journal, device)
