@@ -92,7 +92,7 @@ def one_pass(
     ``need``."""
     R, V = len(factor), len(student.head.weight)
     scores = Scores(*factor.new_empty(3, R))
-    C = chunked.chunk_rows(R, V, factor.device)
+    C = chunked.chunk_rows(R, V, factor.device, tiles=2)
     tile, d_tile = chunked.new_tiles(rows, student.head, C)
     teacher_tile = chunked.new_tile(rows, teacher.head.bias, C, V)
     hidden, with_gradient = student.hidden, need_hidden or need.needed

@@ -244,8 +244,8 @@ def kept_shape(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
     return (hidden.shape[0], weight.shape[0]) if weight.shape[0] <= weight.shape[1] else (0, 0)
 
 
-def chunk_rows(N: int, V: int, device: torch.device) -> int:
-    """Return the rows of a chunk: as many as the byte budget of the tile allows, near-equal over the chunks.
+def chunk_rows(N: int, V: int, device: torch.device, tiles: int = 1) -> int:
+    """Return the rows of a chunk: as many as the byte budget of its ``tiles`` allows, near-equal over the chunks.
 
     The weight gradient moves 8 V H bytes per chunk of C rows against 2 C V H FLOP, so C / 4 FLOP a byte: a GPU needs
     2048 rows to hide that, a CPU 256 and preferably 1024. On a CPU a tile that stays in the cache is better than a
@@ -253,6 +253,7 @@ def chunk_rows(N: int, V: int, device: torch.device) -> int:
     """
     on_gpu = max(2048, 2**28 // V)  # 1 GiB
     on_cpu = max(256, min(2**25 // V, max(1024, 2**18 // V)))  # 1 MiB where that is 1024 rows, at most 128 MiB
+    on_cpu = on_cpu // tiles
     most = on_gpu if device.type == "cuda" else on_cpu
     count = max(1, -(-N // most))
     size = -(-N // count)

@@ -448,7 +448,7 @@ def test_chunks_and_the_order_of_rows(backend: Backend, kind: Inputs, monkeypatc
     mapped = {"row": order, "teacher_row": order, "weights": given["weights"][order]}
     with use_backend(backend):
         whole = run(linear_divergence, given)
-        monkeypatch.setattr(tiles, "chunk_rows", lambda N, V, device: 5)
+        monkeypatch.setattr(tiles, "chunk_rows", lambda *_, **__: 5)
         pieces, shuffled = run(linear_divergence, given), run(linear_divergence, given | mapped)
     for name, value in whole.items():  # sums of other orders: roundings of the largest terms
         assert (pieces[name] - value).abs().max() <= 2e-6 * value.abs().max(), name
@@ -460,7 +460,7 @@ def test_chunks_and_the_order_of_rows(backend: Backend, kind: Inputs, monkeypatc
 
 
 def test_no_tensor_is_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "chunk_rows", lambda N, V, device: 16)
+    monkeypatch.setattr(tiles, "chunk_rows", lambda *_, **__: 16)
     sizes: list[int] = []
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):

@@ -295,7 +295,7 @@ def test_what_has_a_correction_keeps_it(toml: Path) -> None:
     assert build_methods.objective(on_policy, "algorithm.objective", "dapo", {}).mismatch == "none"
     assert build_learning.roles(config, None, ALONE, print, None) == []  # type: ignore[arg-type]
     several = load_config(toml, ["--loop.staleness=1", "--trainer.updates_per_step=2"])
-    assert [role.column for role in build_learning.roles(several, None, print, None)] == ["proximal_logprob"]  # type: ignore[arg-type]
+    assert [role.column for role in build_learning.roles(several, None, ALONE, print, None)] == ["proximal_logprob"]  # type: ignore[arg-type]
     bases = [
         build_methods.objective(c, "algorithm.objective", "dapo", {}).ratio_base for c in (on_policy, config, several)
     ]
