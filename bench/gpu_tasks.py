@@ -135,17 +135,22 @@ def first(to: Setting) -> list[Task]:
 
 
 def upcoming(to: Setting) -> list[Task]:
-    """Return what was written since a GPU was last at hand: figures of decoding, products, steps and whole runs,
-    and the tests that need a GPU."""
+    """Return what was written since a GPU was last at hand: figures of decoding, kernels of steps, products, steps and
+    whole runs, and the tests that need a GPU."""
     options = ["--device", to.device, "--out", str(to.out), *(["--rehearse"] if to.rehearse else [])]
     decode = Task(
         "next decode", to.python("rolltree.bench.runs.gpu_next", "decode", *options), 240.0, "next_decode", each=90.0
     )
-    products, steps, runs = (
+    profiles, products, steps, runs = (
         Task(
             f"next {kind}", to.python("rolltree.bench.runs.gpu_next", kind, *options), limit, f"next_{kind}", each=each
         )
-        for kind, limit, each in (("products", 90.0, 60.0), ("steps", 200.0, 60.0), ("runs", 200.0, 100.0))
+        for kind, limit, each in (
+            ("profiles", 150.0, 60.0),
+            ("products", 90.0, 60.0),
+            ("steps", 200.0, 60.0),
+            ("runs", 200.0, 100.0),
+        )
     )
     graphs, kernels = "tests/engine/rollout/test_graphs.py", "tests/kernels/test_advance.py"
     return [
@@ -154,6 +159,7 @@ def upcoming(to: Setting) -> list[Task]:
         to.pytest("next graphs", graphs, "-m", "gpu", limit=120.0, passing=(0, NOTHING_COLLECTED)),
         to.pytest("next advance", kernels, limit=60.0),
         to.pytest("next scores of 3e37", "tests/kernels/test_tree_attention.py", "-k", "huge", limit=60.0),
+        profiles,
         products,
         to.pytest("next rows alone", "tests/kernels/test_equal_bits_triton.py", limit=90.0),
         to.pytest("next paths", "tests/kernels/test_path_chunks.py", "-m", "check or not check", limit=90.0),

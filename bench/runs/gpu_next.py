@@ -26,8 +26,9 @@ from ..journal import Journal
 from ..runner import Choice, DeviceLostError
 from ..schema import Context, Row
 from .next_products import products
+from .next_profiles import profiles
 
-KINDS = ("decode", "products", "steps", "runs")
+KINDS = ("decode", "profiles", "products", "steps", "runs")
 REPLAYS = 20
 
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     device = torch.device(args.device)
     kinds: dict[str, Callable[[Decoding], Iterator[tuple[str, Run]]]]
-    kinds = {"decode": decoding, "products": products, "steps": steps, "runs": whole_runs}
+    kinds = {"decode": decoding, "profiles": profiles, "products": products, "steps": steps, "runs": whole_runs}
     journal = Journal(f"next_{args.kind}", args.out)
     try:
         tell_all(args.kind, kinds[args.kind](Decoding(device, args.rehearse, Context.of(device))), journal, device)

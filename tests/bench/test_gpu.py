@@ -15,15 +15,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from rolltree.bench import gpu, gpu_checks, gpu_first, gpu_tasks, runner, schema
 from rolltree.bench.cli import OPS, load
 from rolltree.bench.journal import Journal
 from rolltree.bench.runner import Bench, Calls, Case, Choice, DeviceLostError
-from rolltree.bench.runs import gpu_next
+from rolltree.bench.runs import gpu_next, next_profiles
 from rolltree.kernels.machine import cpu_levels
 
 from ..support.forks import Forks, forked
@@ -415,7 +417,9 @@ def test_every_task_is_listed_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow(but=1)
 @pytest.mark.check
-@pytest.mark.parametrize(("kind", "lines"), [("decode", 9), ("products", 3), ("steps", 9), ("runs", 2)])
+@pytest.mark.parametrize(
+    ("kind", "lines"), [("decode", 9), ("profiles", 4), ("products", 3), ("steps", 9), ("runs", 2)]
+)
 def test_what_comes_next_runs_without_a_gpu(kind: str, lines: int, tmp_path: Path) -> None:
     """Each line has an outcome, and none is measured twice."""
     options = [kind, "--device", "cpu", "--rehearse", "--out", str(tmp_path)]
@@ -424,6 +428,20 @@ def test_what_comes_next_runs_without_a_gpu(kind: str, lines: int, tmp_path: Pat
         outcomes = (tmp_path / f"next_{kind}.outcomes.jsonl").read_text().splitlines()
         assert len(outcomes) == lines
         assert {json.loads(line)["status"] for line in outcomes} == {"finished"}
+
+
+def test_a_profile_has_kernels_alone() -> None:
+    """On a GPU what the host does is left out; on a CPU an operator has its time without that of those it calls."""
+    launch, kernel = (
+        SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(elapsed_us=lambda: 3000.0))
+        for name, device in (("launch", DeviceType.CPU), ("kernel", DeviceType.CUDA))
+    )
+    assert next_profiles.by_kernel([launch, kernel, kernel], True) == {"kernel": 6.0 / next_profiles.STEPS}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    times, whole = next_profiles.by_kernel(seen.events(), False), seen.key_averages().self_cpu_time_total
+    assert {"aten::mm", "aten::matmul"} <= set(times)
+    assert sum(times.values()) == pytest.approx(whole / 1000 / next_profiles.STEPS)
 
 
 def test_the_chosen_cases_and_providers_exist(tmp_path: Path) -> None:
