@@ -21,12 +21,12 @@ import torch
 
 from ..cli import load
 from ..gpu_first import Run, tell_all, timed_once
+from ..jobs.next_profiles import profiles
 from ..jobs.next_runs import whole_runs
 from ..journal import Journal
 from ..runner import Choice, DeviceLostError
 from ..schema import Context, Row
 from .next_products import products
-from .next_profiles import profiles
 
 KINDS = ("decode", "profiles", "products", "steps", "runs")
 REPLAYS = 20

@@ -23,9 +23,10 @@ from torch.autograd import DeviceType
 
 from rolltree.bench import gpu, gpu_checks, gpu_first, gpu_tasks, runner, schema
 from rolltree.bench.cli import OPS, load
+from rolltree.bench.jobs import next_profiles
 from rolltree.bench.journal import Journal
 from rolltree.bench.runner import Bench, Calls, Case, Choice, DeviceLostError
-from rolltree.bench.runs import gpu_next, next_profiles
+from rolltree.bench.runs import gpu_next
 from rolltree.kernels.machine import cpu_levels
 
 from ..support.forks import Forks, forked

@@ -23,8 +23,8 @@ from rolltree.kernels import dispatch
 
 from .. import workloads
 from ..gpu_first import Run
+from ..runs.tree_step import Inputs, tree
 from ..schema import Row
-from .tree_step import Inputs, tree
 
 STEPS = 3
 BEFORE = 3  # steps that compile and capture
