@@ -100,8 +100,8 @@ ACTS = re.compile(
 """Metrics that show what a recipe does in a run; their medians over the steps are recorded."""
 CURVES = "recipes.curves.jsonl"
 FLAT = "grpo_flat"
-"""The recipe whose updates compute each response with a prompt of its own, as trainers on flat batches do, after a
-sampler that computes each response by itself after a shared prompt, as engines with a prefix cache do."""
+"""The recipe whose updates compute each response with a prompt of its own, as trainers on flat batches do, and whose
+sampler computes each by itself below a shared prompt, as engines with a prefix cache do."""
 
 
 class Reading(NamedTuple):

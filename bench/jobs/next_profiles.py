@@ -8,12 +8,11 @@ from __future__ import annotations
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -25,27 +24,21 @@ from .. import workloads
 from ..gpu_first import Run
 from ..runs.tree_step import Inputs, tree
 from ..schema import Row
+from .next_runs import Measured
 
 STEPS = 3
 BEFORE = 3  # steps that compile and capture
 
 
-class Measured(Protocol):
+class Profiled(Measured, Protocol):
     """`gpu_next.Decoding`, as far as it is needed here."""
 
     @property
-    def device(self) -> torch.device: ...
-    @property
-    def small(self) -> bool: ...
-    @property
-    def model(self) -> Any: ...
-    @property
     def prompts(self) -> list[list[int]]: ...
-    def row(self, case: str, provider: str, metric: str, values: Sequence[float]) -> Row: ...
     def wait(self) -> None: ...
 
 
-def profiles(x: Measured) -> Iterator[tuple[str, Run]]:
+def profiles(x: Profiled) -> Iterator[tuple[str, Run]]:
     """Yield steps of decoding, then steps of training, each with equal bits and without."""
     for kind, steps in (("decoding", _decoding), ("training", _training)):
         for invariant in (True, False):
@@ -53,7 +46,7 @@ def profiles(x: Measured) -> Iterator[tuple[str, Run]]:
 
 
 def _profile(
-    x: Measured, kind: str, invariant: bool, steps: Callable[[Measured, Any], Callable[[], object]]
+    x: Profiled, kind: str, invariant: bool, steps: Callable[[Profiled, Any], Callable[[], object]]
 ) -> tuple[list[Row], str]:
     """Return milliseconds of a step that is not profiled, and of a profiled one by kernel.
 
@@ -99,7 +92,7 @@ def by_kernel(events: Iterable[Any], on_gpu: bool) -> dict[str, float]:
 
 
 @contextmanager
-def _model(x: Measured, invariant: bool) -> Iterator[Any]:
+def _model(x: Profiled, invariant: bool) -> Iterator[Any]:
     """Give a copy of the model; if ``invariant``, it and on a GPU the process compute with equal bits meanwhile."""
     model = copy.deepcopy(x.model)
     try:
@@ -108,7 +101,7 @@ def _model(x: Measured, invariant: bool) -> Iterator[Any]:
         dispatch.set_backend(None)
 
 
-def _decoding(x: Measured, model: Any) -> Callable[[], object]:
+def _decoding(x: Profiled, model: Any) -> Callable[[], object]:
     """Return a step of one token for each of 256 responses, whose prompts have been computed.
 
     Raises:
@@ -126,7 +119,7 @@ def _decoding(x: Measured, model: Any) -> Callable[[], object]:
     return engine.step
 
 
-def _training(x: Measured, model: Any) -> Callable[[], object]:
+def _training(x: Profiled, model: Any) -> Callable[[], object]:
     """Return a step on a prompt with 8 responses, as `rolltree train` computes it where memory is ample."""
     prompt, response = (128, 32) if x.small else (4096, 1024)
     return tree(Inputs(model.train(), workloads.group(prompt, response, 8)), fused=True, checkpointed=False)["step"]

@@ -132,14 +132,14 @@ class Reader:
     """Wraps an engine's runner: the model computes, and the sampled tokens are replaced by recorded ones."""
 
     def __init__(self, engine: NativeEngine) -> None:
-        self._run = engine.loop.runner.run
+        self._run, self._owners = engine.loop.runner.run, engine.loop.equal.owners
         self._order = np.full(0, -1, np.int64)  # by slot: the branch whose text it holds
         self._text: Array = np.zeros((0, 1), np.int64)
         engine.loop.runner.run = self  # type: ignore[method-assign]
 
     def __call__(self, step: Step, rows: RowTable, samples: Array, seeds: Array) -> Sampled:
         sampled = self._run(step, rows, samples, seeds)
-        slots, offset = np.repeat(step.sample_slots, samples), np.repeat(step.sample_offset, samples)
+        slots, offset = self._owners(step.sample_slots, samples), np.repeat(step.sample_offset, samples)
         forks = rows.forks[slots]
         if len(self._order) < len(rows.order):
             more = len(rows.order) - len(self._order)

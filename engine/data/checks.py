@@ -18,7 +18,7 @@ Array = npt.NDArray[Any]
 
 def array_of(name: str, values: object) -> Array:
     """``values``, a list, an array or a tensor, as a numpy array."""
-    torch: Any = sys.modules.get("torch")  # whoever has a tensor has imported it; readers of files have not
+    torch: Any = sys.modules.get("torch")  # no tensor exists before it is imported, and the report is made without it
     if torch is not None and isinstance(values, torch.Tensor):
         tensor: Any = values
         if tensor.device.type == "meta":

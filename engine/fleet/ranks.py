@@ -240,8 +240,8 @@ class Ranks:
         return saved
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
-        self._kept = None  # of another update
         with self._asking:
+            self._kept = None  # of another update
             self.updates = self._all("load", str(directory.absolute()), state)[0]
 
     def states(self) -> dict[str, Any]:

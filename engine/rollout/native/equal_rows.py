@@ -13,7 +13,6 @@ recorded routes are of single branches, and leave rows apart.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -43,11 +42,19 @@ class EqualRows:
 
     def counts(self, slots: Array) -> Array:  # [S] int64 -> [S] int64
         """Return the number of branches that each slot's row stands for."""
-        return np.array([1 + len(self.of(slot)) for slot in slots.tolist()], np.int64)
+        following = np.zeros(len(self._rows.branch), np.int64)
+        for leader, others in self._followers.items():
+            following[leader] = len(others)
+        return 1 + following[slots]
 
-    def members(self, slots: Array) -> Array:  # [S] int64 -> [E] int64
-        """Return the slots of the branches that the rows stand for, each leader before its followers."""
-        return np.array([one for slot in slots.tolist() for one in (slot, *(b.slot for b in self.of(slot)))], np.int64)
+    def owners(self, slots: Array, samples: Array) -> Array:  # [S] int64, [S] int64 -> [E] int64
+        """Return the slot of each sample of the rows of ``slots``, which have ``samples`` each: those of a leader and
+        its followers, or of the one branch."""
+        owners = np.repeat(slots, samples)
+        ends = np.cumsum(samples)
+        for i in np.flatnonzero(np.isin(slots, list(self._followers))).tolist():
+            owners[ends[i] - samples[i] + 1 : ends[i]] = [branch.slot for branch in self.of(int(slots[i]))]
+        return owners
 
     def settle(self, samples: Samples) -> None:
         """Divide the branches of each sampled row into those that go on as one row, before their samples are recorded.
@@ -55,26 +62,26 @@ class EqualRows:
         Args:
             samples: of a step, with their effects; those of one row follow one another.
         """
-        edges = np.flatnonzero(np.diff(samples.row, prepend=-1, append=-1)).tolist()
-        for begin, end in itertools.pairwise(edges):
-            if end - begin > 1:
-                self._divide(samples, begin, end)
+        edges = np.flatnonzero(np.diff(samples.row, prepend=-1, append=-1))
+        for i in np.flatnonzero(np.diff(edges) > 1).tolist():
+            self._divide(samples, slice(edges[i], edges[i + 1]))
 
-    def _divide(self, samples: Samples, begin: int, end: int) -> None:
+    def _divide(self, samples: Samples, of_row: slice) -> None:
         assert samples.effect is not None
+        slots, tokens, effects = samples.slot[of_row], samples.sampled.token[of_row], samples.effect[of_row]
+        followed = int(slots[0]) in self._followers
+        if followed and (tokens == tokens[0]).all() and (effects == GO_ON).all():
+            return
         rows, groups = self._rows, dict[tuple[float, ...], list[Branch]]()
-        slots, tokens = samples.slot[begin:end].tolist(), samples.sampled.token[begin:end].tolist()
-        for slot, token, effect in zip(slots, tokens, samples.effect[begin:end].tolist(), strict=True):
+        for slot, token, effect in zip(slots.tolist(), tokens.tolist(), effects.tolist(), strict=True):
             branch = rows.branch[slot]
             assert branch is not None
             alone = effect != GO_ON or rows.constrained[slot]
             key = (slot,) if alone else (token, float(rows.temperature[slot]))
             groups.setdefault(key, []).append(branch)
-        leader = rows.branch[slots[0]]
-        assert leader is not None
-        if leader.slot in self._followers:
-            if len(groups) == 1:
-                return
+        if followed:
+            leader = rows.branch[slots[0]]
+            assert leader is not None
             del self._followers[leader.slot]
             below = self._cache.fork(leader.kv, len(groups))
             for (first, *_), kv in zip(groups.values(), below, strict=True):

@@ -274,11 +274,9 @@ class NativeLoop(Steering):
     def _seeds(self, slots: Array, forks: Array, each: Array) -> Array:  # [E] int64
         """Return the seeds of the ``each`` samples of each slot: those that the branches of `children` will have."""
         child = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
-        seeds = np.repeat(self.rows.seed[slots], each)
+        seeds = self.rows.seed[self.equal.owners(slots, each)]
         reseeded = forks > 1
         reseeded[forks == 1] = [self._branch(slot).node.parent is None for slot in slots[forks == 1].tolist()]
-        if self.equal:
-            seeds[np.repeat(forks == 0, each)] = self.rows.seed[self.equal.members(slots[forks == 0])]
         return np.where(np.repeat(reseeded, each), child_seed(seeds, child), seeds)
 
     def _fork(self, slots: Array, forks: Array) -> list[Branch]:

@@ -18,7 +18,7 @@ from .test_recurrent_rollouts import model as recurrent_model
 from .test_windows import SIZES, assert_equal
 
 SHARP = SamplingParams(n=6, max_new_tokens=14, temperature=0.1)
-"""Of the tiny model's responses many begin alike, and some are equal to the end."""
+"""Many responses of the tiny model begin alike with these, and some are equal to the end."""
 
 
 def apart(native: NativeEngine) -> NativeEngine:
@@ -120,10 +120,10 @@ def test_rows_stay_apart_where_something_is_kept_for_each() -> None:
 def test_other_seeds_or_a_late_division_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = apart(engine()).generate(PROMPTS[:3], SHARP, seeds=range(3))
 
-    def same_seeds(self: EqualRows, slots: Any) -> Any:
-        return slots.repeat(self.counts(slots))
+    def same_seeds(self: EqualRows, slots: Any, samples: Any) -> Any:
+        return slots.repeat(samples)
 
     with monkeypatch.context() as patch:
-        patch.setattr(EqualRows, "members", same_seeds)
+        patch.setattr(EqualRows, "owners", same_seeds)
         with pytest.raises(AssertionError):
             assert_equal(engine().generate(PROMPTS[:3], SHARP, seeds=range(3)), expected)
