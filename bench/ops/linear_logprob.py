@@ -96,7 +96,7 @@ def liger(x: Inputs) -> Calls:
 
     needs_cuda(x)
     apply = LigerFusedLinearScaledCrossEntropyFunction.apply
-    return both_directions(x, lambda: -apply(x.hidden, x.weight, x.target, 1.0, -100, 1, False)[0])
+    return both_directions(x, lambda: -apply(x.hidden, x.weight, x.target))
 
 
 def trl(x: Inputs) -> Calls:
@@ -122,12 +122,12 @@ def verl(x: Inputs) -> Calls:
 
 
 def quack(x: Inputs) -> Calls:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+    """Time quack's cross-entropy of each token; its chunked head has sums and means of tokens alone."""
+    from quack.linear_cross_entropy import linear_cross_entropy_func
 
     needs_cuda(x)
-    return both_directions(
-        x, lambda: -chunked_linear_cross_entropy(x.hidden, x.weight, x.target, chunk_size=4096, reduction="none")
-    )
+    nll = partial(linear_cross_entropy_func, reduction="none", inplace_backward=True)
+    return both_directions(x, lambda: -nll(x.hidden, x.weight, None, x.target))
 
 
 def first(value: Any) -> Tensor:

@@ -13,7 +13,7 @@ from rolltree.engine import UserError
 from rolltree.kernels import Objective, PolicyFields, linear_policy_loss, plan_policy_loss
 
 from ..runner import Bench, Calls, Case, UnsupportedError
-from .linear_logprob import full_logits, needs_cuda
+from .linear_logprob import first, full_logits, needs_cuda
 
 DAPO, GSPO = Objective.preset("dapo"), Objective.preset("gspo")
 LIVE = {"all live": 1.0, "36 % live": 0.36}
@@ -173,21 +173,58 @@ def liger(x: Inputs) -> Calls:
     return with_gradients(x, lambda: loss(hidden, x.weight, target, mask, advantage, old_per_token_logps=old)[0])
 
 
+def without_masked(x: Inputs, loss: Callable[[Inputs, Tensor], Tensor]) -> Calls:
+    """Time ``loss(tokens, hidden)`` of the unmasked tokens and their hidden states: verl's trainer leaves masked tokens
+    out too."""
+    live = x.mask.nonzero().flatten()
+    part = replace(
+        x, target=x.target[live], advantage=x.advantage[live], old_logprob=x.old_logprob[live], mask=x.mask[live]
+    )
+    return with_gradients(x, lambda: loss(part, x.hidden.index_select(0, live)))
+
+
+def liger_cute(x: Inputs) -> Calls:
+    """Time Liger's op in CuTe DSL, which returns the log-prob of each token."""
+    _one_a_row(x)
+    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
+
+    needs_cuda(x)  # type: ignore[arg-type]
+    if torch.cuda.get_device_capability(x.hidden.device) != (9, 0):
+        raise UnsupportedError("it is for Hopper")
+    nll = LigerFusedScaledCrossEntropySM90Function.apply
+    return without_masked(x, lambda part, hidden: clipped_mean(part, -nll(hidden, x.weight, part.target)))
+
+
+def quack(x: Inputs) -> Calls:
+    """Time quack's cross-entropy of each token, from logits that are kept for the backward."""
+    _one_a_row(x)
+    from quack.linear_cross_entropy import linear_cross_entropy_func
+
+    needs_cuda(x)  # type: ignore[arg-type]
+    nll = partial(linear_cross_entropy_func, reduction="none", inplace_backward=True)
+    return without_masked(x, lambda part, hidden: clipped_mean(part, -nll(hidden, x.weight, None, part.target)))
+
+
+def quack_mean(x: Inputs) -> Calls:
+    """Time quack's fused head, which has the mean of the tokens' log-probs alone: no weights and no clipping."""
+    _one_a_row(x)
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    needs_cuda(x)  # type: ignore[arg-type]
+    return without_masked(x, lambda part, hidden: chunked_linear_cross_entropy(hidden, x.weight, part.target))
+
+
 def trl(x: Inputs) -> Calls:
     _one_a_row(x)
     from trl.kernels import ChunkedLogProbFunction
 
     needs_cuda(x)  # type: ignore[arg-type]
-    live = x.mask.nonzero().flatten()  # verl's trainer leaves masked tokens out too
-    part = replace(
-        x, target=x.target[live], advantage=x.advantage[live], old_logprob=x.old_logprob[live], mask=x.mask[live]
-    )
 
-    def loss() -> Tensor:
-        out = ChunkedLogProbFunction.apply(x.hidden[live], x.weight, None, part.target, 1.0, 32768, None, 1.0, ())
-        return clipped_mean(part, out[0] if isinstance(out, tuple) else out)
+    def loss(part: Inputs, hidden: Tensor) -> Tensor:
+        out = ChunkedLogProbFunction.apply(hidden, x.weight, None, part.target, 1.0, 32768, None, 1.0, ())
+        return clipped_mean(part, first(out))
 
-    return with_gradients(x, loss)
+    return without_masked(x, loss)
 
 
 def verl(x: Inputs) -> Calls:
@@ -235,6 +272,9 @@ BENCH = Bench(
         "torch": torch_eager,
         "torch.compile": torch_compile,
         "liger": liger,
+        "liger, CuTe": liger_cute,
+        "quack": quack,
+        "quack, mean log-prob": quack_mean,
         "trl": trl,
         "verl": verl,
     },

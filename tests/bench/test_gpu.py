@@ -476,7 +476,10 @@ def test_the_rows_that_matter_most(tmp_path: Path) -> None:
             chosen[task.name] = len(names), {name for name in bench.providers if re.search(providers, name)}
     every = {op: set(load(op).providers) for op in OPS}
     assert chosen == {
-        "rows linear_policy_loss": (4, {"rolltree", "torch", "liger"}),
+        "rows linear_policy_loss": (
+            4,
+            {"rolltree", "torch", "liger", "liger, CuTe", "quack", "quack, mean log-prob"},
+        ),
         "rows tree_attention": (1, {"rolltree", "rolltree, flash", "flex_attention", "flex_attention, FLASH"}),
         "rows tree_decode": (2, every["tree_decode"]),
         "rows sample_tokens": (6, every["sample_tokens"]),
