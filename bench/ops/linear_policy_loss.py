@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rolltree.engine import UserError
 from rolltree.kernels import Objective, PolicyFields, linear_policy_loss, plan_policy_loss
+from rolltree.kernels.machine import real_gpu_capability
 
 from ..runner import Bench, Calls, Case, UnsupportedError
 from .linear_logprob import first, full_logits, needs_cuda
@@ -189,7 +190,7 @@ def liger_cute(x: Inputs) -> Calls:
     from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
 
     needs_cuda(x)  # type: ignore[arg-type]
-    if torch.cuda.get_device_capability(x.hidden.device) != (9, 0):
+    if real_gpu_capability(x.hidden.device) != (9, 0):
         raise UnsupportedError("it is for Hopper")
     nll = LigerFusedScaledCrossEntropySM90Function.apply
     return without_masked(x, lambda part, hidden: clipped_mean(part, -nll(hidden, x.weight, part.target)))
