@@ -22,7 +22,7 @@ OF_LEAVES = ("errors", "given_rewards", "given_named")
 def answers(tree: TokenTree) -> Array:  # [L] int64
     """Return for each leaf the one that stands for its episode: which ends with the last answer, or else its last."""
     every = np.arange(tree.num_leaves)
-    if "episode" not in tree.columns:
+    if "episode" not in tree.names:
         return every
     main = every.copy()
     for number in np.unique(tree.episode[tree.episode >= 0]):
@@ -61,7 +61,13 @@ class Episodes:
         number = np.empty(tree.num_leaves, np.int64)
         number[self._main] = np.arange(len(self._main))
         self.place: Array = number[of]
-        self.tree = tree if len(self._main) == tree.num_leaves else self._joined()
+        self._rows: Array | None = None  # of the group's tokens in the tree of episodes
+        self.tree = tree
+        if len(self._main) < tree.num_leaves:
+            stored = tree.of_episodes(self._main)
+            self.tree = self._joined() if stored is None else stored
+            self.tree.rewards = {name: values[self._main] for name, values in tree.rewards.items()}
+            self.tree.meta = {name: value for name, value in tree.meta.items() if name not in OF_LEAVES}
 
     def leaves(self, values: Array) -> Array:  # [E] -> [L]
         """Return the values of episodes for their leaves; values of another number as they are."""
@@ -71,6 +77,8 @@ class Episodes:
         """Return values of the tokens of responses; 0 for those that are in none."""
         if self.tree is self._group:
             return values
+        if self._rows is None:
+            self._joined()
         spread = np.zeros((self._group.num_tokens, *values.shape[1:]), values.dtype)
         spread[self._rows] = values
         return spread
@@ -94,6 +102,8 @@ class Episodes:
         """
         if self.tree is self._group:
             return
+        if self._rows is None:
+            self._joined()
         for name, values in self.tree.columns.items():
             before = self._before.get(name)
             if before is not None and np.array_equal(before, values, equal_nan=values.dtype.kind == "f"):
@@ -147,7 +157,5 @@ class Episodes:
             {name: values[source[COLUMNS[name].per]] for name, values in group.columns.items()},
         )
         self._before = {name: values.copy() for name, values in tree.columns.items()}
-        tree.rewards = {name: values[self._main] for name, values in group.rewards.items()}
-        tree.meta = {name: value for name, value in group.meta.items() if name not in OF_LEAVES}
         tree.pictures = group.pictures
         return tree

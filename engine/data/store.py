@@ -19,7 +19,13 @@ from .segment import LeafStatus, Segment, Text
 from .tree import TokenTree
 
 
-def write_rollouts(path: Path, step: int, trees: Sequence[TokenTree], responses: Sequence[Sequence[str]]) -> None:
+def write_rollouts(
+    path: Path,
+    step: int,
+    trees: Sequence[TokenTree],
+    responses: Sequence[Sequence[str]],
+    every: Sequence[TokenTree] | None = None,
+) -> None:
     """Write ``trees`` as parquet, one row a leaf path.
 
     ``node_ids`` names the tree node of each response token: leaves share a prefix as far as their node ids agree.
@@ -33,8 +39,9 @@ def write_rollouts(path: Path, step: int, trees: Sequence[TokenTree], responses:
         trees: with ``meta`` keys ``prompt_id, task, prompt_text`` and the reward ``rewards["reward"]``; with the key
             ``thumbnails`` for those of the prompt's pictures.
         responses: text of each leaf of each tree, in leaf-index order.
+        every: the trees of all files of the step, where ``trees`` are a part of them: all files have the same columns.
     """
-    schema = _schema(trees)
+    schema = _schema(trees if every is None else every)
     table = _table(schema, step, trees, responses) if trees else schema.empty_table()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
@@ -124,10 +131,10 @@ def _schema(trees: Sequence[TokenTree]) -> pa.Schema:
         schema = schema.append(pa.field("episode_s", pa.float64())).append(pa.field("calls", CALLS))
     if any("thumbnails" in tree.meta for tree in trees):
         schema = schema.append(pa.field("thumbnails", pa.list_(pa.binary())))
-    for name in dict.fromkeys(name for tree in trees for name in tree.columns if name != "status"):
+    for name in dict.fromkeys(name for tree in trees for name in tree.names if name != "status"):
         kind = pa.from_numpy_dtype(np.dtype(COLUMNS[name].dtype))
         if COLUMNS[name].axes:
-            kind = pa.list_(kind, next(_flat(t.columns[name]).shape[1] for t in trees if name in t.columns))
+            kind = pa.list_(kind, next(_flat(getattr(t, name)).shape[1] for t in trees if name in t.names))
             schema = schema.append(pa.field(f"prompt_{name}", pa.list_(kind)))
         schema = schema.append(pa.field(name, kind if COLUMNS[name].per == "leaf" else pa.list_(kind)))
     for name in dict.fromkeys(name for tree in trees for name in tree.rewards if name != "reward"):

@@ -15,7 +15,7 @@ depth-first; ``first_leaf`` and ``last_leaf`` of a node are ranks in that order,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,8 +63,9 @@ class TokenTree:
         """
         if name not in COLUMNS or "columns" not in self.__dict__:
             raise AttributeError(f"'TokenTree' object has no attribute or column '{name}'")
-        if name in self.columns:
-            return self.columns[name]
+        return self.columns[name] if name in self.columns else self._filled(name)
+
+    def _filled(self, name: str) -> Array:
         values = COLUMNS[name].filled(self._count(name))
         values.flags.writeable = False
         return values
@@ -84,6 +85,11 @@ class TokenTree:
         if per == "path":
             return int(self.response_length.sum())
         return {"token": self.num_tokens, "node": self.num_nodes, "leaf": self.num_leaves}[per]
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the columns that were set."""
+        return self.columns.keys()
 
     @property
     def num_nodes(self) -> int:
@@ -360,6 +366,10 @@ class TokenTree:
         tree.rewards = {name: values.copy() for name, values in self.rewards.items()}
         tree.meta = dict(self.meta)
         return tree
+
+    def of_episodes(self, main: Array) -> TokenTree | None:  # [E]
+        """The tree of the episodes that leaves ``main`` stand for (`episodes`), where it was made before."""
+        return None
 
     # -- views ------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..rewards import RewardItem, RewardResult
 from ..rollout.sampler import Flight
-from .host import Facts, Health, Result
+from .host import Facts, Health
 from .questions import Question
 from .workers import LostError, Worker, settle
 
@@ -43,7 +43,7 @@ class Engine:
     serving: bool = False
     leaving: bool = False
     """Its node is to leave."""
-    jobs: dict[int, tuple[Flight, Future[Result]]] = field(default_factory=dict)
+    jobs: dict[int, tuple[Flight, Future[Any]]] = field(default_factory=dict)
     load: int = 0
     """Number of responses in flight."""
     ended: deque[int] = field(default_factory=deque)
@@ -114,9 +114,8 @@ class Engine:
         """Count the responses of a job that it will be given."""
         self.load += flight.job.params.n
 
-    def add(self, number: int, flight: Flight) -> None:
-        """Wait for the result of a job that it has been given."""
-        future = self.worker.ask("result", number)
+    def add(self, number: int, flight: Flight, future: Future[Any]) -> None:
+        """Wait for the result of a job that it has been given; ``future`` gets it, with a reference where it stays."""
         self.jobs[number] = flight, future
         future.add_done_callback(lambda _: self.ended.append(number))
         self.news.expect(future, self)

@@ -29,6 +29,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..data.segment import Text
+from ..data.stored import Counted, StoredTexts, StoredTree, TreeOf
 from ..data.tree import TokenTree
 from ..errors import RunError
 from ..learn.learning import RanksLostError
@@ -60,6 +61,8 @@ class Fleet:
         sends_changes: send engines that have the last weights what has changed in them.
         judge: answers the questions of rollout programs; None if these have a verifier in their engine's process.
         least: smallest number of engines, where it follows the cluster; None where it is fixed.
+        stores: trees and texts of `submit` stay where they were sampled, for processes that judge and train: they are
+            `StoredTree` and `StoredTexts`.
         note: called with sentences for the user.
     """
 
@@ -75,11 +78,12 @@ class Fleet:
         sends_changes: bool = False,
         judge: Callable[[Sequence[RewardItem]], Future[list[RewardResult]]] | None = None,
         least: int | None = None,
+        stores: bool = False,
         note: Callable[[str], object] = lambda sentence: None,
     ) -> None:
         self.workers, self._make, self._args = workers, make, args
         self._hang_s, self._start_s, self._restarts, self._judge = hang_s, start_s, restarts, judge
-        self._sends_changes = sends_changes
+        self._sends_changes, self._stores = sends_changes, stores
         self._version = self._newest = 0  # of the weights; the run may go back from the newest
         self._shipper = Shipper(workers.put)
         self._source: WeightSource | None = None  # of the newest weights
@@ -459,7 +463,7 @@ class Fleet:
         self._before["engines_joined"] += 1
         self._least.changed(engine)
 
-    def _land(self, engine: Engine, flight: Flight, future: Future[Result]) -> None:
+    def _land(self, engine: Engine, flight: Flight, future: Future[Any]) -> None:
         error = future.exception()
         if isinstance(error, LostError):
             raise error
@@ -467,14 +471,15 @@ class Fleet:
             assert isinstance(error, Exception)
             flight.error = error
         else:
-            result = future.result()
+            result = _placed(future.result())
             self._check_version(engine, flight.job, result.tree)
-            flight.tree, flight.texts, engine.tally = _writable(result.tree), result.texts, result.tally
+            flight.tree, flight.texts, engine.tally = result
         flight.place = engine.index
         self._landed.append(flight)
 
     def _check_version(self, engine: Engine, job: Job, tree: TokenTree) -> None:
-        sampled = tree.policy_version[tree.loss_mask]
+        oldest_of, newest_of = Counted.of(tree).versions.T
+        sampled = oldest_of[oldest_of <= newest_of]
         if job.kept is None and len(sampled) and (oldest := int(sampled.min())) < job.version:
             raise RunError(
                 f"Rollout engine {engine.index} sampled with the weights of version {oldest} for a job that needs "
@@ -532,7 +537,12 @@ class Fleet:
             jobs = {number: flight.job for number, flight in flights.items()}
             engine.ask(self.workers.clock(), "run", jobs, held_out)
             for number, flight in flights.items():
-                engine.add(number, flight)
+                engine.add(number, flight, self._result(engine, number, stays=self._stores and not held_out))
+
+    def _result(self, engine: Engine, number: int, *, stays: bool) -> Future[Any]:
+        if stays:
+            return self.workers.leave(engine.worker, "stored_result", number)
+        return engine.worker.ask("result", number)
 
     def _near(self, job: Job) -> Engine | None:
         """Return the engine that has the keys of a job's prompt, if it takes jobs."""
@@ -540,8 +550,14 @@ class Fleet:
         return engine if engine is not None and engine.takes_jobs else None
 
 
-def _writable(tree: TokenTree) -> TokenTree:
-    """Copy the arrays of a received tree that the learner writes; they may be read-only."""
-    tree.columns = {name: np.array(values) for name, values in tree.columns.items()}
-    tree.rewards = {name: np.array(values) for name, values in tree.rewards.items()}
-    return tree
+def _placed(received: Result | tuple[Result, Reference]) -> Result:
+    """Return a result whose tree can be written: arrays that were received may be read-only."""
+    if isinstance(received, Result):
+        tree = received.tree
+        tree.columns = {name: np.array(values) for name, values in tree.columns.items()}
+        tree.rewards = {name: np.array(values) for name, values in tree.rewards.items()}
+        return received
+    (tree, texts, tally), reference = received
+    assert isinstance(tree, StoredTree)
+    tree.place(TreeOf(reference))
+    return Result(tree, None if texts is None else StoredTexts(reference, tree.num_leaves), tally)

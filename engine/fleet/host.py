@@ -25,6 +25,7 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from ..data.segment import Text
+from ..data.stored import Sampled, StoredTree
 from ..data.tree import TokenTree
 from ..programs import RolloutProgram
 from ..rollout.digest import Held
@@ -72,7 +73,7 @@ class Result(NamedTuple):
     """A finished job: its tree, the texts of its leaves' responses, and the engine's tally."""
 
     tree: TokenTree
-    texts: list[str] | None
+    texts: Sequence[str] | None
     tally: Counter[str]
 
 
@@ -138,6 +139,23 @@ class Host:
     def result(self, number: int) -> Future[Result]:
         """Return the result of a job of `run`; it can be asked for once."""
         return self._results.pop(number)
+
+    def stored_result(self, number: int) -> Future[tuple[Result, Sampled]]:
+        """Return the result of a job with a `StoredTree` and, if there are any, no texts; and what was sampled."""
+        stored: Future[tuple[Result, Sampled]] = Future()
+
+        def store(done: Future[Result]) -> None:
+            if done.cancelled():
+                stored.cancel()
+            elif (error := done.exception()) is not None:
+                stored.set_exception(error)
+            else:
+                tree, texts, tally = done.result()
+                told = Result(StoredTree.of(tree), None if texts is None else [], tally)
+                stored.set_result((told, Sampled(tree, texts)))
+
+        self.result(number).add_done_callback(store)
+        return stored
 
     def load(
         self, buckets: Sequence[Bucket], version: int, keep_keys: bool = False, since: int | None = None

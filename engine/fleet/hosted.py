@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 from ..errors import RunError
 from ..rewards import RewardItem, RewardResult, Rewards, make_rewards
 from ..settings import RewardConfig, TaskConfig
-from .workers import LostError, Worker, Workers, settle
+from .workers import GoneError, LostError, Worker, Workers, settle
 
 AHEAD = 2
 """Most unanswered chunks of one host: the one that it judges, and the next."""
@@ -53,8 +53,8 @@ class RewardHost:
         self._threads = ThreadPoolExecutor(AHEAD, "rolltree-judging")
 
     def score(self, items: Sequence[RewardItem]) -> Future[list[RewardResult]]:
-        """See `Rewards.score`."""
-        return self._threads.submit(self.rewards.score, items)
+        """See `Rewards.score`; texts that are elsewhere are fetched here."""
+        return self._threads.submit(lambda: self.rewards.score([item.fetched() for item in items]))
 
     def check(self, entries: Sequence[dict[str, Any]]) -> Future[list[str | None]]:
         """See `Rewards.check`."""
@@ -129,6 +129,8 @@ class HostedRewards(Rewards):
         restarts: most losses without an answer between them, and most of one chunk of items.
         make: makes the object of a host, in its process, from ``config`` and ``tasks``.
     """
+
+    fetches = True
 
     def __init__(
         self,
@@ -259,7 +261,8 @@ class HostedRewards(Rewards):
             self.note, host.pid = host.facts.result()
             host.facts, host.serving = None, True
         for future in [future for future in host.chunks if future.done()]:
-            if isinstance(error := future.exception(), LostError):
+            error = future.exception()
+            if isinstance(error, LostError) and not isinstance(error, GoneError):  # which is about a text
                 raise error
             chunk, self._lost = host.chunks.pop(future), 0
             if error is None:

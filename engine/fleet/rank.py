@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ..data.columns import COLUMNS, Array, Column, declare
+from ..data.stored import StoredTree, whole
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..learn.learned import RankState
@@ -32,6 +34,7 @@ from ..learn.learner import Learner
 from ..learn.learning import LearningParts
 from ..model.self_check import sampled_error, usual_tokens
 from ..record.metrics import Stopwatch, Sums
+from ..record.rollout_files import write_part
 from ..rollout import SamplingParams
 from ..rollout.digest import part_digests
 from ..rollout.packed import Part
@@ -40,6 +43,9 @@ from ..train.group import Group
 from ..train.phases import Span
 from .shipping import Shipment, Shipper, owned
 from .workers import GoneError, LostError, Reference
+
+FETCHES = 8
+"""Trees that a rank fetches at a time."""
 
 # -- what travels -----------------------------------------------------------------------------------------------------
 
@@ -55,10 +61,15 @@ class Digest(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The columns and rewards of a tree that learning has added or changed."""
+    """The columns and rewards of a tree that learning has added or changed; None for a column that stays with the first
+    rank, as that of leaves alone comes to a `StoredTree`."""
 
-    columns: dict[str, Array]
+    columns: dict[str, Array | None]
     rewards: dict[str, Array]
+
+
+Left = list[dict[str, Array]]
+"""Columns of each tree that stay with the first rank."""
 
 
 class Reply(NamedTuple):
@@ -97,7 +108,7 @@ class Given(NamedTuple):
 
 
 def declarations(trees: Sequence[TokenTree]) -> list[Column]:
-    return [COLUMNS[name] for name in dict.fromkeys(name for tree in trees for name in tree.columns)]
+    return [COLUMNS[name] for name in dict.fromkeys(name for tree in trees for name in tree.names)]
 
 
 def _copied(tree: TokenTree) -> TokenTree:
@@ -169,6 +180,7 @@ class Rank:
         self._threads, self._host = threads, host
         self._shipper = Shipper(put)
         self._notes: list[str] = []
+        self._gathered: list[TokenTree | None] = []  # views of this node's store, which keeps what has any
         self._held: RankState | None = None  # of the rank before
         self._spans: list[Span] = []
         self._watch = Stopwatch(told=lambda *span: self._spans.append(Span(*span)))
@@ -208,10 +220,11 @@ class Rank:
         return self.learner.sampling(step, params)
 
     @_peers_told()
-    def update(self, stored: Reference, step: int, sums: Sums) -> tuple[Digest, Reply | None]:
+    def update(self, stored: Reference, step: int, sums: Sums) -> tuple[tuple[Digest, Reply | None], Left]:
         """Learn as `Learner.update` does; only the first rank replies."""
         received = self._received(stored)
-        trees = [_copied(tree) for tree in received.trees]
+        before = [whole(tree) for tree in received.trees]
+        trees = [_copied(tree) for tree in before]
         self._watch.restart()
         begin = time.perf_counter()
         changed = self.learner.update(trees, [_copied(tree) for tree in received.demonstrations], step, sums)
@@ -222,18 +235,37 @@ class Rank:
         notes, self._notes[:] = self._notes[:], []
         spans, self._spans[:] = [Span(s.name, s.begin - begin, s.end - begin) for s in self._spans], []
         if self._rank:
-            return digest, None
-        written = _written(trees, received.trees)
+            return (digest, None), []
+        written, left = _written(trees, before, received.trees)
         utilization = self.learner.utilization(times)
-        return digest, Reply(changed, sums, written, declarations(trees), spans, utilization, notes)
+        return (digest, Reply(changed, sums, written, declarations(trees), spans, utilization, notes)), left
 
     @_peers_told()
-    def credit(self, stored: Reference, step: int) -> list[Written] | None:
+    def credit(self, stored: Reference, step: int) -> tuple[list[Written] | None, Left]:
         """Give trees their credit as `Learner.credit` does; only the first rank replies."""
         received = self._received(stored)
-        trees = [_copied(tree) for tree in received.trees]
+        before = [whole(tree) for tree in received.trees]
+        trees = [_copied(tree) for tree in before]
         self.learner.credit(trees, step)
-        return None if self._rank else _written(trees, received.trees)
+        return (None, []) if self._rank else _written(trees, before, received.trees)
+
+    def gather(self, stored: Reference) -> list[int]:
+        """Fetch the trees that will be trained next, and keep them here; return the places of those that are gone."""
+
+        def fetch(tree: TokenTree) -> TokenTree | None:
+            try:
+                return whole(tree)
+            except GoneError:
+                return None
+
+        with ThreadPoolExecutor(FETCHES) as threads:
+            self._gathered = list(threads.map(fetch, stored.get()))
+        return [at for at, tree in enumerate(self._gathered) if tree is None]
+
+    def record(self, folder: str, step: int, stored: Reference) -> None:
+        """Write this rank's part of the rollouts of ``step``."""
+        trees, texts = stored.get()
+        write_part(Path(folder), step, trees, texts, self._rank, self._ranks)
 
     @staticmethod
     def _received(stored: Reference) -> Given:
@@ -280,9 +312,9 @@ class Rank:
         self.learner.load(Path(directory), state)
         return self.learner.updates
 
-    def state(self) -> RankState:
-        """See `Learner.rank_state`."""
-        return self.learner.rank_state()
+    def state(self) -> tuple[None, RankState]:
+        """Return None and `Learner.rank_state`, for `Workers.leave`."""
+        return None, self.learner.rank_state()
 
     def hold(self, of_another: Reference) -> None:
         """Keep another rank's state in the memory of this node."""
@@ -311,8 +343,14 @@ class Rank:
         self.learner.export(Path(directory))
 
 
-def _written(trees: Sequence[TokenTree], before: Sequence[TokenTree]) -> list[Written]:
-    return [
-        Written(_changed(tree.columns, old.columns), _changed(tree.rewards, old.rewards))
-        for tree, old in zip(trees, before, strict=True)
-    ]
+def _written(
+    trees: Sequence[TokenTree], before: Sequence[TokenTree], received: Sequence[TokenTree]
+) -> tuple[list[Written], Left]:
+    """Return what has changed since ``before``, and what of it stays here, of trees that were ``received`` stored."""
+    written, left = list[Written](), Left()
+    for tree, old, arrived in zip(trees, before, received, strict=True):
+        columns: dict[str, Array | None] = dict(_changed(tree.columns, old.columns))
+        stay = [name for name in columns if isinstance(arrived, StoredTree) and COLUMNS[name].per != "leaf"]
+        left.append({name: tree.columns[name] for name in stay})
+        written.append(Written(columns | dict.fromkeys(stay), _changed(tree.rewards, old.rewards)))
+    return written, left

@@ -24,12 +24,15 @@ import torch
 from torch import Tensor
 
 from ..data.columns import Array, declare
+from ..data.stored import StoredTree
 from ..data.tree import TokenTree
 from ..errors import RunError
 from ..learn.learning import RanksLostError
 from ..record.metrics import Sums
+from ..record.rollout_files import step_folder
 from ..rollout import SamplingParams
 from ..rollout.digest import whole_digest
+from ..tasks.images import Image
 from ..train.checkpoint import Saved
 from ..train.phases import Span
 from .rank import Digest, Facts, Given, Rank, Reply, Written, declarations
@@ -138,7 +141,7 @@ class Ranks:
             torch.OutOfMemoryError: not even one sequence fits into memory.
         """
         begin = time.perf_counter()
-        answers = self._learn("update", trees, demonstrations, step, sums)
+        answers, left = self._learn("update", trees, demonstrations, step, sums)
         digests, reply = [digest for digest, _ in answers], answers[0][1]
         assert isinstance(reply, Reply)
         for note in reply.notes:
@@ -146,7 +149,7 @@ class Ranks:
         self._compare(digests, step)
         for column in reply.declared:
             declare(column)
-        _write(trees, reply.written)
+        _write(trees, reply.written, left)
         sums.become(reply.sums)
         if self._out_of_memory:
             sums.count("actor/out_of_memory", self._out_of_memory)
@@ -159,16 +162,38 @@ class Ranks:
 
     def credit(self, trees: Sequence[TokenTree], step: int) -> None:
         """Give trees their credit as `Learner.credit` does; raises as `update`."""
-        _write(trees, self._learn("credit", trees, [], step)[0])
+        answers, left = self._learn("credit", trees, [], step)
+        _write(trees, answers[0], left)
+
+    def gather(self, trees: Sequence[TokenTree]) -> list[int]:
+        """Let the ranks fetch trees as `Learning.gather` says; raises as `_repeated`."""
+        if not any(isinstance(tree, StoredTree) for tree in trees):
+            return []
+        gone = self._all("gather", self.workers.put(list(trees)))
+        return sorted({at for of_rank in gone for at in of_rank})
+
+    def record(
+        self,
+        directory: Path,
+        step: int,
+        trees: Sequence[TokenTree],
+        texts: Sequence[Sequence[str]],
+        images: Sequence[Sequence[Image]],
+    ) -> None:
+        """Let each rank write a part of the rollouts of ``step``, which have no pictures; raises as `_repeated`."""
+        with step_folder(directory, step) as folder:
+            self._all("record", str(folder.absolute()), step, self.workers.put((list(trees), list(texts))))
 
     def _learn(
         self, method: str, trees: Sequence[TokenTree], demonstrations: Sequence[TokenTree], *args: Any
-    ) -> list[Any]:
+    ) -> tuple[list[Any], Reference]:
+        """Return the ranks' answers, and what the first one has written on the tokens of stored trees."""
         stored = self._put(trees, demonstrations)
 
-        def learn() -> list[Any]:
+        def learn() -> tuple[list[Any], Reference]:
+            calls = [self.workers.leave(rank, method, stored, *args) for rank in self._ranks]
             try:
-                answers = self._ask(self._ranks, method, stored, *args)
+                pairs = self._answers(method, calls)
             except torch.OutOfMemoryError:
                 if self.max_tokens // 2 < max(int(tree.path_length.max()) for tree in [*trees, *demonstrations]):
                     raise
@@ -178,11 +203,12 @@ class Ranks:
                 raise RanksLostError(
                     f"A rank ran out of memory; micro-batches have {self.max_tokens} tokens from now on"
                 ) from None
+            answers = [told for told, _ in pairs]
             if method == "update":
                 self.updates = int(answers[0][0].updates)
             if self._mirrors:
                 self._keep()
-            return answers
+            return answers, pairs[0][1]
 
         return self._repeated(learn)
 
@@ -281,7 +307,8 @@ class Ranks:
 
     def _keep(self) -> None:
         """Keep the state of every rank in the memory of its node and of the next rank's."""
-        kept = self._answers("state", [self.workers.leave(rank, "state") for rank in self._ranks])
+        left = self._answers("state", [self.workers.leave(rank, "state") for rank in self._ranks])
+        kept = [state for _, state in left]
         self._hold(kept)
         self._kept = Kept(kept, self._ask_states(), self.updates)
 
@@ -399,10 +426,18 @@ class Ranks:
         raise RanksLostError(f"The ranks are started anew because {why}")
 
 
-def _write(trees: Sequence[TokenTree], written: Sequence[Written]) -> None:
-    for tree, of_tree in zip(trees, written, strict=True):
-        tree.columns |= {name: np.array(values) for name, values in of_tree.columns.items()}
-        tree.rewards |= {name: np.array(values) for name, values in of_tree.rewards.items()}
+def _write(trees: Sequence[TokenTree], written: Sequence[Written], left: Reference) -> None:
+    """Enter what the ranks have written.
+
+    Args:
+        left: the columns of each tree that are None in ``written``.
+    """
+    for at, (tree, of_tree) in enumerate(zip(trees, written, strict=True)):
+        if isinstance(tree, StoredTree):
+            tree.write(of_tree.columns, of_tree.rewards, left, at)
+        else:
+            tree.columns |= {name: np.array(values) for name, values in of_tree.columns.items()}
+            tree.rewards |= {name: np.array(values) for name, values in of_tree.rewards.items()}
 
 
 class RankWeights(Elsewhere):

@@ -138,7 +138,7 @@ class RayWorkers:
     def put(value: Any) -> Reference:
         return _Stored(ray.put(value))
 
-    def leave(self, worker: Worker, method: str, *args: Any) -> Future[Reference]:
+    def leave(self, worker: Worker, method: str, *args: Any) -> Future[tuple[Any, Reference]]:
         assert isinstance(worker, _RayWorker)
         return worker.leave(method, args)
 
@@ -216,9 +216,10 @@ class _Actor:
             self._next += 1
         return await asyncio.wrap_future(answer)
 
-    async def leave(self, number: int, method: str, args: tuple[Any, ...]) -> tuple[None, Any]:
-        """Return a value that the run's process asks for, and the result, which it owns and leaves in this node."""
-        return None, await self.ask(number, method, args)
+    async def leave(self, number: int, method: str, args: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Return a pair; the run's process asks for the first value, and owns the second, which stays in this node."""
+        told, stays = await self.ask(number, method, args)
+        return told, stays
 
 
 class RolltreeEngine(_Actor):
@@ -266,18 +267,19 @@ class _RayWorker(AskedWorker):
         sent: Future[Any] = self._actor.ask.remote(number, method, args).future()
         return sent
 
-    def leave(self, method: str, args: tuple[Any, ...]) -> Future[Reference]:
+    def leave(self, method: str, args: tuple[Any, ...]) -> Future[tuple[Any, Reference]]:
         """See `Workers.leave`."""
         return self._begin(self._send_leaving, method, args)
 
     def _send_leaving(self, number: int, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        there, result = self._actor.leave.options(num_returns=2).remote(number, method, args)
+        told, stays = self._actor.leave.options(num_returns=2).remote(number, method, args)
         sent: Future[Any] = Future()
 
         def store(done: Future[Any]) -> None:
-            settle(sent, _Stored(result), error=done.exception())
+            error = done.exception()
+            settle(sent, None if error else (done.result(), _Stored(stays)), error=error)
 
-        there.future().add_done_callback(store)
+        told.future().add_done_callback(store)
         return sent
 
     def _told(self, error: BaseException) -> BaseException:

@@ -87,8 +87,9 @@ class Workers(Protocol):
         """Wait until one of ``futures`` is done, at most ``seconds``; return those that are done."""
         ...
 
-    def leave(self, worker: Worker, method: str, *args: Any) -> Future[Reference]:
-        """Call a worker's method as `Worker.ask` does, and leave its result where it is; it outlives the worker."""
+    def leave(self, worker: Worker, method: str, *args: Any) -> Future[tuple[Any, Reference]]:
+        """Call a worker's method that returns a pair, as `Worker.ask` does; the second value stays where it is, and
+        outlives the worker."""
         ...
 
     def rooms(self, role: Role, count: int) -> list[Room]:
@@ -152,13 +153,16 @@ def _pass_on(
         settle(answer, done.result())
 
 
-def left(workers: Workers, answer: Future[Any]) -> Future[Reference]:
-    """Return a future of ``answer``, stored by ``workers``: `Workers.leave` where no memory is shared."""
-    stored: Future[Reference] = Future()
+def left(workers: Workers, answer: Future[tuple[Any, Any]]) -> Future[tuple[Any, Reference]]:
+    """Return a future of ``answer`` whose second value ``workers`` stores: `Workers.leave` where memory is shared."""
+    stored: Future[tuple[Any, Reference]] = Future()
 
-    def store(done: Future[Any]) -> None:
-        error = done.exception()
-        settle(stored, None if error else workers.put(done.result()), error=error)
+    def store(done: Future[tuple[Any, Any]]) -> None:
+        if (error := done.exception()) is not None:
+            settle(stored, error=error)
+            return
+        told, stays = done.result()
+        settle(stored, (told, workers.put(stays)))
 
     answer.add_done_callback(store)
     return stored
@@ -239,7 +243,7 @@ class InThreads:
     def put(value: Any) -> Reference:
         return _Held(value)
 
-    def leave(self, worker: Worker, method: str, *args: Any) -> Future[Reference]:
+    def leave(self, worker: Worker, method: str, *args: Any) -> Future[tuple[Any, Reference]]:
         return left(self, worker.ask(method, *args))
 
     def rooms(self, role: Role, count: int) -> list[Room]:

@@ -19,6 +19,7 @@ from ..methods.shaping import shape_rewards, weigh_credit
 from ..model.roles import Role
 from ..model.routes import unknown_routes
 from ..record.metrics import Stopwatch, Sums
+from ..record.rollout_files import write_step
 from ..rollout import SamplingParams
 from ..rollout.sampler import WeightSource
 from ..train.phases import MODEL, Phases, Span
@@ -274,6 +275,9 @@ class Learner(Learned):
                 self.critic.score(trees, batches)
                 self.compute.score(self.critic.model, replace(self.batches.work, heads=0))
                 self._exchange(trees, batches, "value")
+
+    gather = None
+    record = staticmethod(write_step)
 
     @property
     def ahead(self) -> Ahead | None:

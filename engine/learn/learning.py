@@ -19,6 +19,7 @@ from ..parts.context import Context
 from ..record.metrics import Sums
 from ..rollout import SamplingParams
 from ..rollout.sampler import WeightSource
+from ..tasks.images import Image
 from ..train.checkpoint import Saved
 from ..train.config import TrainerConfig
 from ..train.critic import Critic
@@ -29,6 +30,10 @@ from .extrapolation import Trajectory
 
 Ahead = Callable[[int, TokenTree], object]
 """Scores, in a step, the tree of a ready group, which will be trained in this step or a later one."""
+
+
+Gather = Callable[[Sequence[TokenTree]], list[int]]
+"""Fetches the tokens of trees that are elsewhere (`StoredTree`); returns the places of those that are gone."""
 
 
 class RanksLostError(RuntimeError):
@@ -71,6 +76,22 @@ class Learning(Protocol):
 
     def credit(self, trees: Sequence[TokenTree], step: int) -> object:
         """Give ``trees`` their credit; see `Learner.credit`."""
+        ...
+
+    @property
+    def gather(self) -> Gather | None:
+        """The function that fetches trees to where they will be trained; None where all trees are in this process."""
+        ...
+
+    def record(
+        self,
+        directory: Path,
+        step: int,
+        trees: Sequence[TokenTree],
+        texts: Sequence[Sequence[str]],
+        images: Sequence[Sequence[Image]],
+    ) -> None:
+        """Write the rollouts of ``step``; arguments as for `write_step`."""
         ...
 
     def weights(self) -> WeightSource:

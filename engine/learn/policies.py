@@ -13,6 +13,7 @@ import torch
 from ..data.policies import sampled_by
 from ..data.tree import TokenTree
 from ..record.metrics import Sums
+from ..record.rollout_files import write_step
 from ..rollout import SamplingParams
 from ..rollout.sampler import WeightSource
 from ..train.checkpoint import Saved
@@ -36,6 +37,8 @@ class Policies:
     """
 
     ahead = None  # the columns of all policies are written together
+    gather = None
+    record = staticmethod(write_step)
 
     def __init__(self, first: Learner, others: Mapping[str, Learner]) -> None:
         self.first, self.policies = first, dict(others)

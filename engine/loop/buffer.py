@@ -3,8 +3,8 @@
     queued -> sampling -> judging -> ready -> training -> done
       ^          |  ^        |  |
       |          |  +--------+  |      a group callback asks for more responses
-      +----------+--------------+      restarted: another prompt, or a resumed run without the group's responses
-    any of the first four -> dropped(reason)
+      +----------+--------------+      restarted: another prompt, or the group's responses are gone
+    any of the first four -> dropped(reason); training -> ready: of another group in the batch they are gone
 
 A group gets a number, its *ticket*, when it is admitted. `budget` defines which groups are admitted, in which order
 they are trained, and why none is trained too late. The buffer has no lock: callers hold the controller's.
@@ -26,8 +26,8 @@ AFTER: dict[State, set[State]] = {
     State.QUEUED: {State.SAMPLING, State.DROPPED},
     State.SAMPLING: {State.JUDGING, State.QUEUED, State.DROPPED},
     State.JUDGING: {State.READY, State.SAMPLING, State.QUEUED, State.DROPPED},
-    State.READY: {State.TRAINING, State.DROPPED},
-    State.TRAINING: {State.DONE},
+    State.READY: {State.TRAINING, State.QUEUED, State.DROPPED},
+    State.TRAINING: {State.DONE, State.READY},
     State.DONE: set(),
     State.DROPPED: set(),
 }
@@ -241,6 +241,17 @@ class Buffer:
             self.budget.check(group.ticket, group.started, self.steps)
             self.to(group, State.TRAINING)
         return taken
+
+    def give_back(self, batch: Sequence[Group]) -> None:
+        """Make the groups of a batch ready again, which is not trained."""
+        for group in batch:
+            self.to(group, State.READY)
+
+    def begin_anew(self, group: Group) -> None:
+        """Queue an open group again without its responses, which are gone."""
+        self.discard(group, "lost")
+        self.to(group, State.QUEUED)
+        group.attempt, group.other, group.offered, group.place = 0, None, False, None
 
     def end_step(self, batch: Sequence[Group]) -> None:
         """End the step that trained ``batch``; from now on the new weights sample."""

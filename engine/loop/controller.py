@@ -22,7 +22,8 @@ from torch import Tensor
 from ..data.tree import TokenTree
 from ..errors import RunError, UserError
 from ..fleet.publication import NONE, Further, Publication
-from ..learn.learning import RanksLostError
+from ..fleet.workers import GoneError
+from ..learn.learning import Gather, RanksLostError
 from ..methods.groups import More, Retry
 from ..parts.calling import failure
 from ..prompts.archive import Archive, NotKeptError
@@ -32,7 +33,7 @@ from ..record.metrics import Stopwatch
 from ..record.progress import Progress
 from ..rewards import Rewards
 from ..rollout import SamplingParams
-from ..rollout.sampler import Flight, Job, LostError, WeightSource
+from ..rollout.sampler import Flight, Job, Kept, LostError, WeightSource
 from .background import Background
 from .buffer import Buffer
 from .callback import Callback, CallbackRule
@@ -57,6 +58,7 @@ class Controller:
         console: shows the progress.
         rule: the group callback; None accepts all judged groups.
         trace: records the times at which the sampler and the verifier worked.
+        gather: fetches the trees of a batch to where they are trained; groups whose trees are gone begin anew.
     """
 
     def __init__(
@@ -68,10 +70,11 @@ class Controller:
         console: Progress,
         rule: CallbackRule | None = None,
         trace: TraceCall = no_trace,
+        gather: Gather | None = None,
     ) -> None:
         self.parts, self.buffer, self.watch, self.console, self.trace = parts, buffer, watch, console, trace
         self.sampler, self.source = parts.sampler, parts.source
-        self.publication = publication
+        self.publication, self._gather = publication, gather
         self._params = parts.params  # of the step for which the sampler works
         self._sampling: dict[Group, Flight] = {}
         self._began: dict[Flight, tuple[int, Group]] = {}  # the groups of `_sampling`, with their numbers there
@@ -126,10 +129,11 @@ class Controller:
             with self.cores.left_to_sampler():
                 while (ready := self._batch_or_group(offers=ahead is not None)) is None:
                     self._await_change() if self._thread.started else self.advance()
-            if isinstance(ready, list):
+            if not isinstance(ready, list):
+                assert ahead is not None
+                ahead(ready.tree)
+            elif self._gathered(ready):
                 return ready
-            assert ahead is not None
-            ahead(ready.tree)
 
     def _batch_or_group(self, *, offers: bool) -> list[Group] | Group | None:
         """Return the next batch if it is complete, else the oldest ready group that was not returned before."""
@@ -140,6 +144,26 @@ class Controller:
             if group is not None:
                 group.offered = True
             return group
+
+    def _gathered(self, batch: Sequence[Group]) -> bool:
+        """Return True if the trees of a batch could be fetched; otherwise it is given back, and groups begin anew."""
+        with self.watch.part("pack"):
+            if self._gather is None or not (gone := self._gather([group.tree for group in batch])):
+                return True
+        with self._changed:
+            self.buffer.give_back(batch)
+            for at in gone:
+                self._begin_anew(batch[at])
+        return False
+
+    def _begin_anew(self, group: Group) -> None:
+        """Sample the responses of a group anew: where they were stored they are no more."""
+        if (flight := self._sampling.pop(group, None)) is not None:
+            del self._began[flight]
+            self.sampler.drop([flight])
+        self.judging.forget(group)
+        self.buffer.begin_anew(group)
+        self.restarted["lost"] += 1
 
     def end_step(
         self, batch: Sequence[Group], weights: WeightSource | None, version: int, others: Further = NONE
@@ -210,15 +234,20 @@ class Controller:
             self._collect()
             kept = dict(zip(self._sampling, self.sampler.kept(list(self._sampling.values())), strict=True))
             try:
-                groups = [
-                    group_state(group, self._sampling.get(group), kept.get(group), archive)
-                    for group in self.buffer.open.values()
-                ]
+                groups = [self._kept(group, kept.get(group), archive) for group in list(self.buffer.open.values())]
             except NotKeptError as error:
                 raise RunError(
                     f"An open group cannot be saved: {error} Give prompts plain entries, or set loop.staleness to 0."
                 ) from error
         return archive.tensors, groups
+
+    def _kept(self, group: Group, kept: Kept | None, archive: Archive) -> Any:
+        """Return a group's state; it begins anew if its responses are gone."""
+        try:
+            return group_state(group, self._sampling.get(group), kept, archive)
+        except GoneError:
+            self._begin_anew(group)
+            return group_state(group, None, None, archive)
 
     def clear(self) -> None:
         """Discard all open groups, so that this run can go back to a checkpoint."""
@@ -379,9 +408,15 @@ class Controller:
         due = None if self._settles_at_once else self._due.now(self._params)
         with self._timed(None, "reward"):
             judged = self.judging.take(due)
+        for group in self.judging.take_gone():
+            self._begin_anew(group)
         self._waits = bool(due) and not judged
         for group in judged:
-            self._answer(group)
+            try:
+                self.judging.put_rewards(group)
+                self._answer(group)
+            except GoneError:
+                self._begin_anew(group)
 
     def _answer(self, group: Group) -> None:
         """Do with a judged group what the group callback says."""

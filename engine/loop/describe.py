@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..data.episodes import Episodes, answers
-from ..data.parting import tree_parting
-from ..data.segment import LeafStatus, Origin
+from ..data.segment import LeafStatus
+from ..data.stored import Counted
 from ..data.tree import TokenTree
 from ..prompts.group import Group
 from ..record.failures import Failures
@@ -30,10 +30,8 @@ def describe_lag(batch: Sequence[Group], steps: int, sums: Sums) -> None:
         lag, tree = steps - group.started, Episodes(group.tree).tree
         sums.add("training/off_policy/trajectory_staleness/mean", lag)
         sums.maximum("training/off_policy/trajectory_staleness/max", lag)
-        for leaf in range(tree.num_leaves):
-            rows = tree.response_rows(leaf)
-            versions = tree.policy_version[rows][tree.loss_mask[rows]]
-            sums.add("training/off_policy/partial_ratio", bool(len(versions)) and bool(np.ptp(versions)))
+        oldest, newest = Counted.of(tree).versions.T
+        sums.add_values("training/off_policy/partial_ratio", newest > oldest)
 
 
 def describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> None:
@@ -64,8 +62,8 @@ def describe(trees: Sequence[TokenTree], max_new_tokens: int, sums: Sums) -> Non
             sums.add("agent/branches", tree.num_leaves, episodes.num_leaves)
             sums.add("agent/shared_ratio", counts["call_tokens"], tree.num_tokens)
             sums.add("agent/tool_s", counts["tool_s"], episodes.num_leaves)
-            if (parted := tree_parting(tree)) is not None:
-                sums.add("agent/first_difference", parted.shared)
+            if (shared := Counted.of(tree).first_difference) is not None:
+                sums.add("agent/first_difference", shared)
             if "greedy_calls" in counts:
                 sums.count("agent/greedy_calls", counts["greedy_calls"])
             for cause in (name.removeprefix("failed_") for name in counts if name.startswith("failed_")):
@@ -97,7 +95,7 @@ def describe_verdicts(
             sums.add("reward/unparsed_ratio", verdict.unparsed is not None)
     reasons = [reason for group in batch for reason in group.unsampled]
     trees = [part.tree for group in batch for part in group.parts]
-    silent = more and all("agent" in tree.meta and not (tree.origin == Origin.SAMPLED).any() for tree in trees)
+    silent = more and all("agent" in tree.meta and not tree.sampled_tokens for tree in trees)
     failures["rollout"].record(reasons, sum(group.responses for group in batch), sums, console, from_start=silent)
     verdicts = [verdict for group in batch for verdict in group.verdicts]
     reasons = [verdict.reason for verdict in verdicts if verdict.reason is not None]

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -20,8 +21,10 @@ from ..data.concat import side_by_side
 from ..data.episodes import Episodes
 from ..data.policies import role_texts
 from ..data.segment import LeafStatus, Origin, Segment
+from ..data.stored import StoredTexts
 from ..data.tree import TokenTree
 from ..errors import RunError
+from ..fleet.workers import GoneError
 from ..prompts.group import Group, Responses
 from ..prompts.prompts import Prompt, pictures_of
 from ..record.failures import unsampled
@@ -35,6 +38,14 @@ def no_trace(track: str, name: str, begin: float, end: float) -> None:
 
 TraceCall = Callable[[str, str, float, float], object]
 """Records an event ``(track, name, begin, end)`` with times in seconds of `time.perf_counter`."""
+
+
+class _Request(NamedTuple):
+    """The responses of a group that verdicts were requested on."""
+
+    group: Group
+    parts: list[Responses]
+    items: list[RewardItem]
 
 
 class Judging:
@@ -56,9 +67,10 @@ class Judging:
     ) -> None:
         self.tokenizer, self._notify, self._on_failure, self._trace = tokenizer, notify, on_failure, trace
         self._text_of = partial(response_text, tokenizer)
-        self._waiting: list[tuple[Group, list[RewardItem]]] = []
-        self._sent: dict[Future[list[RewardResult]], list[tuple[Group, list[RewardItem]]]] = {}
+        self._waiting: list[_Request] = []
+        self._sent: dict[Future[list[RewardResult]], list[_Request]] = {}
         self._judged: list[Group] = []
+        self._gone: list[Group] = []
 
     @contextmanager
     def running(self, rewards: Rewards) -> Iterator[None]:
@@ -79,15 +91,15 @@ class Judging:
     @property
     def busy(self) -> bool:
         """True if verdicts are outstanding or not taken."""
-        return bool(self._waiting or self._sent or self._judged)
+        return bool(self._waiting or self._sent or self._judged or self._gone)
 
     def clear(self) -> None:
         """Discard all requests; verdicts that arrive later belong to no group."""
         for future in self._sent:
             future.cancel()
-        self._waiting, self._sent, self._judged = [], {}, []
+        self._waiting, self._sent, self._judged, self._gone = [], {}, [], []
 
-    def add(self, finished: Sequence[tuple[Group, TokenTree, list[str] | None]]) -> None:
+    def add(self, finished: Sequence[tuple[Group, TokenTree, Sequence[str] | None]]) -> None:
         """Add trees with (further) responses of their groups, and request the verdicts on them.
 
         Args:
@@ -103,12 +115,17 @@ class Judging:
         """Request verdicts on each group's newest responses, or on all of them where they are compared; those that
         could not be sampled are not judged."""
         for group in groups:
-            items = [
-                replace(item(group.asked, part, leaf, self._text_of), group=group.ticket)
-                for part in self._asked_parts(group)
-                for leaf in part.judged
-            ]
-            self._waiting.append((group, items))
+            parts = list(self._asked_parts(group))
+            try:
+                items = [
+                    replace(item(group.asked, part, leaf, self._text_of, self._rewards), group=group.ticket)
+                    for part in parts
+                    for leaf in part.judged
+                ]
+            except GoneError:
+                self._gone.append(group)
+            else:
+                self._waiting.append(_Request(group, parts, items))
         self._send()
 
     def _asked_parts(self, group: Group) -> list[Responses]:
@@ -118,7 +135,7 @@ class Judging:
         """Send all waiting responses to the verifiers in one call, because each call costs time that sampling loses."""
         if not self._waiting or len(self._sent) >= self._rewards.at_once or self._rewards.in_turn:
             return
-        future = self._threads.submit(self._score, [item for _, items in self._waiting for item in items])
+        future = self._threads.submit(self._score, [item for request in self._waiting for item in request.items])
         self._sent[future], self._waiting = self._waiting, []
         future.add_done_callback(lambda _: self._notify())
 
@@ -134,33 +151,51 @@ class Judging:
         wait(self._sent, seconds, FIRST_COMPLETED)
 
     def take(self, due: Sequence[Group] | None = None) -> list[Group]:
-        """Return groups whose verdicts have arrived, oldest first, with rewards on their trees: all, or those that are
-        ``due`` and none of them while a verdict on one is outstanding.
-
-        Raises:
-            RunError: a verifier failed and `reward.on_failure` is "raise".
-        """
+        """Return groups whose verdicts have arrived, oldest first: all, or those that are ``due`` and none of them
+        while a verdict on one is outstanding. `put_rewards` writes these to their trees."""
         for future in [future for future in self._sent if future.done()]:
-            self._share(self._sent.pop(future), future.result())
+            sent = self._sent.pop(future)
+            if isinstance(future.exception(), GoneError):
+                self._ask_again(sent)
+            else:
+                self._share(sent, future.result())
         self._send()
         if self._rewards.in_turn and self._waiting and due != []:  # the calling thread also steps the engine
             waiting, self._waiting = self._waiting, []
-            self._share(waiting, self._score([item for _, items in waiting for item in items]))
+            self._share(waiting, self._score([item for request in waiting for item in request.items]))
         taken = set(self._judged if due is None else due)
         if not taken <= set(self._judged):
             return []
         self._judged = [group for group in self._judged if group not in taken]
-        groups = sorted(taken, key=lambda group: group.ticket)
-        for group in groups:
-            self._put_rewards(group)
-        return groups
+        return sorted(taken, key=lambda group: group.ticket)
 
-    def _share(self, sent: Sequence[tuple[Group, list[RewardItem]]], verdicts: Sequence[RewardResult]) -> None:
+    def _share(self, sent: Sequence[_Request], verdicts: Sequence[RewardResult]) -> None:
         left = iter(verdicts)
-        for group, _ in sent:
-            for part in self._asked_parts(group):
+        for request in sent:
+            for part in request.parts:
                 part.verdicts = list(islice(left, len(part.judged)))
-            self._judged.append(group)
+            if request.parts[-1] in request.group.parts:  # else it has begun anew
+                self._judged.append(request.group)
+
+    def _ask_again(self, sent: Sequence[_Request]) -> None:
+        """Request verdicts on the groups again whose texts are still where they were stored."""
+        for request in sent:
+            try:
+                again = [item.fetched() for item in request.items]
+            except GoneError:
+                self._gone.append(request.group)
+            else:
+                self._waiting.append(request._replace(items=again))
+
+    def take_gone(self) -> list[Group]:
+        """Return the groups whose responses are no more where they were stored; they have no verdicts."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def forget(self, group: Group) -> None:
+        """Take out a group that begins anew; verdicts on its responses that arrive later belong to no group."""
+        self._waiting = [request for request in self._waiting if request.group is not group]
+        self._judged = [judged for judged in self._judged if judged is not group]
 
     def given(self, group: Group, responses: Sequence[str], rewards: Sequence[float]) -> Responses:
         """Return responses that were given and not sampled, with their rewards; each ends with a turn's end token."""
@@ -178,13 +213,17 @@ class Judging:
         tree.rewards["reward"] = np.array(rewards, np.float32)
         return Responses(tree, list(responses), {})
 
-    def _put_rewards(self, group: Group) -> None:
-        """Write rewards to the trees whose responses were judged, and metadata to the newest; NaN where there is no
-        verdict."""
+    def put_rewards(self, group: Group) -> None:
+        """Write the rewards of a group of `take` to the trees whose responses were judged, and metadata to the newest;
+        NaN where there is no verdict.
+
+        Raises:
+            RunError: a verifier failed and `reward.on_failure` is "raise".
+        """
         last, prompt, on_failure = group.parts[-1], group.prompt, self._on_failure
         parts = self._asked_parts(group)
         broken = [verdict.reason for part in parts for verdict in part.verdicts if verdict.reason is not None]
-        failed = group.unsampled if "episode" in last.tree.columns else []
+        failed = group.unsampled if "episode" in last.tree.names else []
         if failed and on_failure == "raise":
             raise RunError(
                 f"An agent failed on '{prompt.id}' ({failed[0]}); repair it, or set reward.on_failure to 'drop'."
@@ -214,11 +253,21 @@ def decode(tokenizer: PreTrainedTokenizerBase, trees: Sequence[TokenTree]) -> li
     return [list(islice(texts, tree.num_leaves)) for tree in trees]
 
 
-def item(prompt: Prompt, responses: Responses, leaf: int, text_of: Callable[[Array], str] | None = None) -> RewardItem:
+def item(
+    prompt: Prompt,
+    responses: Responses,
+    leaf: int,
+    text_of: Callable[[Array], str] | None = None,
+    rewards: Rewards | None = None,
+) -> RewardItem:
     """Return the verifier's input for a response.
 
     Args:
         text_of: returns the text of token ids, for the texts of roles; None: the response has one role.
+        rewards: the verifier, which may fetch texts itself; None: it does not.
+
+    Raises:
+        GoneError: the response is no more where it was stored.
     """
     tree, roles = responses.tree, None
     assigned = tree.meta.get("given_rewards", {}).get(leaf)
@@ -226,4 +275,8 @@ def item(prompt: Prompt, responses: Responses, leaf: int, text_of: Callable[[Arr
         whole = Episodes(tree)
         roles = role_texts(whole.tree, int(whole.place[leaf]), text_of)
     ended = bool(tree.status[leaf] == LeafStatus.STOP)
-    return RewardItem(responses.texts[leaf], prompt.entry, prompt.problem, prompt.text, assigned, roles, ended=ended)
+    texts, stored = responses.texts, None
+    if rewards is not None and rewards.fetches and isinstance(texts, StoredTexts):
+        stored = texts, leaf
+    text = texts[leaf] if stored is None else ""
+    return RewardItem(text, prompt.entry, prompt.problem, prompt.text, assigned, roles, ended=ended, stored=stored)

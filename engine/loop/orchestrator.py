@@ -31,7 +31,6 @@ from ..record.directory import held
 from ..record.failures import Failures
 from ..record.metrics import Idle, MetricsLog, Stopwatch, Sums
 from ..record.progress import Progress
-from ..record.rollout_files import write_step
 from ..record.spent import FlopAccount, of_targets
 from ..record.trace import Trace
 from ..record.trackers import Tracked, Trackers
@@ -165,7 +164,7 @@ class Orchestrator:
         self.learner = learner(self.watch, console.note)
         self.buffer = Buffer(budget)
         arguments = (sampling, self.buffer, publication, self.watch, console, rule, self.trace.add)
-        self.controller = Controller(*arguments) if replay is None else Replay(replay, *arguments)
+        self.controller = Controller(*arguments, self.learner.gather) if replay is None else Replay(replay, *arguments)
         self.checkpoints = Checkpoints(
             options.directory,
             options.keeping,
@@ -280,7 +279,9 @@ class Orchestrator:
         with self.watch.part("dump_rollout_generations"):
             if batch:
                 trees, texts = [group.tree for group in batch], [group.texts for group in batch]
-                write_step(self.options.directory, step, trees, texts, [group.prompt.images for group in batch])
+                self.learner.record(
+                    self.options.directory, step, trees, texts, [group.prompt.images for group in batch]
+                )
         weights = self.learner.weights() if changed else None
         self.controller.end_step(batch, weights, self.learner.updates, further(self.learner))
         self.controller.observe(batch, partial(self.learner.credit, step=step))

@@ -69,7 +69,7 @@ class VirtualWorkers:
     def put(value: Any) -> Reference:
         return _Held(value)
 
-    def leave(self, worker: Worker, method: str, *args: Any) -> Future[Reference]:
+    def leave(self, worker: Worker, method: str, *args: Any) -> Future[tuple[Any, Reference]]:
         return left(self, worker.ask(method, *args))
 
     def rooms(self, role: Role, count: int) -> list[Room]:
@@ -385,10 +385,16 @@ class JudgingModel:
         self._workers.wait([], seconds)
 
     def take(self, due: Sequence[Group] | None = None) -> list[Group]:
-        """See `Judging.take`; no rewards are written."""
+        """See `Judging.take`."""
         taken = set(self._judged if due is None else due)
         if not taken <= set(self._judged):
             return []
         self._judged = [group for group in self._judged if group not in taken]
-        groups = sorted(taken, key=lambda group: group.ticket)
-        return groups
+        return sorted(taken, key=lambda group: group.ticket)
+
+    def take_gone(self) -> list[Group]:
+        """See `Judging.take_gone`."""
+        return []
+
+    def put_rewards(self, group: Group) -> None:
+        """See `Judging.put_rewards`; there are none."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..data.media import Picture
 from ..data.segment import LeafStatus, Origin
+from ..data.stored import StoredTexts, StoredTree
 from ..data.tree import TokenTree
 from ..programs import Given, SegmentReport
 from ..rewards import RewardResult
@@ -48,6 +49,8 @@ class Archive:
         Raises:
             NotKeptError: the value, or one in it, is of another type.
         """
+        if isinstance(value, StoredTree | StoredTexts):
+            value = value.whole() if isinstance(value, StoredTree) else list(value)
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value

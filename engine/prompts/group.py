@@ -32,7 +32,7 @@ class Responses:
     """The responses that one request sampled for a group."""
 
     tree: TokenTree
-    texts: list[str]
+    texts: Sequence[str]
     """Texts of the responses, in the order of the leaves."""
     unsampled: dict[int, str]
     """Leaves that could not be sampled, with the reasons."""
@@ -123,9 +123,9 @@ class Group:
         ]
 
     @property
-    def texts(self) -> list[str]:
+    def texts(self) -> Sequence[str]:
         """Texts of all responses, in the order of the leaves."""
-        return [text for part in self.parts for text in part.texts]
+        return self.parts[0].texts if len(self.parts) == 1 else [text for part in self.parts for text in part.texts]
 
     @property
     def unsampled(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,6 +32,15 @@ class RewardItem:
     """The response ended by itself: it was not cut off at a limit."""
     group: int | None = None
     """Number of the group that it belongs to, whose responses follow each other; None: it is alone."""
+    stored: tuple[Sequence[str], int] | None = None
+    """The texts among which the response's is, and its place there; ``response_text`` is then empty."""
+
+    def fetched(self) -> RewardItem:
+        """Return the item with its text."""
+        if self.stored is None:
+            return self
+        texts, place = self.stored
+        return replace(self, response_text=texts[place], stored=None)
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,7 @@ class Rewards(ABC):
             then.
         by_group: it compares the responses of a group, so `score` needs all of them at once.
         asked_again: number of items so far whose process was lost and that were given to another.
+        fetches: it takes items whose texts are elsewhere (`RewardItem.stored`), and raises what fetching them raises.
     """
 
     note: str = ""
@@ -70,6 +80,7 @@ class Rewards(ABC):
     by_group: bool = False
     at_once: int = 2
     asked_again: int = 0
+    fetches: bool = False
 
     @abstractmethod
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:

@@ -70,7 +70,7 @@ class Flight:
     job: Job
     tree: TokenTree | None = None
     error: Exception | None = None
-    texts: list[str] | None = None
+    texts: Sequence[str] | None = None
     begun_anew: int = 0
     place: int | None = None
 

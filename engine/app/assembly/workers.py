@@ -148,6 +148,7 @@ def make_fleet(
         sends_changes=config.rollout.send_changes,
         judge=None if hosted is None else partial(hosted.ask, "score"),
         least=config.rollout.least_engines,
+        stores=config.trainer.ranks > 1,
         note=note,
     )
 

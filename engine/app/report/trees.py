@@ -253,8 +253,8 @@ def _finite(value: Any, digits: int | None = None) -> float | None:
 
 def _groups(file: Path) -> list[list[Row]]:
     """Return the rows of each prompt, leaves in order; the prompts have the order of the file."""
-    parquet = pq.ParquetFile(file)
-    kinds = dict(zip(parquet.schema_arrow.names, parquet.schema_arrow.types, strict=True))
+    parquet = pq.ParquetDataset(file)  # a file, or a folder of several
+    kinds = dict(zip(parquet.schema.names, parquet.schema.types, strict=True))
     numbers = [name for name, kind in kinds.items() if _is_value(name) and _is_number(kind)]
     rows = parquet.read(columns=[name for name in kinds if name in (*IDENTITY.names, *SHOWN, *numbers)]).to_pylist()
     by_prompt: dict[Any, list[Row]] = defaultdict(list)
@@ -269,7 +269,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _count_groups(file: Path) -> int:
-    return len(pq.ParquetFile(file).read(columns=["prompt_id"]).column(0).unique())
+    return len(pq.read_table(file, columns=["prompt_id"]).column(0).unique())
 
 
 def _spread(count: int, most: int) -> list[int]:

@@ -81,6 +81,7 @@ def judged(tree: TokenTree, rewards: Rewards, on_failure: str = "drop") -> Group
         judging.add([(group, tree, None)])
         judging.wait(10)
         assert judging.take([group]) == [group]
+        judging.put_rewards(group)
     return group
 
 

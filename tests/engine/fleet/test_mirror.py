@@ -99,8 +99,8 @@ def test_a_state_that_is_gone_takes_the_run_back_to_its_checkpoint(
 
 
 class Leaving:
-    def numbers(self, count: int) -> np.ndarray:
-        return np.arange(count)
+    def numbers(self, count: int) -> tuple[str, np.ndarray]:
+        return f"{count} numbers", np.arange(count)
 
     def total(self, stored: Reference) -> int:
         return int(stored.get().sum())
@@ -116,7 +116,8 @@ def test_what_a_worker_left_outlives_it(ray: Any) -> None:
 
     workers = RayWorkers({"rank": ({"CPU": 1.0}, 2)})
     one, other = (workers.start("rank", i, Leaving) for i in range(2))
-    stored = workers.leave(one, "numbers", 1_000_000).result(300)
+    told, stored = workers.leave(one, "numbers", 1_000_000).result(300)
+    assert told == "1000000 numbers"
     with pytest.raises(ZeroDivisionError, match="of the worker"):
         workers.leave(one, "fail").result(300)
     one.kill()
