@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..batches.batch import TreeBatch
 from ..batches.cost import CostModel, Work
-from ..batches.distribute import deal, distribute
+from ..batches.distribute import Share, deal, own_share
 from ..batches.equal_prefixes import share_equal_prefixes
 from ..batches.pack import pack
 from ..data.tree import TokenTree
@@ -59,21 +59,28 @@ class MicroBatches:
             packed = pack(trees, in_pieces=self.in_pieces, **options)
             self.work, self.again = Work.of(packed), Work.again(packed)
             return [replace(batch, of=len(packed)) for batch in packed]
-        if is_invariant(self.model):
-            shares = deal(trees, self.group.shares, **options)
-        else:
-            shares = distribute(trees, self.group.shares, self.cost, **options)
-        real = [batch for batches in shares for batch in batches if batch.trees]
-        parts = [part for b in real for part in zip(b.tree_index, b.leaf_index, strict=True)]
-        whole = flat or all(len(leaves) == trees[i].num_leaves for i, leaves in parts)
-        if not whole and (needs := [term.name for term in terms if term.whole_trees]):
+        own = self._dealt(trees, options) if is_invariant(self.model) else self._own_share(trees, options)
+        if not flat and not own.whole and (needs := [term.name for term in terms if term.whole_trees]):
             raise UserError(
                 f"The loss term '{needs[0]}' compares responses of a whole tree, and with trainer.ranks = "
                 f"{self.group.count} a tree over trainer.max_tokens = {self.max_tokens} is divided; raise "
                 "trainer.max_tokens, or set trainer.ranks to 1."
             )
-        self.work, self.again = Work.of(batch for batches in shares for batch in batches), Work()
-        return [replace(batch, of=len(real)) for batch in shares[self.group.share]]
+        self.work, self.again = own.work, Work()
+        return [replace(batch, of=own.real) for batch in own.batches]
+
+    def _own_share(self, trees: Sequence[TokenTree], options: Mapping[str, Any]) -> Share:
+        group = self.group
+        return own_share(trees, group.share, group.shares, self.cost, group.of_shares, **options)
+
+    def _dealt(self, trees: Sequence[TokenTree], options: Mapping[str, Any]) -> Share:
+        """Return this rank's batches of those of one process, whose bits they add up to."""
+        shares = deal(trees, self.group.shares, **options)
+        every = [batch for batches in shares for batch in batches]
+        real = [batch for batch in every if batch.trees]
+        parts = [part for b in real for part in zip(b.tree_index, b.leaf_index, strict=True)]
+        whole = all(len(leaves) == trees[i].num_leaves for i, leaves in parts)
+        return Share(shares[self.group.share], len(real), whole, Work.of(every))
 
     def halve(self, trees: Sequence[TokenTree]) -> bool:
         """Halve the micro-batches after an update of ``trees`` that ran out of memory.
@@ -95,9 +102,9 @@ class MicroBatches:
             packed = pack(trees, in_pieces=in_pieces, **options)
             self.work, self.again = Work.of(packed), Work()
             return packed
-        shares = distribute(trees, self.group.shares, self.cost, **options)
-        self.work, self.again = Work.of(batch for batches in shares for batch in batches), Work()
-        return shares[self.group.share]
+        own = self._own_share(trees, options)
+        self.work, self.again = own.work, Work()
+        return own.batches
 
     @property
     def in_pieces(self) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from rolltree.engine import TokenTree, batch_loss, pack
 from rolltree.engine.batches.cost import CostModel
-from rolltree.engine.batches.distribute import deal, distribute
+from rolltree.engine.batches.distribute import Share, deal, distribute, own_share
 from rolltree.engine.model import varlen
 from rolltree.kernels import Objective, tree_attention
 
@@ -122,6 +124,57 @@ def test_ranks_get_equal_work_and_equally_many_batches() -> None:
     assert [sorted(i for b in batches for i in b.tree_index) for batches in few if batches[0].trees] == [[0], [1], [2]]
     assert len({len(batches) for batches in few}) == 1
     assert distribute([], 4, cost, max_tokens=600) == [[], [], [], []]
+
+
+@pytest.mark.parametrize("count", [0, 2, 3, 30])
+def test_the_share_that_a_rank_packs_alone_is_that_of_the_whole_batch(count: int) -> None:
+    """The same batches and totals; a rank without a tree has fillers. No rank reads more than its costs and its own."""
+    model, _ = make_models("qwen3")
+    cost, ranks = CostModel.of(model), 4
+    rng = np.random.default_rng(count)
+    trees = [group(int(rng.integers(5, 60)), int(rng.integers(1, 30)), int(rng.integers(1, 9))) for _ in range(count)]
+    of_ranks = distribute(trees, ranks, cost, max_tokens=90)
+    told: dict[int, list[Any]] = {}
+    meet = threading.Barrier(ranks)
+    read: list[set[int]] = [set() for _ in range(ranks)]
+
+    class Seen(list):
+        def __init__(self, rank: int) -> None:
+            super().__init__(trees)
+            self.rank = rank
+
+        def __getitem__(self, i: Any) -> Any:
+            read[self.rank].add(i)
+            return super().__getitem__(i)
+
+    def share(rank: int) -> Share:
+        def gather(value: Any) -> list[Any]:
+            told[rank] = value
+            meet.wait(10)
+            values = [told[other] for other in range(ranks)]
+            meet.wait(10)
+            return values
+
+        return own_share(Seen(rank), rank, ranks, cost, gather, max_tokens=90)
+
+    with ThreadPoolExecutor(ranks) as threads:
+        shares = list(threads.map(share, range(ranks)))
+    for rank, (mine, whole) in enumerate(zip(shares, of_ranks, strict=True)):
+        assert len(mine.batches) == len(whole)
+        assert [b.tree_index for b in mine.batches] == [b.tree_index for b in whole]
+        for one, other in zip(mine.batches, whole, strict=True):
+            if one.trees:
+                assert torch.equal(one.input_ids, other.input_ids)
+                assert torch.equal(one.target, other.target)
+            assert one.trees or not one.loss_mask.any()
+        own = {i for batch in mine.batches for i in batch.tree_index}
+        smallest = {min(range(count), key=lambda i: (cost.shared(trees[i]), i))} if count and not own else set()
+        assert read[rank] <= own | set(range(rank, count, ranks)) | smallest
+    real = [batch for batches in of_ranks for batch in batches if batch.trees]
+    assert {mine.real for mine in shares} == {len(real)}
+    parts = [part for b in real for part in zip(b.tree_index, b.leaf_index, strict=True)]
+    assert {mine.whole for mine in shares} == {all(len(leaves) == trees[i].num_leaves for i, leaves in parts)}
+    assert len({mine.work for mine in shares}) == 1
 
 
 def test_ranks_take_the_batches_of_one_process_in_turn() -> None:

@@ -351,8 +351,8 @@ def _sharded_with_means(model: Any, **options: Any) -> None:
             module.set_gradient_divide_factor(2.0)
 
 
-def _same_share(trees: list[Any], ranks: int, *rest: Any, **options: Any) -> list[list[Any]]:
-    return [distributing.distribute(trees, ranks, *rest, **options)[0]] * ranks
+def _same_share(costs: list[float], ranks: int) -> list[list[int]]:
+    return [_assigned(costs, ranks)[0]] * ranks
 
 
 def _of_own(batch: Any) -> Any:
@@ -360,7 +360,7 @@ def _of_own(batch: Any) -> Any:
     return replace(_silent(batch), columns=batch.columns)
 
 
-_silent = distributing._silent
+_silent, _assigned = distributing._silent, distributing.assigned
 HEAD = (gradients_module, "added", _averaged)
 MUTANTS: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     "gradients averaged": (
@@ -372,7 +372,7 @@ MUTANTS: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
         [("rolltree.engine.app.assembly.learning", "shard", _sharded_with_means)],
     ),
     "the head's gradient averaged": ("sequences, a reference that moves, untied", [HEAD]),
-    "one share for all": ("tokens, two updates", [(micro_batches, "distribute", _same_share)]),
+    "one share for all": ("tokens, two updates", [(distributing, "assigned", _same_share)]),
     "metrics not summed": ("tokens, two updates", [(Group, "added", lambda group, sums: dict(sums))]),
     "fillers count": ("critic, fewer trees than ranks", [(distributing, "_silent", lambda batch: batch)]),
     "fillers keep their selection": ("a mean of batches, chosen tokens", [(distributing, "_silent", _of_own)]),

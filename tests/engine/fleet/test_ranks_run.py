@@ -525,18 +525,18 @@ def test_two_processes_learn_what_one_learns(
 MINE = """
 import numpy as np
 import torch.distributed as dist
-from rolltree.engine.learn import micro_batches
+from rolltree.engine.batches import distribute
 from rolltree.engine.methods.advantages import ADVANTAGES
 from rolltree.engine.methods.credit import Credit
 
-distribute = micro_batches.distribute
+assigned = distribute.assigned
 
-def first_share(trees, ranks, *rest, **options):
-    return [distribute(trees, ranks, *rest, **options)[0]] * ranks
+def first_share(costs, ranks):
+    return [assigned(costs, ranks)[0]] * ranks
 
 def same_share(trees):
     if dist.is_initialized():  # in a rank
-        micro_batches.distribute = first_share
+        distribute.assigned = first_share
     return ADVANTAGES["group_norm"](trees)
 
 def random(trees):
