@@ -1,10 +1,9 @@
 """Simulated runs on 8 to 4,096 GPUs, and the time that the real driver of a run needs for a group.
 
 ``rolltree bench simulate`` first measures the driver here: the real `Controller`, `Buffer` and `Fleet` with engines
-that answer at once, and the writing of rollouts. Then it simulates each number of GPUs and each staleness, with a
-quarter of the GPUs training, and prints the shares of the time that three things need which do not grow with the GPUs:
-the driver's thread, the network of its node, over which trees go, and the passing on of weights. The largest share is
-the first limit.
+that answer at once and keep what they have sampled, as in a run with several ranks. Then it simulates each number of
+GPUs and each staleness, with a quarter of the GPUs training, and prints the shares of the time that two things need
+which do not grow with the GPUs: the driver's thread, and the passing on of weights. The larger is the first limit.
 
 Figures of GPUs are simulated by the arithmetic of `DeviceModel`, and called so. Those of the driver are this machine's:
 keep it idle meanwhile.
@@ -19,7 +18,6 @@ import os
 import pickle
 import resource
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -34,7 +32,7 @@ import numpy as np
 import torch
 
 from rolltree.engine import TokenTree, UserError
-from rolltree.engine.data.store import write_rollouts
+from rolltree.engine.data.stored import StoredTree
 from rolltree.engine.fleet.fleet import Fleet
 from rolltree.engine.fleet.host import Facts, Health, Result
 from rolltree.engine.fleet.publication import Publication
@@ -43,7 +41,7 @@ from rolltree.engine.loop.buffer import Buffer
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.sampling import SamplingParts
 from rolltree.engine.plan.modelled import MEMORY, DeviceModel, Shape
-from rolltree.engine.plan.rates import NETWORK, TO_STORE, broadcast_s, recorded_lengths
+from rolltree.engine.plan.rates import TO_STORE, broadcast_s, recorded_lengths
 from rolltree.engine.plan.simulate import LLAMA_3_FAILURES, Outcome, Scenario, Simulation, look_s
 from rolltree.engine.programs import make_program
 from rolltree.engine.prompts.prompts import Prompt
@@ -58,8 +56,6 @@ SHAPE = Shape(8.19e9, 36, 32, 8, 128)
 PROMPT, RESPONSES, MEDIAN, LONGEST, ROWS = 512, 16, 2048, 16384, 256
 BATCHES = {8: 64, 64: 512, 512: 2048, 4096: 8192}
 """Prompts of a step, by the number of GPUs."""
-TOKEN_BYTES = 25
-"""Bytes of a token on its way from an engine and, in another copy, to a rank: its id, log-prob, version and marks."""
 LOSSES = 4
 """Losses that a simulated run with raised failures shall have, from which the cost of one follows."""
 
@@ -73,8 +69,8 @@ class Driver:
 
     Attributes:
         group_s: seconds for a group with its responses, whatever their lengths.
-        token_s: seconds more for each of its tokens, the next included.
-        write_s: of these, those in which rollouts are written.
+        token_s: seconds more for each of its tokens.
+        told_bytes: size of what an engine tells of a group of long responses.
         groups_s: groups a second, of the short ones.
         tokens_s: tokens a second, of the long ones.
         lag_s: the longest round, for which an engine's answer may wait.
@@ -85,7 +81,7 @@ class Driver:
 
     group_s: float
     token_s: float
-    write_s: float
+    told_bytes: int
     groups_s: float
     tokens_s: float
     lag_s: float
@@ -95,22 +91,24 @@ class Driver:
 
 
 class AtOnce:
-    """`Workers` whose engines answer when they are asked, all with one tree, which arrives as it would: pickled."""
+    """`Workers` whose engines answer when they are asked, all with one tree, which stays there; what is told of it
+    arrives as it would: pickled."""
 
     def __init__(self, tree: TokenTree) -> None:
-        self.tree = pickle.dumps(tree, protocol=5)
+        self.told = pickle.dumps(Result(StoredTree.of(tree), [], Counter()), protocol=5)
 
     def start(self, role: str, index: int, make: Callable[..., object], *args: Any) -> AtOnce:
         return self
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
         answer: Future[Any] = Future()
-        if method == "result":
-            tree = pickle.loads(self.tree)
-            answer.set_result(Result(tree, [""] * tree.num_leaves, Counter()))
-        else:
-            answers = {"facts": Facts(None, [0], 0), "health": Health(0, 0.0, None, True, Counter())}
-            answer.set_result(answers.get(method))
+        answers = {"facts": Facts(None, [0], 0), "health": Health(0, 0.0, None, True, Counter())}
+        answer.set_result(answers.get(method))
+        return answer
+
+    def leave(self, worker: Any, method: str, *args: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        answer.set_result((pickle.loads(self.told), None))
         return answer
 
     def put(self, value: Any) -> Any:
@@ -128,7 +126,9 @@ class AtOnce:
 
 
 class Verdicts(Rewards):
-    """Judges nothing: every second response is right."""
+    """Judges nothing: every second response is right. Texts are left where they are, as reward hosts have it."""
+
+    fetches = True
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         return [RewardResult(float(i % 2), None) for i in range(len(items))]
@@ -154,13 +154,12 @@ def measure_driver(groups: int, engines: int = 64, batch: int = 512, staleness: 
     of_long, _ = _drive(long, few, engines, batch, staleness)
     a, b = seconds / groups, of_long / few
     token_s = max(0.0, (b - a) / (RESPONSES * (long - short)))
-    write_s = _write(_tree(long), 64)
     return Driver(
         group_s=max(0.0, a - token_s * RESPONSES * short),
-        token_s=token_s + write_s,
-        write_s=write_s,
+        token_s=token_s,
+        told_bytes=len(AtOnce(_tree(long)).told),
         groups_s=1 / a,
-        tokens_s=1 / (b / (RESPONSES * long) + write_s),
+        tokens_s=RESPONSES * long / b,
         lag_s=max(rounds),
         usual_lag_s=float(np.median(rounds)),
         grown_mb=grown * 1024 / 1e6,
@@ -174,26 +173,13 @@ def _tree(length: int) -> TokenTree:
     return TokenTree.from_sequences([1, 2, 3], responses, behaviour_logprobs=logprobs, policy_version=2**20)
 
 
-def _write(tree: TokenTree, count: int) -> float:
-    """Return the seconds for each token in which the rollouts of a step are written."""
-    trees = [pickle.loads(pickle.dumps(tree)) for _ in range(count)]
-    for i, each in enumerate(trees):
-        each.set("group", i)
-        each.rewards["reward"] = np.zeros(RESPONSES, np.float32)
-        each.meta |= {"prompt_id": "x", "task": "none", "prompt_text": "text"}
-    with tempfile.TemporaryDirectory() as directory:
-        begin = time.perf_counter()
-        write_rollouts(Path(directory) / "rollouts.parquet", 1, trees, [["text"] * RESPONSES] * count)
-        return (time.perf_counter() - begin) / sum(each.sampled_tokens for each in trees)
-
-
 def _drive(length: int, groups: int, engines: int, batch: int, staleness: int) -> tuple[float, list[float]]:
     """Return the seconds for at least ``groups`` groups of 16 responses, and those of each round."""
     quiet: Any = Quiet()
     workers: Any = AtOnce(_tree(length))
     prompts: Any = Prompts()
     parts = SamplingParts(
-        sampler=Fleet(workers, engines, workers.start, hang_s=1e9, start_s=1e9, restarts=0),
+        sampler=Fleet(workers, engines, workers.start, hang_s=1e9, start_s=1e9, restarts=0, stores=True),
         tokenizer=quiet,
         source=prompts,
         program=make_program("flat"),
@@ -241,7 +227,6 @@ class Row:
         failures_day: failures of all GPUs in a day, at the rate of Llama 3's training.
         lost: share of the time that they cost.
         driver: share of the driver's thread that is busy; None if it was not measured.
-        store: share of the network of the driver's node that carries trees.
         weights: share of the time in which weights are passed on.
     """
 
@@ -253,13 +238,12 @@ class Row:
     failures_day: float
     lost: float
     driver: float | None
-    store: float
     weights: float
 
     @property
     def limit(self) -> str:
         """The name of the largest share."""
-        shares = {"driver": self.driver or 0.0, "object store": self.store, "weights": self.weights}
+        shares = {"driver": self.driver or 0.0, "weights": self.weights}
         name = max(shares, key=lambda key: shares[key])
         return f"{name} ({100 * shares[name]:.2g} %)"
 
@@ -306,7 +290,6 @@ def simulated(scenario: Scenario, steps: int, driver: Driver | None) -> Row:
         failures_day=LLAMA_3_FAILURES * gpus * 86400,
         lost=cost * LLAMA_3_FAILURES * gpus,
         driver=busy,
-        store=2 * base.tokens_s * TOKEN_BYTES / NETWORK,
         weights=(scenario.publish_s + scenario.load_s) / base.step_s,
     )
 
@@ -326,9 +309,9 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     """Yield a table in Markdown."""
     yield (
         "| GPUs | train | S | prompts | step s | tokens/s a GPU | trainer waits | engines idle | largest lag | "
-        "failures a day | time lost to them | driver | object store | weights | first limit |"
+        "failures a day | time lost to them | driver | weights | first limit |"
     )
-    yield "|---" * 15 + "|"
+    yield "|---" * 14 + "|"
     for row in rows:
         outcome = row.outcome
         cells = [
@@ -336,7 +319,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
             f"{outcome.tokens_s / row.gpus:.0f}",
             f"{100 * outcome.trainer_waits:.0f} %", f"{100 * outcome.engines_idle:.0f} %", outcome.max_lag,
             f"{row.failures_day:.2g}", f"{100 * row.lost:.2g} %",
-            "not measured" if row.driver is None else f"{100 * row.driver:.2g} %", f"{100 * row.store:.2g} %",
+            "not measured" if row.driver is None else f"{100 * row.driver:.2g} %",
             f"{100 * row.weights:.2g} %", row.limit,
         ]  # fmt: skip
         yield "| " + " | ".join(map(str, cells)) + " |"
@@ -372,7 +355,7 @@ def main(argv: Sequence[str]) -> int:
         print(
             f"Driver, measured here over {driver.groups} groups of {RESPONSES} responses (load {load:.1f}): "
             f"{driver.groups_s:,.0f} short groups/s, {driver.tokens_s:,.0f} tokens/s of long ones, "
-            f"{1e9 * driver.write_s:.0f} ns a token to write rollouts; a round takes "
+            f"of which it is told {driver.told_bytes:,} bytes a group; a round takes "
             f"{1e3 * driver.usual_lag_s:.3g} ms, at most {1e3 * driver.lag_s:.3g} ms; the process grew by "
             f"{driver.grown_mb:.0f} MB."
         )

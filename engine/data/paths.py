@@ -19,7 +19,7 @@ CREDIT = ("path_advantage", "token_advantage", "node_advantage")
 
 def has_credit(tree: TokenTree) -> bool:
     """Tell if the tree has credit finer than a leaf."""
-    return any(name in tree.columns for name in CREDIT)
+    return any(name in tree.names for name in CREDIT)
 
 
 def path_credit(tree: TokenTree) -> Array:  # [P] float64

@@ -38,6 +38,16 @@ class Sampled(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Here:
+    """The source of a value of this process."""
+
+    value: Any
+
+    def get(self) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True)
 class TreeOf:
     """The source of the tree in a stored `Sampled`."""
 
@@ -67,6 +77,29 @@ class StoredTexts(Sequence[str]):
         return StoredTexts, (self._stored, self._count)
 
 
+class LossVersions(NamedTuple):
+    """The policy versions of a tree's tokens in the loss: their number, sum, smallest and largest; 0 without any."""
+
+    tokens: int = 0
+    total: int = 0
+    oldest: int = 0
+    newest: int = 0
+
+    @classmethod
+    def of(cls, tree: TokenTree) -> LossVersions:
+        """Return those of a tree; a stored one knows them."""
+        if isinstance(tree, StoredTree):
+            return tree._counted.in_loss
+        versions = tree.policy_version[tree.loss_mask]
+        if not len(versions):
+            return cls()
+        return cls(len(versions), int(versions.sum(dtype=np.int64)), int(versions.min()), int(versions.max()))
+
+    def only(self, version: int) -> bool:
+        """Return True if no token has another version."""
+        return not self.tokens or self.oldest == self.newest == version
+
+
 class Counted(NamedTuple):
     """Properties of a tree that follow from its tokens, and are computed where these are.
 
@@ -76,6 +109,7 @@ class Counted(NamedTuple):
             without any.
         first_difference: tokens before the first difference between the prompts of an agent's episodes; None: all are
             the same.
+        in_loss: versions of the tokens in the loss.
     """
 
     node_position: Array
@@ -83,6 +117,7 @@ class Counted(NamedTuple):
     loss_length: Array
     versions: Array
     first_difference: int | None
+    in_loss: LossVersions
 
     @classmethod
     def of(cls, tree: TokenTree) -> Counted:
@@ -91,7 +126,8 @@ class Counted(NamedTuple):
             return tree._counted
         parted = tree_parting(tree) if "agent" in tree.meta else None
         shared = None if parted is None else parted.shared
-        return cls(tree.node_position, tree.sampled_tokens, tree.loss_length, _versions(tree), shared)
+        lengths, versions = tree.loss_length, _versions(tree)
+        return cls(tree.node_position, tree.sampled_tokens, lengths, versions, shared, LossVersions.of(tree))
 
 
 def _versions(tree: TokenTree) -> Array:
@@ -166,6 +202,32 @@ class StoredTree(TokenTree):
             pictures=self.pictures,
         )
 
+    def copy(self) -> StoredTree:
+        """Return a copy that can be written apart from this one."""
+        copied = StoredTree.__new__(StoredTree)
+        copied.__dict__ |= vars(self)
+        copied._leaf_columns = {name: values.copy() for name, values in self._leaf_columns.items()}
+        copied._names, copied._later = dict(self._names), list(self._later)
+        copied.rewards = {name: values.copy() for name, values in self.rewards.items()}
+        copied.meta = dict(self.meta)
+        return copied
+
+    def enter(self, name: str, values: Array) -> None:
+        """Give the column ``name`` values of this process; unlike `set` it fetches nothing."""
+        held = find_column(name).array(values, len(values), "StoredTree.enter")
+        if COLUMNS[name].per == "leaf":
+            self.set(name, held)
+        else:
+            self.write({name: None}, {}, Here([{name: held}]), 0)
+
+    def here(self) -> dict[str, Array]:
+        """Return the columns that are in this process."""
+        held = dict(self._leaf_columns)
+        for source, at, names in self._later:
+            if isinstance(source, Here):
+                held |= {name: source.get()[at][name] for name in names}
+        return {name: held[name] for name in self._names if name in held}
+
     def fetch(self) -> None:
         """Become an ordinary tree, which can be written."""
         tree = self.whole()
@@ -218,6 +280,14 @@ class StoredTree(TokenTree):
     @property
     def loss_length(self) -> Array:
         return self._counted.loss_length
+
+
+def enter(tree: TokenTree, name: str, values: Array) -> None:
+    """Give a column its values, without fetching a stored tree."""
+    if isinstance(tree, StoredTree):
+        tree.enter(name, values)
+    else:
+        tree.set(name, values)
 
 
 def whole(tree: TokenTree) -> TokenTree:

@@ -57,7 +57,7 @@ class Digest(NamedTuple):
     loss: str
     grad_norm: str
     credit: str
-    """Hash of all columns and rewards of the trees."""
+    """Hash of the columns and rewards of the trees that learning has written."""
 
 
 class Written(NamedTuple):
@@ -113,6 +113,8 @@ def declarations(trees: Sequence[TokenTree]) -> list[Column]:
 
 def _copied(tree: TokenTree) -> TokenTree:
     """Return a tree whose columns, rewards and metadata can be written."""
+    if isinstance(tree, StoredTree):
+        return tree.copy()
     columns = {name: np.array(values) for name, values in tree.columns.items()}
     rewards = {name: np.array(values) for name, values in tree.rewards.items()}
     return replace(tree, columns=columns, rewards=rewards, meta=dict(tree.meta))
@@ -126,10 +128,27 @@ def _changed(now: Mapping[str, Array], before: Mapping[str, Array]) -> dict[str,
     }
 
 
-def _hash(trees: Sequence[TokenTree]) -> str:
+Changes = list[tuple[dict[str, Array], dict[str, Array]]]
+"""The columns and the rewards of each tree that learning has added or changed."""
+
+
+def _changes(trees: Sequence[TokenTree], received: Sequence[TokenTree]) -> Changes:
+    """Return what was written on copies of trees that were ``received``; a rank has fetched only some of them."""
+    changes = Changes()
+    for tree, old in zip(trees, received, strict=True):
+        if isinstance(tree, StoredTree):
+            assert isinstance(old, StoredTree)
+            columns = _changed(tree.here(), old.here())
+        else:
+            columns = _changed(tree.columns, whole(old).columns)
+        changes.append((columns, _changed(tree.rewards, old.rewards)))
+    return changes
+
+
+def _hash(changes: Changes) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for tree in trees:
-        for values in (tree.columns, tree.rewards):
+    for of_tree in changes:
+        for values in of_tree:
             for name in sorted(values):
                 digest.update(name.encode())
                 digest.update(values[name].tobytes())
@@ -223,20 +242,20 @@ class Rank:
     def update(self, stored: Reference, step: int, sums: Sums) -> tuple[tuple[Digest, Reply | None], Left]:
         """Learn as `Learner.update` does; only the first rank replies."""
         received = self._received(stored)
-        before = [whole(tree) for tree in received.trees]
-        trees = [_copied(tree) for tree in before]
+        trees = [_copied(tree) for tree in received.trees]
         self._watch.restart()
         begin = time.perf_counter()
         changed = self.learner.update(trees, [_copied(tree) for tree in received.demonstrations], step, sums)
         times = self._watch.read(self.learner.spans())
         metrics = self.learner.metrics
         loss, norm = (repr(metrics.get(f"actor/{name}", math.nan)) for name in ("loss", "grad_norm"))
-        digest = Digest(str(self.learner.updates), loss, norm, _hash(trees))
+        changes = _changes(trees, received.trees)
+        digest = Digest(str(self.learner.updates), loss, norm, _hash(changes))
         notes, self._notes[:] = self._notes[:], []
         spans, self._spans[:] = [Span(s.name, s.begin - begin, s.end - begin) for s in self._spans], []
         if self._rank:
             return (digest, None), []
-        written, left = _written(trees, before, received.trees)
+        written, left = _written(changes, received.trees)
         utilization = self.learner.utilization(times)
         return (digest, Reply(changed, sums, written, declarations(trees), spans, utilization, notes)), left
 
@@ -244,13 +263,13 @@ class Rank:
     def credit(self, stored: Reference, step: int) -> tuple[list[Written] | None, Left]:
         """Give trees their credit as `Learner.credit` does; only the first rank replies."""
         received = self._received(stored)
-        before = [whole(tree) for tree in received.trees]
-        trees = [_copied(tree) for tree in before]
+        trees = [_copied(tree) for tree in received.trees]
         self.learner.credit(trees, step)
-        return (None, []) if self._rank else _written(trees, before, received.trees)
+        return (None, []) if self._rank else _written(_changes(trees, received.trees), received.trees)
 
     def gather(self, stored: Reference) -> list[int]:
-        """Fetch the trees that will be trained next, and keep them here; return the places of those that are gone."""
+        """Fetch this rank's part of the trees that will be trained next, and keep it, so that each is on another node
+        too; return the places of those that are gone."""
 
         def fetch(tree: TokenTree) -> TokenTree | None:
             try:
@@ -258,9 +277,11 @@ class Rank:
             except GoneError:
                 return None
 
+        trees = stored.get()
+        places = range(self._rank, len(trees), self._ranks)
         with ThreadPoolExecutor(FETCHES) as threads:
-            self._gathered = list(threads.map(fetch, stored.get()))
-        return [at for at, tree in enumerate(self._gathered) if tree is None]
+            self._gathered = list(threads.map(fetch, [trees[at] for at in places]))
+        return [at for at, tree in zip(places, self._gathered, strict=True) if tree is None]
 
     def record(self, folder: str, step: int, stored: Reference) -> None:
         """Write this rank's part of the rollouts of ``step``."""
@@ -343,14 +364,11 @@ class Rank:
         self.learner.export(Path(directory))
 
 
-def _written(
-    trees: Sequence[TokenTree], before: Sequence[TokenTree], received: Sequence[TokenTree]
-) -> tuple[list[Written], Left]:
-    """Return what has changed since ``before``, and what of it stays here, of trees that were ``received`` stored."""
+def _written(changes: Changes, received: Sequence[TokenTree]) -> tuple[list[Written], Left]:
+    """Return what was written, and what of it stays here, of trees that were ``received`` stored."""
     written, left = list[Written](), Left()
-    for tree, old, arrived in zip(trees, before, received, strict=True):
-        columns: dict[str, Array | None] = dict(_changed(tree.columns, old.columns))
-        stay = [name for name in columns if isinstance(arrived, StoredTree) and COLUMNS[name].per != "leaf"]
-        left.append({name: tree.columns[name] for name in stay})
-        written.append(Written(columns | dict.fromkeys(stay), _changed(tree.rewards, old.rewards)))
+    for (columns, rewards), tree in zip(changes, received, strict=True):
+        stay = [name for name in columns if isinstance(tree, StoredTree) and COLUMNS[name].per != "leaf"]
+        left.append({name: columns[name] for name in stay})
+        written.append(Written(columns | dict.fromkeys(stay), rewards))
     return written, left

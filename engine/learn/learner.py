@@ -11,6 +11,7 @@ import torch
 
 from ..batches.batch import TreeBatch
 from ..data.episodes import Episodes
+from ..data.stored import LossVersions, enter
 from ..data.tree import TokenTree
 from ..errors import UserError
 from ..methods.credit import give_credit
@@ -23,11 +24,11 @@ from ..record.rollout_files import write_step
 from ..rollout import SamplingParams
 from ..rollout.sampler import WeightSource
 from ..train.phases import MODEL, Phases, Span
-from ..train.terms import needed
 from ..train.trainer import Metrics, Weighted
 from .learned import Learned
 from .learning import Ahead, LearningParts
 from .left_out import Cutting, counted, sampled
+from .live import computed
 from .micro_batches import MicroBatches
 from .utilization import Compute
 
@@ -144,39 +145,49 @@ class Learner(Learned):
             weighed = [(t, w) for t, schedule in self.terms if (w := at_step(schedule, step, self.metrics))]
             rollouts = members
             if self.parts.drop_zero_variance and self.critic is None:  # which learns from every group
-                rollouts = [tree for tree in members if any(term.extent(tree).any() for term, _ in weighed)]
+                rollouts = [tree for tree in members if any(term.has_gradient(tree) for term, _ in weighed)]
             terms = [
                 Weighted(term, normalizer, weight)
                 for term, weight in weighed
                 if (normalizer := term.normalizer(rollouts, demonstrations))
             ]
             all_terms = [term for term, _ in self.terms]
-            seen, seen_demonstrations = self._seen(rollouts, demonstrations, terms)
-            lags = [self.trainer.updates - tree.policy_version[tree.loss_mask] for tree in rollouts]
-            on_policy = not any(lag.any() for lag in lags) and not any(tree.other_prompt.any() for tree in rollouts)
+            self.batches.shares_nothing(rollouts + demonstrations)  # tested on all of them
+            live = computed(
+                rollouts,
+                demonstrations,
+                [weighted.term for weighted in terms],
+                self.group,
+                cut=self._cut.of(terms),
+                share=lambda tree: self.batches.shared(tree, all_terms),
+                whole=self.critic is not None or getattr(self.model.config, "output_router_logits", False),
+            )
+            versions = [LossVersions.of(tree) for tree in rollouts]
+            on_policy = all(of_tree.only(self.updates) for of_tree in versions)
+            on_policy &= not any(tree.other_prompt.any() for tree in rollouts)
             temperature = self.temperature(step)
-            seen = self._cut(seen, terms, all_terms, step, sums, temperature=temperature, on_policy=on_policy)
+            if self._cut.of(terms) is not None:
+                self._cut.describe(live, terms, all_terms, step, sums, temperature=temperature, on_policy=on_policy)
             if not again:
                 sums.count("filter/unseen_groups", len(members) - len(rollouts))
-                sums.count("filter/unseen_tokens", sampled(members) - sampled(seen))
-            live = self.batches.shared(seen + seen_demonstrations, all_terms)
+                sums.count("filter/unseen_tokens", sampled(members) - live.total.sampled)
             batches = self.batches.packed(live, all_terms)
         if not batches or not terms:
             sums.count("actor/empty_updates")
             if self.critic is None and not again:
-                sums.count("filter/unseen_tokens", sampled(seen))
+                sums.count("filter/unseen_tokens", live.total.sampled)
             if batches and self.critic is not None:  # it learns while the policy waits
-                self._teach_critic(batches, live, sums)
+                self._teach_critic(batches, live.total.loss, sums)
             return False
-        for lag in lags:
-            sums.add_values("policy/lag", lag)
+        for of_tree in versions:
+            sums.add("policy/lag", float(self.updates * of_tree.tokens - of_tree.total), of_tree.tokens)
         if self.parts.trajectory is not None:
             self.parts.trajectory.record(self.model, self.updates)
         with self.watch.part(MODEL):
             metrics = None
             while metrics is None:
                 try:
-                    metrics = self._train(batches, live, terms, temperature, on_policy)
+                    metrics = self._train(batches, live.total.logical, terms, temperature, on_policy)
                 except torch.OutOfMemoryError:
                     self.trainer.drop_gradients()
                     if not self.batches.halve(live):
@@ -189,43 +200,28 @@ class Learner(Learned):
         for name, (total, count) in metrics.items():
             sums.add(name, total, count)
         if self.critic is not None:
-            self._teach_critic(batches, live, sums)
+            self._teach_critic(batches, live.total.loss, sums)
         for role in self.roles:
             role.follow(self.model)
         if self.parts.trajectory is not None:
             self.parts.trajectory.record(self.model, self.updates)
         return True
 
-    def _seen(
-        self, rollouts: list[TokenTree], demonstrations: list[TokenTree], terms: Sequence[Weighted]
-    ) -> tuple[list[TokenTree], list[TokenTree]]:
-        """Return what the update computes of both: what the terms' gradients need. A critic and the balance of experts
-        learn from all tokens."""
-        balances = getattr(self.model.config, "output_router_logits", False)
-        if self.critic is not None or balances:
-            return rollouts, demonstrations
-        read = [weighted.term for weighted in terms]
-        parts = needed(rollouts, read), needed(demonstrations, read)
-        # an update without a gradient still moves what an optimizer remembers
-        return parts if any(parts) else (rollouts, demonstrations)
-
-    def _teach_critic(self, batches: Sequence[TreeBatch], trees: Sequence[TokenTree], sums: Sums) -> None:
+    def _teach_critic(self, batches: Sequence[TreeBatch], loss_tokens: int, sums: Sums) -> None:
         assert self.critic is not None
         with self.watch.part("update_critic"):
             self.compute.train(self.critic.model, self.batches.work, self.batches.again, 0.0)
-            loss_tokens = sum(tree.loss_tokens for tree in trees)
             for name, (total, count) in self.critic.learn(batches, loss_tokens).items():
                 sums.add(name, total, count)
 
     def _train(
         self,
         batches: Sequence[TreeBatch],
-        trees: Sequence[TokenTree],
+        tokens: int,
         terms: Sequence[Weighted],
         temperature: float,
         on_policy: bool,
     ) -> Metrics:
-        tokens = sum(tree.logical_tokens for tree in trees)
         for number, batch in enumerate(batches, start=1):
             temperatures = batch.temperatures(temperature)
             self.trainer.forward_backward(
@@ -312,11 +308,11 @@ class Learner(Learned):
 
     def _exchange(self, trees: Sequence[TokenTree], batches: Sequence[TreeBatch], column: str) -> None:
         """Tell the other ranks the scores in ``column`` of this rank's ``batches``, and write theirs on ``trees``."""
-        members = {i for batch in batches for i in batch.tree_index if column in trees[i].columns}
+        members = {i for batch in batches for i in batch.tree_index if column in trees[i].names}
         scores = {i: trees[i].columns[column] for i in members}
         for of_share in self.group.of_shares(scores) if self.group.count > 1 else ():
             for i, values in of_share.items():
-                trees[i].set(column, values)
+                enter(trees[i], column, values)
 
     def weights(self) -> WeightSource:
         """Return the source of the policy's weights, for a sampler."""

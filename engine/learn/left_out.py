@@ -9,6 +9,7 @@ from ..model.invariant.install import is_invariant
 from ..record.metrics import Sums
 from ..train.terms import LossTerm, without_certain_ends
 from ..train.trainer import Trainer, Weighted
+from .live import Live, Prepare
 from .micro_batches import MicroBatches
 from .utilization import Compute
 
@@ -25,9 +26,18 @@ class Cutting:
     def __init__(self, below: float, batches: MicroBatches, trainer: Trainer, compute: Compute) -> None:
         self._below, self._batches, self._trainer, self._compute = below, batches, trainer, compute
 
-    def __call__(
+    def of(self, terms: Sequence[Weighted]) -> Prepare | None:
+        """Return what leaves ends out of updates by these terms; None: nothing does."""
+        return (lambda tree: self.part(tree, terms)) if self._below < 1 and terms else None
+
+    def part(self, tree: TokenTree, terms: Sequence[Weighted]) -> TokenTree | None:
+        """Return ``tree`` without those ends; None: nothing is left of it."""
+        parts = without_certain_ends([tree], [t.term for t in terms], self._below)
+        return parts[0] if parts else None
+
+    def describe(
         self,
-        trees: list[TokenTree],
+        live: Live,
         terms: Sequence[Weighted],
         every_term: Sequence[LossTerm],
         step: int,
@@ -35,23 +45,20 @@ class Cutting:
         *,
         temperature: float,
         on_policy: bool,
-    ) -> list[TokenTree]:
-        """Return ``trees`` without those ends, and count them; every `MEASURED_EVERY` steps, on one process, also
-        measure on the first tree the norm of the gradient's part that is left out, over that of the whole gradient."""
-        if self._below == 1 or not terms:
-            return trees
-        parts = without_certain_ends(trees, [t.term for t in terms], self._below)
-        tokens = sum(tree.loss_tokens for tree in trees)
-        sums.add("filter/cut_ratio", tokens - sum(part.loss_tokens for part in parts), tokens)
+    ) -> None:
+        """Count the ends that are left out of ``live``; every `MEASURED_EVERY` steps, on one process, also measure on
+        its first tree the norm of the gradient's part that is left out, over that of the whole gradient."""
+        sums.add("filter/cut_ratio", live.total.read - live.total.left, live.total.read)
         alone = self._batches.group.count == 1 and not is_invariant(self._trainer.model)
-        if step % MEASURED_EVERY != 1 or not alone or not parts:
-            return parts
+        if step % MEASURED_EVERY != 1 or not alone or not live.total.left:
+            return
 
         def add(these: list[TokenTree], sign: float) -> float:
             """Add the gradient of ``these`` to the pending one; return the norm of the sum."""
             signed = [t._replace(weight=sign * t.weight) for t in terms]
             logical, before = sum(tree.logical_tokens for tree in these), self._trainer.pending_head_flop
-            for batch in self._batches.packed(self._batches.shared(these, every_term), every_term):
+            shared = [self._batches.shared(tree, every_term) for tree in these]
+            for batch in self._batches.packed(shared, every_term):
                 self._trainer.forward_backward(
                     batch, signed, logical, temperature=batch.temperatures(temperature), on_policy=on_policy
                 )
@@ -59,13 +66,12 @@ class Cutting:
             self._compute.train(self._trainer.model, self._batches.work, self._batches.again, head_flop)
             return self._trainer.pending_norm()
 
-        whole = add(trees[:1], 1.0)
-        sample = without_certain_ends(trees[:1], [t.term for t in terms], self._below)
-        left = add(sample, -1.0) if sample else whole
+        first = live.first_uncut()
+        whole, sample = add([first], 1.0), self.part(first, terms)
+        left = whole if sample is None else add([sample], -1.0)
         self._trainer.drop_gradients()
         if whole > 0:
             sums.add("filter/cut_gradient", left / whole)
-        return parts
 
 
 def counted(trees: Sequence[TokenTree], sums: Sums) -> list[TokenTree]:

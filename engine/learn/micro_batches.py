@@ -41,12 +41,12 @@ class MicroBatches:
         self.flat: bool | None = None
         self.work, self.again = Work(), Work()
 
-    def shared(self, trees: list[TokenTree], terms: Sequence[LossTerm]) -> list[TokenTree]:
+    def shared(self, tree: TokenTree, terms: Sequence[LossTerm]) -> TokenTree:
         """Merge equal prefixes of different leaves, unless an objective is defined on nodes or updates are flat."""
         by_node = (isinstance(t, TokenTerm) and t.objective.ratio_level == "segment" for t in terms)
-        return trees if self.shares_nothing(trees) or any(by_node) else [share_equal_prefixes(t) for t in trees]
+        return tree if self.shares_nothing([tree]) or any(by_node) else share_equal_prefixes(tree)
 
-    def packed(self, trees: list[TokenTree], terms: Sequence[LossTerm]) -> list[TreeBatch]:
+    def packed(self, trees: Sequence[TokenTree], terms: Sequence[LossTerm]) -> list[TreeBatch]:
         """Return the micro-batches of an update on this rank: as many as the others have.
 
         Raises:
@@ -59,15 +59,15 @@ class MicroBatches:
             packed = pack(trees, in_pieces=self.in_pieces, **options)
             self.work, self.again = Work.of(packed), Work.again(packed)
             return [replace(batch, of=len(packed)) for batch in packed]
-        own = self._dealt(trees, options) if is_invariant(self.model) else self._own_share(trees, options)
-        if not flat and not own.whole and (needs := [term.name for term in terms if term.whole_trees]):
+        share = self._dealt(trees, options) if is_invariant(self.model) else self._own_share(trees, options)
+        if not flat and not share.whole and (needs := [term.name for term in terms if term.whole_trees]):
             raise UserError(
                 f"The loss term '{needs[0]}' compares responses of a whole tree, and with trainer.ranks = "
                 f"{self.group.count} a tree over trainer.max_tokens = {self.max_tokens} is divided; raise "
                 "trainer.max_tokens, or set trainer.ranks to 1."
             )
-        self.work, self.again = own.work, Work()
-        return [replace(batch, of=own.real) for batch in own.batches]
+        self.work, self.again = share.work, Work()
+        return [replace(batch, of=share.real) for batch in share.batches]
 
     def _own_share(self, trees: Sequence[TokenTree], options: Mapping[str, Any]) -> Share:
         group = self.group
@@ -102,9 +102,9 @@ class MicroBatches:
             packed = pack(trees, in_pieces=in_pieces, **options)
             self.work, self.again = Work.of(packed), Work()
             return packed
-        own = self._own_share(trees, options)
-        self.work, self.again = own.work, Work()
-        return own.batches
+        share = self._own_share(trees, options)
+        self.work, self.again = share.work, Work()
+        return share.batches
 
     @property
     def in_pieces(self) -> bool:

@@ -20,7 +20,7 @@ from ..batches.batch import SEQUENCE_WEIGHT, TreeBatch
 from ..data.columns import COLUMNS, Array, Column, declare
 from ..data.cut import cut
 from ..data.episodes import Episodes, count, shares
-from ..data.paths import last_marked, path_credit
+from ..data.paths import has_credit, last_marked, path_credit
 from ..data.segment import Origin
 from ..data.tree import TokenTree
 from ..errors import UserError
@@ -72,6 +72,9 @@ class LossTerm(Protocol):
         The tree is prepared and has credit.
         """
 
+    def has_gradient(self, tree: TokenTree) -> bool:
+        """Return True if :meth:`extent` is not 0 everywhere."""
+
     def keep_means(self, tree: TokenTree, part: TokenTree, kept: Array) -> None:
         """Keep the weights of responses in means over their tokens.
 
@@ -114,7 +117,7 @@ class TokenTerm:
                 tree.set("pass_rate", float(Episodes(tree).tree.rewards["reward"].mean()))
         if self.select is not None:
             self._choose(self.select, trees)
-        for tree in (tree for tree in trees if "episode" in tree.columns):
+        for tree in (tree for tree in trees if "episode" in tree.names):
             tree.set(_weight_column(self.name, self.select).name, shares(tree, self.lengths(tree) > 0))
 
     def _choose(self, select: Selection, trees: Sequence[TokenTree]) -> None:
@@ -166,11 +169,24 @@ class TokenTerm:
         chosen = tree.columns.get(f"select_token/{self.name}") if self.select is not None else None
         live = (tree.loss_mask if chosen is None else chosen != 0)[tree.path_tokens]
         live &= np.repeat(counted, tree.response_length)
-        if not (objective.kl_coef or objective.entropy_coef or objective.formula.of_all):
-            credit = path_credit(tree)
-            live &= ((credit > 0) & (objective.pos_weight != 0)) | ((credit < 0) & (objective.neg_weight != 0))
+        if not self._of_all:
+            live &= self._moves(path_credit(tree))
         last = last_marked(tree, live)
         return last if objective.scope == "token" else np.where(last > 0, tree.response_length, 0)
+
+    def has_gradient(self, tree: TokenTree) -> bool:
+        if self.select is not None or has_credit(tree):
+            return bool(self.extent(tree).any())
+        counted = tree.loss_length > 0  # no token of the tree is read, which may be stored elsewhere
+        return bool((counted if self._of_all else counted & self._moves(tree.advantage)).any())
+
+    @property
+    def _of_all(self) -> bool:
+        """True if tokens without credit have a gradient."""
+        return bool(self.objective.kl_coef or self.objective.entropy_coef or self.objective.formula.of_all)
+
+    def _moves(self, credit: Array) -> Array:
+        return ((credit > 0) & (self.objective.pos_weight != 0)) | ((credit < 0) & (self.objective.neg_weight != 0))
 
     def keep_means(self, tree: TokenTree, part: TokenTree, kept: Array) -> None:
         if self.objective.aggregation != "seq_mean_token_mean":
@@ -258,6 +274,9 @@ class PairTerm:
     def extent(self, tree: TokenTree) -> Array:  # [L]
         pairs = tree.meta[f"pairs/{self.name}"]
         return np.where(np.isin(np.arange(tree.num_leaves), pairs), tree.response_length, 0)
+
+    def has_gradient(self, tree: TokenTree) -> bool:
+        return bool(self.extent(tree).any())
 
     def keep_means(self, tree: TokenTree, part: TokenTree, kept: Array) -> None:
         """Do nothing: a pair has one weight."""

@@ -110,6 +110,9 @@ class UserTerm:
     def extent(self, tree: TokenTree) -> Array:  # [L]
         return np.where(self.tokens.lengths(tree) > 0, tree.response_length, 0)
 
+    def has_gradient(self, tree: TokenTree) -> bool:
+        return bool(self.extent(tree).any())
+
     def keep_means(self, tree: TokenTree, part: TokenTree, kept: Array) -> None:
         """Do nothing: its trees are whole."""
 

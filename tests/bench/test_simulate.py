@@ -14,7 +14,6 @@ from rolltree.bench.cli import main
 from rolltree.bench.runs import simulate as bench
 from rolltree.engine.loop.controller import Controller
 from rolltree.engine.plan.modelled import MeasuredRates
-from rolltree.engine.plan.rates import NETWORK
 
 
 @pytest.mark.check
@@ -23,7 +22,7 @@ def test_the_driver_is_really_driven(monkeypatch: pytest.MonkeyPatch) -> None:
     found = bench.measure_driver(64, engines=4, batch=16)
     assert found.groups == 64
     assert found.group_s > 0
-    assert found.token_s >= found.write_s > 0
+    assert found.told_bytes < 6000
     assert 0 < found.usual_lag_s <= found.lag_s
     collect = Controller._collect
     monkeypatch.setattr(Controller, "_collect", lambda self: (time.sleep(0.1), collect(self))[1])
@@ -41,11 +40,10 @@ def tiny() -> Any:
 def test_shares_follow_from_the_step() -> None:
     made = tiny()
     assert (made.ranks, made.engines, made.budget.batch) == (2, 6, 64)
-    driver = bench.Driver(0.1, 2e-6, 1e-6, 1.0, 1.0, 0.1, 0.1, 1.0, 1)
+    driver = bench.Driver(0.1, 2e-6, 5000, 1.0, 1.0, 0.1, 0.1, 1.0, 1)
     row = bench.simulated(made, 3, driver)
     tokens = 64 * 16 * 100 / row.outcome.step_s
     assert row.outcome.tokens_s == pytest.approx(tokens)
-    assert row.store == pytest.approx(2 * 25 * tokens / NETWORK)
     assert row.weights == pytest.approx(0.75 / row.outcome.step_s)
     assert row.driver == pytest.approx(64 * 0.1 / row.outcome.step_s + 2e-6 * tokens)
     assert row.failures_day == pytest.approx(419 / 54 * 8 / 16384)

@@ -14,6 +14,7 @@ from rolltree.engine.app.assembly.run import build
 from rolltree.engine.app.console import Console
 from rolltree.engine.batches.cost import Work
 from rolltree.engine.learn.left_out import Cutting
+from rolltree.engine.learn.live import Live
 from rolltree.engine.learn.utilization import Compute
 from rolltree.engine.record.metrics import Sums
 from rolltree.engine.train.config import TrainerConfig
@@ -80,22 +81,23 @@ def test_the_measured_share_is_that_of_the_gradients(aggregation: Any) -> None:
     class Packing:
         group, work, again = ALONE, Work(), Work()
 
-        def shared(self, trees: list[TokenTree], terms: Any) -> list[TokenTree]:
-            return trees
+        def shared(self, tree: TokenTree, terms: Any) -> TokenTree:
+            return tree
 
         def packed(self, trees: list[TokenTree], terms: Any) -> Any:
             return pack(trees, max_tokens=64)
 
     sums = Sums()
     cut = Cutting(0.97, Packing(), trainer, Compute(None))  # type: ignore[arg-type]
-    parts = cut([tree], weighted, [term], 1, sums, **given)
-    assert ids(parts[0]) == [[10, 11], [20, 21, 22]]
-    whole, left = gradient([tree]), gradient(parts)
+    live = Live([tree], ALONE, narrow=None, cut=cut.of(weighted), share=lambda tree: tree, demonstrations=0)
+    cut.describe(live, weighted, [term], 1, sums, **given)
+    assert ids(live[0]) == [[10, 11], [20, 21, 22]]
+    whole, left = gradient([tree]), gradient(list(live))
     measured = sums.means()
     assert measured["filter/cut_gradient"] == pytest.approx(float((whole - left).norm() / whole.norm()), rel=1e-4)
     assert measured["filter/cut_ratio"] == pytest.approx(4 / 9)
     assert all(p.grad is None for p in model.parameters())
-    cut([tree], weighted, [term], 2, other := Sums(), **given)
+    cut.describe(live, weighted, [term], 2, other := Sums(), **given)
     assert "filter/cut_gradient" not in other.means()
 
 
