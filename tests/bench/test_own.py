@@ -129,7 +129,7 @@ def change(checkout: Path, before: str, after: str) -> None:
     file.write_text(code.replace(before, after))
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_the_ratio_of_two_checkouts_is_a_row_and_their_processes_end(
     other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,7 +142,7 @@ VLLM: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=2)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("case", VLLM)
 def test_vllm(path: str, case: str) -> None:
