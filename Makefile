@@ -37,19 +37,25 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 	unsloth==2026.10.9 unsloth_zoo==2026.10.9 requests urllib3 charset-normalizer
 WHEELS ?= build/wheels
 
-.PHONY: train test check orders paths columns methods slow slow-scale attack vllm vllm-scale agents openenv harbor verl scale trainers \
+.PHONY: train test check compiled orders paths columns methods slow slow-scale attack vllm vllm-scale agents openenv harbor verl scale trainers \
 	hopper hopper-quick lint docs bench bench-ops gpu gpu-wheels equality models versions aot aot-write clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
 
-# With the installation at most five minutes on two cores; every module has a test in it.
+# With the installation at most five minutes on two cores; every module has a test in it. MARKS="check or not check" adds
+# the tests of `make check`, as CI does: importing and collecting takes half a minute for each of the two commands.
+MARKS ?=
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(if $(MARKS),-m "$(MARKS)") $(ARGS)
 
 # The rest of what CI runs: tests that take long, and most cases of large grids.
 check: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m check $(ARGS)
+
+# What the tests import, compiled by one process instead of by both of `make test` at once.
+compiled: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest --collect-only -qq
 
 # The tests of `make test` in a random order, in one process; ORDER=n repeats one. pytest-randomly lies in a folder of its
 # own, as it shuffles every run in whose environment it is.

@@ -58,8 +58,8 @@ OF_TORCH = "opcheck or custom_op or registration or compile or gradcheck or fini
 """Tests of how ops are declared to torch, and of their formulas in float64: neither asks the machine."""
 OF_EACH_OP = "machine or sampling or tree_decode or test_policy_loss or against_fp64 or wrong or named"
 """A few tests of each op, where what counts is that all files are imported."""
-PROCESSES = "forced_level or taken_away"
-"""Tests of `machine` that begin processes, in which they set the variables themselves."""
+PROCESSES = "forced_level or taken_away or only_named_files"
+"""Tests of `machine` that begin processes, in which they set the variables themselves, or that read files alone."""
 USUAL = f"not (triton or reference or {OF_TORCH} or {PROCESSES})"
 """The tests of csrc/cpu's kernels."""
 WITH_INTERPRETED = f"drawn_tokens or plain_sequences or engine_runs or {USUAL}"
@@ -121,7 +121,7 @@ CASES = (
     Case("no compiled kernels", (*COMPILED, *INTERPRETED, TODAY, *TRAIN), {"ROLLTREE_WITHOUT": "_cpu"},
          tests=WITH_INTERPRETED),
     Case("no compiler", (*HEAD[:1], TRAIN[2], IMPORTS), {"ROLLTREE_WITHOUT": "_cpu,_cuda,_host,compiler"},
-         tests="not (forced_level or loads_nothing)"),
+         tests="not (forced_level or loads_nothing or only_named_files)"),
     Case("no Triton", (*COMPILED, *kernels("policy_loss", "sampling_triton", "tree_attention_triton")),
          {"ROLLTREE_WITHOUT": "triton"}, tests=f"({OF_EACH_OP}) and not ({OF_TORCH} or {PROCESSES})"),
     Case("an Ampere GPU", GPU, {"ROLLTREE_GPU_CAPABILITY": "8.0"}, tests="triton"),

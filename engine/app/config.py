@@ -70,8 +70,8 @@ def read_tables(
     data = _read_toml(path)
     _check_plain(data, str(path))
     _resolve_callables(data, path.parent)
-    flags = _parse_overrides(overrides)
     types = {k.key: k.type for k in config_keys()}
+    flags = _parse_overrides(overrides, types)
     values: dict[str, Any] = {}
     for key, text in flags.items():
         values[key] = _parse_value(text, types.get(key, "any"))
@@ -173,20 +173,20 @@ def _quoted(text: object) -> str:
     return f"'{shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + '...'}'"
 
 
-def _parse_overrides(overrides: Sequence[str] | Sequence[tuple[str, str]]) -> dict[str, str]:
+def _parse_overrides(overrides: Sequence[str] | Sequence[tuple[str, str]], types: Mapping[str, str]) -> dict[str, str]:
     """Return ``{dotted key: text}``; the last of several values of a key wins, as on any command line."""
     texts: dict[str, str] = {}
     waiting: str | None = None
     for item in overrides:
         if isinstance(item, tuple):
-            texts[_override_key(item[0])] = item[1]
+            texts[_override_key(item[0], types)] = item[1]
         elif waiting is not None:
             texts[waiting], waiting = item, None
         elif not item.startswith("--"):
             raise UserError(f"{_quoted(item)} stands alone on the command line; give overrides as --trainer.lr 1e-6.")
         else:
             name, equals, text = item.removeprefix("--").partition("=")
-            name = _override_key(name)
+            name = _override_key(name, types)
             if equals:
                 texts[name] = text
             else:
@@ -196,20 +196,19 @@ def _parse_overrides(overrides: Sequence[str] | Sequence[tuple[str, str]]) -> di
     return texts
 
 
-def _override_key(key: str) -> str:
-    """Return ``key``.
+def _override_key(key: str, types: Mapping[str, str]) -> str:
+    """Return ``key`` of the configuration, of which ``types`` has every key.
 
     Raises:
         UserError: no flag sets it.
     """
-    keys = {k.key: k.type for k in config_keys()}
-    for parent in (name for name, kind in keys.items() if kind == "list of tables" and key.startswith(f"{name}.")):
+    for parent in (name for name, kind in types.items() if kind == "list of tables" and key.startswith(f"{name}.")):
         raise UserError(
             f"--{key} names a key inside the list `{parent}`; give the whole list as --{parent} '[{{name = \"...\"}}]'."
         )
-    sections = {name.rpartition(".")[0] for name in keys}
-    free = (name for name, kind in keys.items() if kind == "table" and name not in sections)
-    if key in keys or any(key.startswith(f"{table}.") for table in free):
+    sections = {name.rpartition(".")[0] for name in types}
+    free = (name for name, kind in types.items() if kind == "table" and name not in sections)
+    if key in types or any(key.startswith(f"{table}.") for table in free):
         return key
     raise UserError(f"--{_quoted(key)[1:-1]} is not a key of the configuration; {nearest(key)}.")
 

@@ -292,8 +292,7 @@ def test_no_request_breaks_the_door_of_agents(tmp_path: Path, path: str, cases: 
         print(attack(path, 5 * cases, 1, ask))
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_no_request_of_hundreds_breaks_either(tmp_path: Path, path: str) -> None:
     with served(path) as ask:

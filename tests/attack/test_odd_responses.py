@@ -54,7 +54,7 @@ def test_no_response_fails_a_verifier(name: str, cases: int, tmp_path: Path) -> 
     (tmp_path / "compare.py").write_text("def compare(a, b, entry):\n    return float(len(a) > len(b))\n")
     compares = name in ("pairwise", "against_one")
     options = {"compare": f"{tmp_path}/compare.py:compare"} if compares else OPTIONS.get(name, {})
-    config = RewardConfig(verifier=name, workers=2, timeout_s=LIMIT_S, options=options)
+    config = RewardConfig(verifier=name, workers=1, timeout_s=LIMIT_S, options=options)
     texts, answers = odd_texts(cases), ANSWERS[name]
     if not config.by_group:
         items = [RewardItem(text, {"answer": answers[i % len(answers)]}) for i, text in enumerate(texts)]
@@ -73,7 +73,7 @@ def test_no_response_fails_a_task(cases: int) -> None:
     texts = odd_texts(cases)
     items = [RewardItem(text, entries[i % len(entries)]) for i, text in enumerate(texts)]
     tasks = [TaskConfig(name=task) for task in TASKS]
-    with RewardPool(RewardConfig(verifier="task", workers=2, timeout_s=LIMIT_S), tasks) as pool:
+    with RewardPool(RewardConfig(verifier="task", workers=1, timeout_s=LIMIT_S), tasks) as pool:
         assert failures(texts, pool.score(items)) == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,12 +129,24 @@ def change(checkout: Path, before: str, after: str) -> None:
     file.write_text(code.replace(before, after))
 
 
-@pytest.mark.check
-def test_the_ratio_of_two_checkouts_is_a_row(other: Path, tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--quick", "--seconds", "0", "--out", str(tmp_path), "--providers", "^torch$"]
+@pytest.mark.slow
+def test_the_ratio_of_two_checkouts_is_a_row_and_their_processes_end(
+    other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    start = against.Checkout._start
+
+    def seen(self: against.Checkout) -> Any:
+        started.append(start(self))
+        return started[-1]
+
+    monkeypatch.setattr(against.Checkout, "_start", seen)
+    options = ["--device", "cpu", "--shape", "M=9", "--seconds", "0", "--out", str(tmp_path), "--providers", "^torch$"]
     assert main(["policy_loss", "--against", str(other), *options]) == 0
     rows = rows_of(tmp_path, "policy_loss")
     assert {row.provider for row in rows if row.metric == "speedup"} == {"rolltree, this checkout", "torch"}
+    assert len(started) == 2
+    assert all(process.poll() is not None for process in started)
 
 
 @pytest.mark.slow
@@ -164,15 +177,3 @@ def test_what_is_no_checkout_is_refused(other: Path, tmp_path: Path, capsys: pyt
     assert "its kernels are not built" in capsys.readouterr().err
     assert main(["ceilings", "--device", "cpu", "--against", str(ROOT)]) == 2
     assert "ceilings has none" in capsys.readouterr().err
-
-
-@pytest.mark.check
-def test_the_processes_end_with_the_run(other: Path) -> None:
-    bench = with_shapes(load("policy_loss"), ["M=9"])
-    with against.against(bench, other, CPU, True, ["M=9"], False) as both:
-        names = list(both.elsewhere)
-        checkouts = [both.elsewhere[name].__self__ for name in names]  # type: ignore[attr-defined]
-        both.elsewhere[names[1]]("M=9")
-        process = checkouts[1].process
-        assert process.poll() is None
-    assert process.poll() is not None

@@ -264,6 +264,8 @@ def engine(directory: Path) -> Iterator[Forks]:
 
 ANEW = {("report",), ("plots",), ("judge",), ("hopper",), ("hub",), ("pictures",), ("trl",)}
 """Cases without Transformers, and those where it has to find a package that ``engine`` does not bring."""
+OFTEN = (("engine",), ("train", "tasks"), ("mcp",), ("hub",))
+"""Cases of `make check`, of which the last starts anew."""
 Run = Callable[[tuple[str, ...], Iterable[str]], tuple[int, str]]
 
 
@@ -278,9 +280,10 @@ def run(directory: Path, request: pytest.FixtureRequest) -> Run:
     return one
 
 
-@pytest.mark.slow(but=6)
 @pytest.mark.check
-@pytest.mark.parametrize("extras", PROMISES, ids="+".join)
+@pytest.mark.parametrize(
+    "extras", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.slow) for each in PROMISES], ids="+".join
+)
 def test_an_extra_brings_what_it_promises(extras: tuple[str, ...], run: Run) -> None:
     try:
         allowed = closure([f"rolltree[{','.join(extras)}]"])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from ..support.forks import Forks
 from ..support.serving import save
 
 pytestmark = pytest.mark.skipif(
@@ -79,36 +79,36 @@ print(min(found))
 """
 
 
-def printed(script: str, *arguments: str, threads: int) -> str:
-    command = [sys.executable, "-c", THREADS + script, *arguments, str(threads)]
-    ran = subprocess.run(
-        command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+def printed(forks: Forks, script: str, *arguments: str, threads: int) -> str:
+    given = ["-c", *arguments, str(threads)]
+    begin = f"import os, sys\nsys.argv = {given!r}\nos.environ['HF_HUB_OFFLINE'] = '1'\n"
+    code, output = forks.run(begin + THREADS + script)
+    assert code == 0, output
+    return output
 
 
 @pytest.mark.check
-def test_threads_end_and_come_back() -> None:
-    ended, equal = printed(RELEASED, threads=4).split()
+def test_threads_end_and_come_back(torch_forks: Forks) -> None:
+    ended, equal = printed(torch_forks, RELEASED, threads=4).split()
     assert (ended, equal) == ("3", "True")
 
 
 @pytest.mark.check
-def test_a_fork_of_tests_has_no_threads_to_end() -> None:
-    assert printed(FORKED, threads=4).strip() == "0"
+def test_a_fork_of_tests_has_no_threads_to_end(torch_forks: Forks) -> None:
+    assert printed(torch_forks, FORKED, threads=4).strip() == "0"
 
 
 @pytest.mark.check
-def test_a_server_computes_with_those_of_the_engine_alone(tmp_path: Path) -> None:
-    assert printed(SERVED, str(save(tmp_path)), threads=4).split()[-1] == "3"  # the main thread has to make them anew
+def test_a_server_computes_with_those_of_the_engine_alone(torch_forks: Forks, tmp_path: Path) -> None:
+    told = printed(torch_forks, SERVED, str(save(tmp_path)), threads=4)
+    assert told.split()[-1] == "3"  # the main thread has to make them anew
 
 
 @pytest.mark.slow  # other work on the machine wakes threads too
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a single core")
-def test_a_thread_waits_awake_once_no_other_has_computed() -> None:
+def test_a_thread_waits_awake_once_no_other_has_computed(torch_forks: Forks) -> None:
     def fewest(how: str) -> int:
-        return int(printed(SWITCHES, how, threads=len(os.sched_getaffinity(0))))
+        return int(printed(torch_forks, SWITCHES, how, threads=len(os.sched_getaffinity(0))))
 
     assert min(fewest("released") for _ in range(2)) < 200
     assert fewest("kept") > 800, "OpenMP's threads wait awake beside those of other threads: release_threads can go"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ from rolltree.kernels import (
     policy_loss,
     value_loss,
 )
+
+from ..support.thinned import thinned
 
 pytestmark = pytest.mark.check
 ROWS = (32, 17, 9, 30, 5, 23)
@@ -129,9 +132,13 @@ def results(step: Step, n: int, dtype: torch.dtype) -> list[Tensor | None]:
     return [loss.detach(), *(x.grad for x in leaves), b["into"]]
 
 
-@pytest.mark.slow(but=4)
-@pytest.mark.parametrize("dynamic", [True, None])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    thinned(
+        itertools.product(STEPS, [True, None]),
+        lambda number, case: case in [("fused dapo", None), ("two steps gspo", True), ("divergence", True)],
+    ),
+)
 def test_one_graph(name: str, dynamic: bool | None) -> None:
     """With ``dynamic=None`` the first size has a graph of its own, and every other one shares the second."""
     torch._dynamo.reset()
@@ -142,6 +149,7 @@ def test_one_graph(name: str, dynamic: bool | None) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if dynamic else 2)
 
 
+@pytest.mark.slow
 def test_half_precision() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(fused("dapo"), fullgraph=True, backend="aot_eager", dynamic=True)

@@ -103,7 +103,7 @@ def one_by_one(model: Decoder, ids: Tensor, cos: Tensor, sin: Tensor, slots: Ten
     return rms_norm(residual, model.norm, EPS)
 
 
-@pytest.mark.slow(but=8)
+@pytest.mark.slow(but=5)
 @pytest.mark.check(but=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)

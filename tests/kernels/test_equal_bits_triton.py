@@ -271,7 +271,7 @@ def test_logits_of_the_head_are_the_product_of_one_order(dtype: torch.dtype) -> 
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("V", [96, 203])
+@pytest.mark.parametrize("V", [pytest.param(96, marks=pytest.mark.slow), 203])
 def test_drawn_tokens_are_scored_as_they_are_trained(V: int) -> None:
     hidden, weight, _ = operands(V, 48, torch.float32)
     target = torch.arange(len(hidden), device=hidden.device) % V

@@ -73,7 +73,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.slow(but=13)
+@pytest.mark.slow(but=7)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_policy_loss(name: str) -> None:

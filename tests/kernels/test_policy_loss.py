@@ -253,6 +253,7 @@ def test_masked_targets_may_hold_anything(backend: Backend, name: str) -> None:
         torch.testing.assert_close(other, results[0], rtol=0, atol=0)
 
 
+@pytest.mark.slow(but=82)
 @pytest.mark.check(but=37)
 @pytest.mark.parametrize("normalizer", [0.0, 5.0])
 @pytest.mark.parametrize("name", PRESETS)

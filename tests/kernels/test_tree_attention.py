@@ -137,8 +137,8 @@ INTERPRETED = [
 ]
 
 
-@pytest.mark.slow(but=39)
-@pytest.mark.check(but=24)
+@pytest.mark.slow(but=30)
+@pytest.mark.check(but=18)
 @pytest.mark.parametrize(("backend", "dtype", "case"), interpret_some(BACKENDS, OF_EVERY_DTYPE, INTERPRETED))
 def test_error_is_at_most_twice_plain_pytorchs(backend: str, dtype: torch.dtype, case: Case) -> None:
     x = make(case, dtype)
@@ -333,9 +333,7 @@ PIECES = [
 ]
 
 
-@pytest.mark.slow(but=28)
-@pytest.mark.check(but=26)
-@pytest.mark.parametrize(("backend", "case", "cuts"), interpret_some(BACKENDS, PIECES, [0, 4]))
+@pytest.mark.parametrize(("backend", "case", "cuts"), interpret_some(BACKENDS, PIECES, [1, 9, 14]))
 def test_pieces_give_what_the_whole_gives(backend: str, case: Case, cuts: list[int]) -> None:
     x = make(case, seed=1)
     for e in error(in_pieces(x, case, backend, cuts), plain(x.to(torch.float64), case)):

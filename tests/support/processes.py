@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .tiny import ROOT
+ROOT = Path(__file__).parents[2]
 
 SERVER = """
 import json, os, sys, torch

@@ -153,7 +153,7 @@ def check(formula: Formula, objective: Objective, trees: list[TokenTree], most: 
 REFUSED = ("segment_ratio",)
 
 
-@pytest.mark.slow(but=31)
+@pytest.mark.slow(but=18)
 @pytest.mark.check(but=8)
 @pytest.mark.parametrize("per_call", [False, True])
 @pytest.mark.parametrize("name", [name for name in FORMULAS if name not in (*NOT_IN_RUNS, *REFUSED)])

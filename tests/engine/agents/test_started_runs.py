@@ -109,7 +109,7 @@ def test_a_run_trains_on_episodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("engines", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_engines_elsewhere_sample_the_same_episodes(
     engines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def hostile(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     ]
 
 
+@pytest.mark.slow(but=47)
 @pytest.mark.check(but=10)
 @pytest.mark.parametrize(("name", "role"), CASES)
 def test_an_environments_text_becomes_no_control_token(name: str, role: str) -> None:

@@ -67,7 +67,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> InThreads:
 # -- in threads -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_one_engine_elsewhere_gives_the_bits_of_one_process(
     toml: Path, alone: Path, threads: InThreads, tmp_path: Path
 ) -> None:
@@ -174,7 +174,7 @@ def test_engines_that_end_in_the_middle_lose_no_group(toml: Path, tmp_path: Path
     assert sum(row.get("group/restarted_lost", 0) for row in rows(config.run_dir)) >= 1
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_reward_hosts_give_the_bits_of_one_process(
     toml: Path, alone: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,10 +98,21 @@ FOUR = ("--trainer.ranks=4", "--trainer.tensor=2")
 toml = tiny_job({"mine.py": USER})
 
 
+class Jobs(dict[str, tuple[Path, list[list[Any]]]]):
+    """The configuration of each model, and the trees that it has sampled in two steps, made when first asked for."""
+
+    def __init__(self, toml: Path) -> None:
+        super().__init__()
+        self._toml = toml
+
+    def __missing__(self, name: str) -> tuple[Path, list[list[Any]]]:
+        self[name] = job(self._toml, name)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def jobs(toml: Path) -> dict[str, tuple[Path, list[list[Any]]]]:
-    """The configuration of each model, and the trees that it has sampled in two steps."""
-    return {name: job(toml, name) for name in MODELS}
+def jobs(toml: Path) -> Jobs:
+    return Jobs(toml)
 
 
 def job(toml: Path, name: str, steps: int = 2, **sizes: int) -> tuple[Path, list[list[Any]]]:

@@ -186,7 +186,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 WAYS = ("subclass", "instance", "instance, later", "class")
 
 
-@pytest.mark.slow(but=16)
+@pytest.mark.slow(but=8)
 @pytest.mark.check(but=4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("cls", "name"), [(cls, name) for cls, names in METHODS.items() for name in names])
@@ -256,7 +256,7 @@ def options(cls: type, trainer: Any) -> Iterator[tuple[str, str, Any]]:
                 yield place, name, new
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize(("share", "when"), [(0, "before"), (1, "later"), (2, "before"), (3, "later")])
 @pytest.mark.parametrize("cls", [SFTTrainer, GRPOTrainer, RLOOTrainer, DPOTrainer])

@@ -78,7 +78,12 @@ RARE = (
     "dual bounds",
     "multiple",
     "kl of gspo, biased",
-    *(f"{loss} on" for loss in LOSSES if loss not in ("dapo", "grpo")),  # on-policy ratios are 1, and bounds are idle
+    "kl of gspo",
+    "kl of vespo",
+    "delta inside",
+    "adaptive entropy",
+    "fp32 head",
+    *(f"{loss} on" for loss in LOSSES if loss != "dapo"),  # on-policy ratios are 1, and bounds are idle
 )
 
 

@@ -71,7 +71,7 @@ ACCUMULATED: dict[str, dict[str, Any]] = {
 @pytest.mark.check
 @pytest.mark.parametrize(
     "case",
-    [c if "updates" in c or "generations" in c else pytest.param(c, marks=pytest.mark.slow) for c in ACCUMULATED],
+    [c if c == "across generations" else pytest.param(c, marks=pytest.mark.slow) for c in ACCUMULATED],
 )
 def test_accumulated(path: str, case: str) -> None:
     """Loss, gradients and weights are those of any order; metrics are means over micro-batches, of the same order."""
@@ -142,7 +142,7 @@ VLLM: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=2)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("case", VLLM)
 def test_vllm(path: str, case: str) -> None:

@@ -177,7 +177,7 @@ def test_a_run_with_a_server(toml: Path, teacher: Path, served: Any, tmp_path: P
         rows, _ = run(toml, tmp_path, "--recipe=opd_topk", url, "--loop.score_early=true")
     assert all(abs(row["distill/divergence"]) < 1e-5 for row in rows)
     with served(teacher) as url:
-        rows, _ = run(toml, tmp_path / "other", "--recipe=opd_topk", url, "--trainer.steps=10", "--trainer.lr=1e-2")
+        rows, _ = run(toml, tmp_path / "other", "--recipe=opd_topk", url, "--trainer.steps=7")
         early, _ = run(toml, tmp_path / "early", "--recipe=opd_topk", url, "--loop.score_early=true")
         sampled, _ = run(toml, tmp_path / "opd", "--recipe=opd", url)
     divergence = [row["distill/divergence"] for row in rows]

@@ -268,6 +268,8 @@ QUICK = ("open groups",)
 SLOW = (
     "over-sampling", "two prompts", "two policies", "bit for bit in batches", "policy asked", "own parts",
     "demonstrations", "weights extrapolated", "episodes", "columns of many types", "bad rows skipped", "several files",
+    "lora, a reference that follows", "critic",  # which tests/engine/fleet/test_ranks.py resumes
+    "curriculum", "own curriculum",  # "all parts that remember" has one
 )  # fmt: skip
 """Cases of `make slow`; `make check` has the others."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from rolltree.engine.train.group import ALONE
 from rolltree.engine.train.terms import TokenTerm
 from rolltree.kernels import Objective
 
+from ...support.thinned import thinned
 from ...support.tiny import tiny_job
 
 QUICK = ["--evaluation.problems=0", "--evaluation.every=0", "--rollout.program=flat", "--rollout.program_options={}"]
@@ -92,6 +94,7 @@ class Run:
         return pq.read_table(self.config.run_dir / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("keep_keys", ["true", "false"])
 def test_responses_go_on_under_new_weights(toml: Path, tmp_path: Path, keep_keys: str) -> None:
@@ -194,43 +197,47 @@ def test_who_waits_leaves_its_cores_to_the_other(four_threads: None) -> None:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("scored", [False, True])
-def test_the_correction_is_the_decoupled_one(toml: Path, tmp_path: Path, scored: bool) -> None:
+@pytest.mark.parametrize(
+    ("scored", "correction"),
+    thinned(
+        itertools.product([False, True], ["truncate", "mask", "none"]),
+        lambda number, case: case in [(False, "truncate"), (True, "mask"), (False, "none")],
+    ),
+)
+def test_the_correction_is_the_decoupled_one(toml: Path, tmp_path: Path, scored: bool, correction: str) -> None:
     """Tokens weigh min(exp(proximal - behaviour), cap), by an independent sum over sequences, whether the policy has
     scored the batch before its only update or that update itself does."""
     options = ["--loop.staleness=1", "--trainer.steps=1", "--loop.correction_cap=1.5", "--trainer.lr=1e-9"]
     options += ["--algorithm.old_logprob=recompute"] if scored else []
-    for correction in ("truncate", "mask", "none"):
-        name = f"--name={correction}"
-        run = Run(toml, tmp_path, *options, f"--loop.correction={correction}", "--algorithm.objective=grpo", name)
-        run.run()
-        learner = run.loop.learner
-        batch = [group.tree for group in run.loop.buffer.open.values() if group.parts]
-        batch = batch or _sample(run)
-        rng = np.random.default_rng(0)
-        for tree in batch:
-            tree.rewards["reward"] = rng.random(tree.num_leaves).astype(np.float32)
-            shift = rng.normal(0, 0.5, tree.num_tokens).astype(np.float32)
-            tree.set("behaviour_logprob", np.where(tree.loss_mask, tree.behaviour_logprob + shift, np.nan))
-            tree.set("policy_version", np.full(tree.num_tokens, learner.trainer.updates - 1))
-        again = copy.deepcopy(batch)
-        policy = Role("proximal_logprob", learner.model)
-        policy.score(again, pack(again, max_tokens=4096), temperature=learner.temperature(1))
-        sums = Sums()
-        assert learner.update(batch, [], 1, sums)
-        assert all(("proximal_logprob" in tree.columns) == scored for tree in batch)
-        if correction == "none":
-            continue
-        losses = []
-        for tree in again:
-            reward = tree.rewards["reward"]
-            advantage = (reward - reward.mean()) / (reward.std(ddof=1) + 1e-6)
-            for leaf in range(tree.num_leaves):
-                rows = tree.response_rows(leaf)
-                weight = np.exp((tree.proximal_logprob - tree.behaviour_logprob)[rows].astype(np.float64))
-                kept = np.minimum(weight, 1.5) if correction == "truncate" else np.where(weight > 1.5, 0, weight)
-                losses.append(np.mean(-advantage[leaf] * kept))
-        assert sums.means()["actor/pg_loss"] == pytest.approx(np.mean(losses), rel=1e-3, abs=1e-5)
+    run = Run(toml, tmp_path, *options, f"--loop.correction={correction}", "--algorithm.objective=grpo")
+    run.run()
+    learner = run.loop.learner
+    batch = [group.tree for group in run.loop.buffer.open.values() if group.parts]
+    batch = batch or _sample(run)
+    rng = np.random.default_rng(0)
+    for tree in batch:
+        tree.rewards["reward"] = rng.random(tree.num_leaves).astype(np.float32)
+        shift = rng.normal(0, 0.5, tree.num_tokens).astype(np.float32)
+        tree.set("behaviour_logprob", np.where(tree.loss_mask, tree.behaviour_logprob + shift, np.nan))
+        tree.set("policy_version", np.full(tree.num_tokens, learner.trainer.updates - 1))
+    again = copy.deepcopy(batch)
+    policy = Role("proximal_logprob", learner.model)
+    policy.score(again, pack(again, max_tokens=4096), temperature=learner.temperature(1))
+    sums = Sums()
+    assert learner.update(batch, [], 1, sums)
+    assert all(("proximal_logprob" in tree.columns) == scored for tree in batch)
+    if correction == "none":
+        return
+    losses = []
+    for tree in again:
+        reward = tree.rewards["reward"]
+        advantage = (reward - reward.mean()) / (reward.std(ddof=1) + 1e-6)
+        for leaf in range(tree.num_leaves):
+            rows = tree.response_rows(leaf)
+            weight = np.exp((tree.proximal_logprob - tree.behaviour_logprob)[rows].astype(np.float64))
+            kept = np.minimum(weight, 1.5) if correction == "truncate" else np.where(weight > 1.5, 0, weight)
+            losses.append(np.mean(-advantage[leaf] * kept))
+    assert sums.means()["actor/pg_loss"] == pytest.approx(np.mean(losses), rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.slow(but=3)

@@ -178,7 +178,7 @@ def test_a_run_whose_curriculum_observes_nothing_is_another(
     assert ids(blind) == expected(batches(blind), observes=False)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_ucb_draws_generated_problems_of_tasks(toml: Path, tmp_path: Path) -> None:
     """Each task has its own numbers: problem k of the task at index i is ``k * tasks + i``."""
     tasks = (

@@ -93,6 +93,7 @@ LAGGING = (
 )  # fmt: skip
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("recompute", [False, True])
 def test_groups_are_trained_at_the_temperature_of_their_sampling(toml, tmp_path, monkeypatch, recompute) -> None:

@@ -267,7 +267,7 @@ def addressed(**variables: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]
         BACKGROUND.close()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_server_at_an_address() -> None:
     with addressed() as (process, address):
         boxes = [ToolBox({"tools": [{"mcp": address}]}) for _ in range(3)]

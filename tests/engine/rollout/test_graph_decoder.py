@@ -39,7 +39,7 @@ def sampled(native: NativeEngine, tokens: int = 5) -> list[Any]:
     return native.generate([list(range(20, 31))], params, seeds=[1])
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,7 +78,7 @@ def test_rotations_of_later_positions_are_those_of_the_first_table(monkeypatch: 
         replayed: Any = native.loop.runner._replayed
         table = replayed._table[1]
         assert len(table) == 256 == most_positions(model, native.cache)
-        sampled(native, tokens=9)
+        sampled(native, tokens=4)
         assert replayed._table[1] is table
     small = replaying(model, fused=True, kv_tokens=64)
     assert most_positions(model, small.cache) == 64
@@ -98,7 +98,7 @@ def test_rows_with_adapters_and_unknown_decoders_run_as_modules(monkeypatch: pyt
     assert all(np.isfinite(tree.behaviour_logprob).sum() for tree in trees)
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=2)
 @pytest.mark.check
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("window", [1, 8])

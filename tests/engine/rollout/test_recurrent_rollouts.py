@@ -107,7 +107,7 @@ def test_log_probs_are_those_of_the_trainer_and_of_plain_transformers(family: st
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("program", ["flat", TREEPO], ids=["flat", "treepo"])
+@pytest.mark.parametrize("program", [pytest.param("flat", marks=pytest.mark.slow), TREEPO], ids=["flat", "treepo"])
 def test_a_sample_depends_neither_on_the_batch_nor_on_sizes_nor_on_preemption(program: RolloutProgram | str) -> None:
     for sizes in (
         {"max_batch_rows": 3},

@@ -145,7 +145,7 @@ def test_padded_steps_have_the_same_rows() -> None:
 
 @needs_triton
 @pytest.mark.check
-@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("graphs", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_tiles_of_a_step_give_triton_the_same_rows(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's products, which read the tiles of the step's vector, in place of the CPU's; padded and as they are."""
     some: dict[str, Any] = {"n": 1, "max_new_tokens": 3}

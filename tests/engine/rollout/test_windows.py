@@ -167,7 +167,7 @@ def test_the_kernels_of_a_gpu_read_what_advanced(backend: Any) -> None:
             runner = native.loop.runner
             runner._fused = None
             runner.graphs = Uncaptured(native.cache, runner.decode_logits, torch.device("cpu"), window=window)
-            trees.append(native.generate(PROMPTS[2:4], SamplingParams(n=2, max_new_tokens=9), seeds=range(2)))
+            trees.append(native.generate(PROMPTS[2:4], SamplingParams(n=2, max_new_tokens=6), seeds=range(2)))
     assert_equal(*trees)
 
 
