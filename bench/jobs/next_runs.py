@@ -86,8 +86,8 @@ def recorded_bits(run: Path, step: int = STEPS) -> dict[str, dict[str, int]]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode not in (0, DIFFERENT):
         raise RuntimeError((done.stderr.strip().splitlines() or [f"run_bits ended with {done.returncode}"])[-1])
-    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    bits: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+    return bits
 
 
 def write_job(x: Measured, folder: Path, invariant: bool) -> Path:

@@ -39,12 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, required=True)
     args = parser.parse_args(argv)
     try:
-        found = compared(args.run, args.step)
+        bits = compared(args.run, args.step)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps(found))
-    return DIFFERENT if any(counts["differing"] for counts in found.values()) else 0
+    print(json.dumps(bits))
+    return DIFFERENT if any(counts["differing"] for counts in bits.values()) else 0
 
 
 def compared(run: Path, step: int) -> dict[str, dict[str, int]]:
@@ -56,10 +56,10 @@ def compared(run: Path, step: int) -> dict[str, dict[str, int]]:
     """
     trees = read_rollouts(run / "rollouts" / f"step_{step:06d}.parquet")
     model = model_of(run, step - 1, trees)
-    found = {name: rescored(model, trees, batches)._asdict() for name, batches in batched(trees, model.device).items()}
-    if not all(counts["tokens"] for counts in found.values()):
+    bits = {name: rescored(model, trees, batches)._asdict() for name, batches in batched(trees, model.device).items()}
+    if not all(counts["tokens"] for counts in bits.values()):
         raise UserError(f"The rollouts of step {step} in '{run}' have no sampled token to compare.")
-    return found
+    return bits
 
 
 def batched(trees: Sequence[TokenTree], device: torch.device) -> dict[str, list[TreeBatch]]:
