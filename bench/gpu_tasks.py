@@ -149,7 +149,7 @@ def upcoming(to: Setting) -> list[Task]:
             ("profiles", 150.0, 60.0),
             ("products", 90.0, 60.0),
             ("steps", 200.0, 60.0),
-            ("runs", 200.0, 100.0),
+            ("runs", 280.0, 140.0),
         )
     )
     graphs, kernels = "tests/engine/rollout/test_graphs.py", "tests/kernels/test_advance.py"

@@ -79,8 +79,18 @@ def versions(device: torch.device) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             installed[package] = "not installed"
     if device.type == "cuda":
-        installed["cuda"] = str(torch.version.cuda)
+        installed |= {"cuda": str(torch.version.cuda), "driver": driver()}
     return installed
+
+
+def driver() -> str:
+    """Return the version of NVIDIA's driver, or "unknown"."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        told = []
+    return told[0] if told else "unknown"  # a line a GPU
 
 
 def commit() -> str:

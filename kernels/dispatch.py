@@ -6,8 +6,9 @@ one that :func:`use_backend` names, the one that the environment variable ``ROLL
 the device lacks is an error. If nothing faster than the reference is there, it runs, and that is logged once.
 
 ``flash`` is never chosen by default: its backward pass adds up dq in the order in which blocks arrive. It belongs to
-tree attention alone. ``invariant`` is Triton's kernels with one order of sums for sampling and training; attention and
-the head have it. The other ops run on their default backend while one of these two is named.
+tree attention alone. ``invariant`` is Triton's kernels with one order of sums for sampling and training; attention, the
+head and the decoder of `kernels/decoder_layer` have it. The other ops run on their default backend while one of these
+two is named.
 """
 
 from __future__ import annotations

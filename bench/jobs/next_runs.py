@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import string
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,6 +21,7 @@ from rolltree.engine.app.cli import main as rolltree
 
 from ..gpu_first import Run
 from ..schema import Row
+from .run_bits import DIFFERENT
 
 STEPS = 3
 JUDGE = """
@@ -48,19 +51,43 @@ def whole_runs(x: Measured) -> Iterator[tuple[str, Run]]:
 
 
 def _train(x: Measured, invariant: bool) -> tuple[list[Row], str]:
-    """Return the time of the steps after the first, which compiles.
+    """Return the time of the steps after the first, which compiles, and the bits of the last step's log-probs, which
+    another process computes again by the weights that sampled them.
 
     Raises:
-        RuntimeError: the run failed.
+        RuntimeError: the run failed, or has no log-probs to compare.
+        AssertionError: the run is to have equal bits, and a log-prob has others.
     """
     with tempfile.TemporaryDirectory(prefix="rolltree-bench-") as folder:
         if code := rolltree(["train", str(write_job(x, Path(folder), invariant))]):
             raise RuntimeError(f"rolltree train ended with exit code {code}; its own message is above")
-        lines = (Path(folder) / "runs" / "next" / "metrics.jsonl").read_text().splitlines()
+        run = Path(folder) / "runs" / "next"
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        bits = recorded_bits(run)
     steps = [step for step in map(json.loads, lines) if step["step"]]  # row 0 is of the start
-    case = "small run" if x.small else "16 x (2048 + 16x128), whole run"
-    row = x.row(case, f"batch_invariant={invariant}", "time_ms", [1e3 * step["timing_s/step"] for step in steps[1:]])
-    return [row], f"{row.value:.4g} ms a step"
+    case, provider = "small run" if x.small else "16 x (2048 + 16x128), whole run", f"batch_invariant={invariant}"
+    times = [1e3 * (step["timing_s/step"] - step["timing_s/checkpoint"]) for step in steps[1:]]
+    rows = [x.row(case, provider, "time_ms", times)]
+    for way, counts in bits.items():
+        rows += [x.row(f"{case}, bits as {way}", provider, name, [count]) for name, count in counts.items()]
+    told = ", ".join(f"{n['differing']} of {n['tokens']} log-probs have other bits as {way}" for way, n in bits.items())
+    if invariant and any(counts["differing"] for counts in bits.values()):
+        raise AssertionError(told)
+    return rows, f"{rows[0].value:.4g} ms a step; {told}"
+
+
+def recorded_bits(run: Path, step: int = STEPS) -> dict[str, dict[str, int]]:
+    """Return what `run_bits` finds, in a process of its own.
+
+    Raises:
+        RuntimeError: it cannot compare the run.
+    """
+    command = [sys.executable, "-m", "rolltree.bench.jobs.run_bits", str(run), "--step", str(step)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode not in (0, DIFFERENT):
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"run_bits ended with {done.returncode}"])[-1])
+    bits: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+    return bits
 
 
 def write_job(x: Measured, folder: Path, invariant: bool) -> Path:
@@ -109,7 +136,7 @@ max_tokens = {256 if x.small else 16384}
 problems = 0
 
 [checkpoint]
-every = {STEPS}
+every = {STEPS - 1}
 """)
     return path
 

@@ -276,6 +276,7 @@ def _compiled_decoder(
 _DECODER: Mapping[str, Callable[..., Tensor]] = {
     "cpu": _compiled_decoder,
     "triton": dispatch.imported(__package__, "triton", "decoder"),
+    "invariant": dispatch.imported(__package__, "invariant", "decoder"),
     "reference": reference.decoder,
 }
 

@@ -16,6 +16,9 @@ those kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -35,12 +38,13 @@ HEADS = 16  # of a tile that is turned at once
 @triton.jit(do_not_specialize=["N"])
 def add_norm_kernel(
     residual,  # [N, H], changed in place
-    x,  # [N, H], or None
+    x,  # [N, H], or None; with PARTS [PARTS, N, H] fp32
     weight,  # [H]
     out,  # [N, H]
     N,
     H,
     eps,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -49,6 +53,10 @@ def add_norm_kernel(
     total = tl.load(residual + at, mask=inside, other=0.0)
     if x is not None:
         added = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if PARTS > 0:  # of a product, which is rounded when they have been added
+            for part in tl.static_range(1, PARTS):
+                added += tl.load(x + part * N.to(tl.int64) * H + at, mask=inside, other=0.0)
+            added = added.to(total.dtype).to(tl.float32)
         total = (total.to(tl.float32) + added).to(total.dtype)
         tl.store(residual + at, total, mask=inside)
     wide = total.to(tl.float32)
@@ -145,11 +153,13 @@ def tile_of_sum(width: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:  # [N, H] -> [N, H]
+    """``x`` may be a product that is not added yet, [parts, N, H] fp32 (`kernels.linear.triton.unadded`)."""
+    parts = len(x) if x is not None and x.dim() == 3 else 0
     rows, width = residual.shape
     out, tile = torch.empty_like(residual), tile_of_sum(width, residual.dtype)
     if rows:
         grid = (triton.cdiv(rows, tile["ROWS"]),)
-        add_norm_kernel[grid](residual, x, weight, out, rows, width, eps, **tile, enable_fp_fusion=False)
+        add_norm_kernel[grid](residual, x, weight, out, rows, width, eps, parts, **tile, enable_fp_fusion=False)
     return out
 
 
@@ -200,32 +210,64 @@ def decoder(
     adapted: Adapted | None,
 ) -> Tensor:  # [N, H]
     """Like `reference.decoder`; float32 or bfloat16."""
+
+    def attend(q: Tensor, pages: tuple[Tensor, Tensor], window: int | None) -> Tensor:
+        return tree_decode(q, *pages, nodes, work, model.scale, window, None)[0]
+
+    return computed(model, input_ids, cos, sin, turns, slots, adapted, Passes(attend, several, F.linear, F.linear))
+
+
+class Passes(NamedTuple):
+    """The passes of a layer whose order of sums a backend chooses."""
+
+    attend: Callable[[Tensor, tuple[Tensor, Tensor], int | None], Tensor]
+    """Attention of queries [N, Hq, D] over a layer's pages, with its window."""
+    several: Callable[[Tensor, list[Tensor], list[Tensor | None]], Tensor]
+    """The products of rows with several weights, side by side."""
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """The product with one weight."""
+    unadded: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """The same as `add_rms_norm` takes it."""
+
+
+def computed(
+    model: DecoderParts,
+    input_ids: Tensor,  # [N] int32
+    cos: Tensor,  # [T, D]
+    sin: Tensor,  # [T, D]
+    turns: Tensor | None,  # [N] int32
+    slots: Tensor,  # [N] int32
+    adapted: Adapted | None,
+    passes: Passes,
+) -> Tensor:  # [N, H]
+    """Like `reference.decoder`, by these passes."""
+
+    def several_of(x: Tensor, w: LayerWeights, layer: int, *names: str) -> Tensor:
+        weights = [getattr(w, name) for name in names]
+        out = passes.several(x, weights, [getattr(w, f"{name}_bias", None) for name in names])
+        if adapted is not None:
+            for name, part in zip(names, out.split([len(weight) for weight in weights], dim=1), strict=True):
+                part.copy_(_with_adapters(part.contiguous(), x, layer, name, adapted))
+        return out
+
+    def product_of(x: Tensor, w: LayerWeights, layer: int, name: str) -> Tensor:
+        weight, bias = getattr(w, name), getattr(w, f"{name}_bias", None)
+        if adapted is None:
+            return passes.unadded(x, weight, bias)
+        return _with_adapters(passes.linear(x, weight, bias), x, layer, name, adapted)
+
     residual, x = F.embedding(input_ids, model.embedding), None
     for n, (w, pages, window) in enumerate(zip(model.layers, model.pages, model.windows, strict=True)):
         normed = add_rms_norm(residual, x, w.input_norm, model.eps)
-        qkv = _several(normed, w, n, ("q", "k", "v"), adapted)
+        qkv = several_of(normed, w, n, "q", "k", "v")
         heads = qkv.view(len(qkv), -1, cos.shape[1])
         queries, keys = len(w.q) // cos.shape[1], len(w.k) // cos.shape[1]
         q, k, v = heads.split((queries, keys, keys), dim=1)
         rotate_and_store(q, k, v, w.q_norm, w.k_norm, model.eps, cos, sin, slots, *pages, turns)
-        seen, _ = tree_decode(q, *pages, nodes, work, model.scale, window, None)
-        normed = add_rms_norm(residual, _product(seen.flatten(1), w, n, "o", adapted), w.mlp_norm, model.eps)
-        x = _product(gated(_several(normed, w, n, ("gate", "up"), adapted)), w, n, "down", adapted)
+        seen = passes.attend(q, pages, window).flatten(1)
+        normed = add_rms_norm(residual, product_of(seen, w, n, "o"), w.mlp_norm, model.eps)
+        x = product_of(gated(several_of(normed, w, n, "gate", "up")), w, n, "down")
     return add_rms_norm(residual, x, model.norm, model.eps)
-
-
-def _several(x: Tensor, w: LayerWeights, layer: int, names: tuple[str, ...], adapted: Adapted | None) -> Tensor:
-    weights = [getattr(w, name) for name in names]
-    out = several(x, weights, [getattr(w, f"{name}_bias", None) for name in names])
-    if adapted is not None:
-        for name, part in zip(names, out.split([len(weight) for weight in weights], dim=1), strict=True):
-            part.copy_(_with_adapters(part.contiguous(), x, layer, name, adapted))
-    return out
-
-
-def _product(x: Tensor, w: LayerWeights, layer: int, name: str, adapted: Adapted | None) -> Tensor:
-    out = F.linear(x, getattr(w, name), getattr(w, f"{name}_bias", None))
-    return out if adapted is None else _with_adapters(out, x, layer, name, adapted)
 
 
 def _with_adapters(out: Tensor, x: Tensor, layer: int, name: str, adapted: Adapted) -> Tensor:

@@ -46,16 +46,23 @@ def linear(
     check.floats("weight", weight, ("N", x.shape[-1]), " like x", (x.dtype,))
     if bias is not None:
         check.floats("bias", bias, (len(weight),), " like weight", (x.dtype,))
-    out: Tensor = _Linear.apply(x, weight, bias, dispatch.choose("linear", PRODUCTS, x.device))
+    product = dispatch.choose("linear", PRODUCTS, x.device)
+    if not torch.is_grad_enabled():  # autograd's part takes the host as long as a small product
+        return _by_rows(x, weight, bias, product)
+    out: Tensor = _Linear.apply(x, weight, bias, product)
     return out
+
+
+def _by_rows(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    rows, added = x.reshape(-1, x.shape[-1]).contiguous(), None if bias is None else bias.contiguous()
+    return product(rows, weight.contiguous(), added).view(*x.shape[:-1], len(weight))
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
         ctx.save_for_backward(x, weight)
-        rows, added = x.reshape(-1, x.shape[-1]).contiguous(), None if bias is None else bias.contiguous()
-        return product(rows, weight.contiguous(), added).view(*x.shape[:-1], len(weight))
+        return _by_rows(x, weight, bias, product)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:

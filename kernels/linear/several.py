@@ -73,7 +73,7 @@ def several(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
         [M, sum of the N], each sum in one part; those of the library where a weight does not begin at a
         multiple of 16 bytes, as a part of another tensor may.
     """
-    if any(part.data_ptr() % 16 for part in (*weights, *biases) if part is not None):
+    if not aligned(*weights, *biases):
         return torch.cat([F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)], dim=1)
     widths = [len(weight) for weight in weights]
     out = x.new_empty(len(x), sum(widths))
@@ -81,6 +81,11 @@ def several(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
         wide = [None if bias is None else bias.float() for bias in biases]
         return out.copy_(_launch(x.float(), [weight.float() for weight in weights], wide, out.float(), x.dtype))
     return _launch(x, weights, biases, out, x.dtype)
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """Return whether the tensors begin where `several` can read them."""
+    return not any(tensor.data_ptr() % 16 for tensor in tensors if tensor is not None)
 
 
 def _launch(

@@ -149,33 +149,51 @@ def product(
     return _launch(x, weight, bias, out, order, tile_of(order, width, depth, x.dtype, len(x), x.device))
 
 
+def unadded(x: Tensor, weight: Tensor) -> Tensor:  # [M, K], [N, K]
+    """Return ``x weight^T`` [M, N] in their dtype, or the fp32 sums of the parts of its depth [parts, M, N] where these
+    are computed apart: added in their order and rounded they are the product."""
+    width, depth = weight.shape
+    order = order_of(width, depth, x.dtype)
+    tile = tile_of(order, width, depth, x.dtype, len(x), x.device)
+    if not tile.apart:
+        return linear(x, weight, None)
+    sums = x.new_empty((order.parts, len(x), width), dtype=torch.float32)
+    return _launch_sums(x, weight, None, sums, order, tile) if sums.numel() else sums
+
+
 def by_tile(x: Tensor, weight: Tensor, order: Order, tile: Tile) -> Tensor:  # [M, K], [N, K] -> [M, N] fp32
     """Return ``x weight^T`` by the kernels of one tile."""
     return _launch(x, weight, None, x.new_empty((len(x), len(weight)), dtype=torch.float32), order, tile)
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, order: Order, tile: Tile) -> Tensor:
+    if not out.numel():
+        return out
+    if not tile.apart:
+        return _launch_sums(x, weight, bias, out, order, tile)
+    rows, width = out.shape
+    sums = out.new_empty((order.parts, rows, width), dtype=torch.float32)
+    _launch_sums(x, weight, None, sums, order, tile)
+    add_kernel[(triton.cdiv(rows * width, ADDED),)](
+        sums, out if bias is None else bias, out, rows, width, out.stride(0),
+        HAS_BIAS=bias is not None, PARTS=order.parts, BLOCK=ADDED, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return out
+
+
+def _launch_sums(x: Tensor, weight: Tensor, bias: Tensor | None, sums: Tensor, order: Order, tile: Tile) -> Tensor:
+    """Fill ``sums`` with the product and a bias, or with the sums of the parts of the depth if they are apart."""
     if machine.interpreting() and x.dtype == torch.bfloat16:  # it multiplies bit patterns
         x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
     (rows, depth), width = x.shape, len(weight)
-    if not out.numel():
-        return out
-    part = part_of(order, depth)
-    sums = out.new_empty((order.parts, rows, width), dtype=torch.float32) if tile.apart else out
-    added = bias is not None and not tile.apart
     grid = triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns), order.parts if tile.apart else 1
     linear_kernel[grid](
-        x, weight, bias if added else out, sums, rows, width, depth, sums.stride(-2), part,
-        HAS_BIAS=added, EVEN=depth % order.block == 0, PARTS=order.parts, APART=tile.apart,
+        x, weight, sums if bias is None else bias, sums, rows, width, depth, sums.stride(-2), part_of(order, depth),
+        HAS_BIAS=bias is not None, EVEN=depth % order.block == 0, PARTS=order.parts, APART=tile.apart,
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=order.block, GROUP=GROUP,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
-    if tile.apart:
-        add_kernel[(triton.cdiv(rows * width, ADDED),)](
-            sums, out if bias is None else bias, out, rows, width, out.stride(0),
-            HAS_BIAS=bias is not None, PARTS=order.parts, BLOCK=ADDED, num_warps=4, enable_fp_fusion=True,
-        )  # fmt: skip
-    return out
+    return sums
 
 
 def tile_of(order: Order, width: int, depth: int, dtype: torch.dtype, rows: int, device: torch.device) -> Tile:

@@ -218,6 +218,7 @@ def terms(x: Elements, kind: Kind, spec: Spec) -> tuple[Tensor, Tensor, Tensor, 
             KL_IMPORTANCE=kind.kl_importance,
             MISMATCH=kind.mismatch,
             BLOCK=BLOCK,
+            enable_fp_fusion=True,
         )
     sums = partial.sum(1, dtype=torch.float64)
     return sums[0].to(d_logprob.dtype), d_logprob, d_entropy, sums[1:].clone()

@@ -84,12 +84,19 @@ def tree_decode(
     page = k_pages.shape[1]
     if page > 1 and k_pages.stride(0) != page * k_pages.stride(1):
         raise ValueError("tree_decode_attention: backend 'invariant' takes pages that follow each other in memory.")
-    if work.parent is None or work.items is None:
-        work = make_schedule(nodes, q.shape[1] // k_pages.shape[2], by_path=True)
-    assert work.items is not None
-    assert work.parent is not None
-    slots = work.slots
-    if slots is None:
-        slots = slots_of_items(nodes, work.items, work.parent, page)
+    work = located(nodes, work, q.shape[1] // k_pages.shape[2], page)
+    assert work.slots is not None
     keys, values = (x.flatten(0, 1)[:, None] for x in (k_pages, v_pages))
-    return attend(q, keys, values, slots, nodes.query_position, work, scale, window, softcap)
+    return attend(q, keys, values, work.slots, nodes.query_position, work, scale, window, softcap)
+
+
+def located(nodes: Nodes, work: Work, group: int, page: int) -> Work:
+    """Return the items of ``work`` for ``group`` query heads a key head, in chunks of paths, with the slots of their
+    keys in pages of ``page``; what it lacks is made."""
+    if work.parent is None or work.items is None:
+        work = make_schedule(nodes, group, by_path=True)
+    if work.slots is None:
+        assert work.items is not None
+        assert work.parent is not None
+        work = work._replace(slots=slots_of_items(nodes, work.items, work.parent, page))
+    return work

@@ -19,7 +19,7 @@ from rolltree.bench import readme, workloads
 from rolltree.bench.cli import FIRST, OPS, load, main
 from rolltree.bench.journal import Journal
 from rolltree.bench.runner import Bench, Calls, Case, Choice, UnsupportedError, run
-from rolltree.bench.schema import Context, Row, append, read
+from rolltree.bench.schema import Context, Row, append, read, versions
 from rolltree.bench.table import table
 from rolltree.bench.timing import interleaved, quantiles, replay
 from rolltree.engine import TokenTree
@@ -157,6 +157,18 @@ def test_rows_survive_the_file(tmp_path: Path) -> None:
     path.write_text(path.read_text() + '{"op": "half')
     with pytest.raises(ValueError, match=r"rows\.jsonl:3"):
         read(path)
+
+
+def test_rows_of_a_gpu_name_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the driver's own program tells it; a machine may lack it, and several GPUs have a line each."""
+    program, cuda = tmp_path / "nvidia-smi", torch.device("cuda")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert versions(cuda)["driver"] == "unknown"
+    for told, driver in (("echo 580.159.03; echo 580.159.03", "580.159.03"), ("echo broken; exit 9", "unknown")):
+        program.write_text(f"#!/bin/sh\n{told}\n")
+        program.chmod(0o755)
+        assert versions(cuda)["driver"] == driver
+    assert "driver" not in versions(torch.device("cpu"))
 
 
 def test_table() -> None:

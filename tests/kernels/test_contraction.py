@@ -20,7 +20,8 @@ from rolltree.kernels.tree_attention.reference import Scoring
 
 from .on_device import needs_interpreter
 
-KERNELS = Path(__file__).parents[2] / "kernels"
+ROOT = Path(__file__).parents[2]
+PARTS = [ROOT / name for name in ("kernels", "engine", "bench")]
 
 
 @pytest.fixture
@@ -101,20 +102,97 @@ def test_largest_scores(size: float, softcap: float | None, whole: bool) -> None
             assert (got - expected).norm() <= 5e-3 * expected.norm()
 
 
+def makers_of_options(files: list[ast.Module]) -> set[str]:
+    """Return the functions that return options, as dictionaries, among them what is contracted."""
+    makers = [
+        node
+        for file in files
+        for node in ast.walk(file)
+        if isinstance(node, ast.FunctionDef) and ast.unparse(node.returns or ast.Constant(None)).startswith("dict")
+    ]
+    saying = {node.name for node in makers if "enable_fp_fusion" in ast.unparse(node)}
+    while more := {node.name for node in makers if calls(node) & saying} - saying:
+        saying |= more
+    return saying
+
+
+def calls(node: ast.AST) -> set[str]:
+    """Return the names of the functions and methods that are called in ``node``."""
+    called = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
+    return {f.attr if isinstance(f, ast.Attribute) else ast.unparse(f) for f in called}
+
+
+def launches_in(file: ast.Module, makers: set[str]) -> list[tuple[str, bool]]:
+    """Return the kernel of each launch in ``file``, and whether the launch says what is contracted: itself, or by
+    options that one of ``makers`` returns, or that are assigned in the same function."""
+    functions = [node for node in ast.walk(file) if isinstance(node, ast.FunctionDef)]
+
+    def says(options: ast.expr, at: ast.Call) -> bool:
+        names = {node.id for node in ast.walk(options) if isinstance(node, ast.Name)}
+        within = [f for f in functions if f.lineno <= at.lineno <= (f.end_lineno or 0)]
+        assigned = [node for f in within for node in ast.walk(f) if isinstance(node, ast.Assign) and names & made(node)]
+        return any("enable_fp_fusion" in ast.unparse(n) or calls(n) & makers for n in (options, *assigned))
+
+    found = []
+    for node in ast.walk(file):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+            spread = [word.value for word in node.keywords if word.arg is None]
+            said = any(word.arg == "enable_fp_fusion" for word in node.keywords)
+            found.append((ast.unparse(node.func.value), said or any(says(options, node) for options in spread)))
+    return found
+
+
+def made(node: ast.Assign) -> set[str]:
+    return {n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+
+
+def kernels_of(files: list[ast.Module]) -> set[str]:
+    """Return Triton's functions that no other such function calls, and that write something or are named a kernel."""
+    jitted = [
+        node
+        for file in files
+        for node in ast.walk(file)
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
+    ]
+    launched = {f.name for f in jitted if f.name.endswith("_kernel") or any("store" in name for name in calls(f))}
+    return launched - {name for f in jitted for name in calls(f)}
+
+
 def test_every_launch_says_whether_products_are_contracted() -> None:
-    """Triton's default has changed between its versions, so that every launch names it."""
-    launches = silent = 0
-    for file in KERNELS.rglob("*.py"):
-        source = file.read_text()
-        says = {"options", "sizes", "launch", "tile"} if 'enable_fp_fusion": ' in source else set()
-        for node in ast.walk(ast.parse(source)):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)):
-                continue
-            if not ast.unparse(node.func.value).endswith("_kernel"):
-                continue
-            words = {word.arg for word in node.keywords}
-            spread = " ".join(ast.unparse(word.value) for word in node.keywords if word.arg is None)
-            launches += 1
-            silent += not ("enable_fp_fusion" in words or any(name in spread for name in says))
-    assert launches > 30
-    assert not silent
+    """Triton's default has changed between its versions, so that every launch names it. Every kernel is launched by its
+    own name, so that none is overlooked."""
+    sources = {path.relative_to(ROOT): path.read_text() for part in PARTS for path in part.rglob("*.py")}
+    files = {path: ast.parse(source) for path, source in sources.items() if "import triton" in source}
+    makers, kernels = makers_of_options(list(files.values())), kernels_of(list(files.values()))
+    launched = [(path, name, said) for path, file in files.items() for name, said in launches_in(file, makers)]
+    assert kernels - {name for _, name, _ in launched} == set()
+    assert [f"{path}: {name}" for path, name, said in launched if name in kernels and not said] == []
+    assert len(kernels) > 40
+
+
+def test_a_launch_that_does_not_say_it_is_found() -> None:
+    file = ast.parse("""
+def _options(n) -> dict[str, bool]:
+    return {"enable_fp_fusion": n > 1}
+
+class Of:
+    def given(self) -> dict[str, int]:
+        return {"BLOCK": 3}
+    def more(self) -> dict[str, int]:
+        return {"BLOCK": 3, **_options(4)}
+
+def run(x):
+    some = {"enable_fp_fusion": False}
+    other = {"BLOCK": 2}
+    a_kernel[(1,)](x, enable_fp_fusion=True)
+    b_kernel[(1,)](x, **some)
+    c_kernel[(1,)](x, **_options(3), **other)
+    d_kernel[(1,)](x, **Of().more())
+    e_kernel[(1,)](x)
+    f_kernel[(1,)](x, **other)
+    g_kernel[(1,)](x, **Of().given())
+
+def elsewhere(x, some):
+    h_kernel[(1,)](x, **some)
+""")
+    assert dict(launches_in(file, makers_of_options([file]))) == {f"{n}_kernel": n in "abcd" for n in "abcdefgh"}

@@ -141,3 +141,30 @@ def test_a_layer_is_ten_kernels(shape: str) -> None:
         "add_norm_kernel",
     ]  # fmt: skip
     assert len(replaced) > 2 * 16
+
+
+def cut_off(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As Triton's interpreter rounds float32 to bf16."""
+    return x if dtype == torch.float32 else (x.view(torch.int32) & -65536).view(torch.float32).to(dtype)
+
+
+@pytest.mark.check(but=1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_norm_adds_the_parts_of_a_product(rows: int, dtype: torch.dtype) -> None:
+    """In their order, and rounds their sum before it is added to the residual."""
+    from rolltree.kernels.decoder_layer.triton import add_rms_norm
+
+    torch.manual_seed(0)
+    parts = torch.randn(3, rows, 70) * torch.tensor([1.0, 1e4, 1e4])[:, None, None]
+    parts[2] = -parts[1] * (1 + 2**-12)  # what is left depends on the order
+    residual, weight = torch.randn(rows, 70).to(dtype), (1 + 0.1 * torch.randn(70)).to(dtype)
+    found = []
+    for product in (parts, cut_off((parts[0] + parts[1]) + parts[2], dtype), parts.flip(0)):
+        total = residual.clone()
+        found.append((add_rms_norm(total, product, weight, EPS), total))
+    (normed, total), (expected, whole), (_, another) = found
+    assert torch.equal(total, whole)
+    assert torch.equal(normed, expected)
+    assert dtype == torch.bfloat16 or not torch.equal(another, whole)
+    assert not torch.equal(total, residual)

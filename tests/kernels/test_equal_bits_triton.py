@@ -22,6 +22,7 @@ from rolltree.kernels.linear_logprob import logprob_from_logits
 from rolltree.kernels.linear_logprob.head import Head
 from rolltree.kernels.linear_logprob.logits import score_rows
 
+from ..support.launches import launches
 from .on_device import device_of, needs_triton
 
 pytestmark = needs_triton
@@ -288,3 +289,8 @@ def test_drawn_tokens_are_scored_as_they_are_trained(V: int) -> None:
             assert torch.equal(both[:, 1].nan_to_num(7.0), scored.nan_to_num(7.0))
             ones = score_rows(logits[own], target[own], torch.ones_like(scored))
             assert torch.equal(both[:, 0].nan_to_num(7.0), ones.nan_to_num(7.0))
+        if machine.interpreting():
+            of_both = torch.stack((torch.ones_like(temperature), temperature), 1)
+            names = launches(lambda: score_rows(logits, target, of_both))
+            assert names.count("_statistics") == 1
+            assert not {"aten::stack", "aten::cat"} & set(names)  # as of two passes

@@ -83,6 +83,19 @@ def test_gradients_are_those_of_torch(dtype: torch.dtype, rows: int) -> None:
     assert x.grad is None
 
 
+@pytest.mark.parametrize("rows", [3, 500])
+def test_without_a_gradient_autograd_is_left_out(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = operands(60, 48, torch.float32, rows)
+    weight.requires_grad_()
+    recorded = linear(x, weight, bias)
+    assert recorded.requires_grad
+    monkeypatch.setattr(api, "_Linear", None)
+    with torch.no_grad():
+        assert torch.equal(linear(x, weight, bias), recorded)
+    with pytest.raises(AttributeError):
+        linear(x, weight, bias)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_library_of_another_order_is_not_used(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, _ = operands(300, 768, dtype, 3 * few_rows() + 5)

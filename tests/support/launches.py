@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "view", "_unsafe_view", "unsqueeze",
     "squeeze", "transpose", "t", "permute", "expand", "slice", "select", "split", "split_with_sizes", "alias", "detach",
-    "as_strided", "reshape", "_reshape_alias", "unbind", "lift_fresh", "chunk", "view_dtype",
+    "as_strided", "flatten", "reshape", "_reshape_alias", "unbind", "lift_fresh", "chunk", "view_dtype",
 }  # fmt: skip
 """Operators that launch nothing: views, and memory."""
 

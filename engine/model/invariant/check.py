@@ -69,12 +69,7 @@ def differing(model: PreTrainedModel, trees: Sequence[TokenTree]) -> str | None:
         pieces = _values(model, trees, pack(trees, max_tokens=PIECE, in_pieces=True, device=model.device))
         if not (_equal(alone, whole) and _equal(pieces, whole)):
             return _first_layer(model, trees) or "attention"
-        for (index, leaf), values in whole.items():
-            recorded = trees[index].behaviour_logprob[trees[index].response_rows(leaf)]
-            drawn = ~np.isnan(recorded)  # the others were given
-            if not np.array_equal(recorded[drawn], values[drawn]):
-                return DECODING
-        return None
+        return DECODING if _unequal(trees, whole).differing else None
     finally:
         model.train(was_training)
 
@@ -92,7 +87,40 @@ def check_invariant(model: PreTrainedModel, trees: Sequence[TokenTree]) -> None:
         )
 
 
+class Compared(NamedTuple):
+    """Sampled tokens, and how many of them have a recorded log-prob of other bits; a shared token counts once."""
+
+    tokens: int
+    differing: int
+
+
+@torch.no_grad()
+def rescored(model: PreTrainedModel, trees: Sequence[TokenTree], batches: Sequence[TreeBatch]) -> Compared:
+    """Compare what a sampler recorded for ``trees`` at temperature 1 with what ``model`` computes in ``batches``, which
+    `pack` made of them."""
+    was_training = model.training
+    model.eval()
+    try:
+        return _unequal(trees, _values(model, trees, batches))
+    finally:
+        model.train(was_training)
+
+
 Values = dict[tuple[int, int], Array]  # log-probs of a response, by tree and leaf
+
+
+def _unequal(trees: Sequence[TokenTree], values: Values) -> Compared:
+    compared, differing = ([np.zeros(tree.num_tokens, bool) for tree in trees] for _ in range(2))
+    for (index, leaf), computed in values.items():
+        tree = trees[index]
+        if "behaviour_logprob" not in tree.columns:
+            continue
+        rows = tree.response_rows(leaf)
+        recorded = tree.behaviour_logprob[rows]
+        drawn = tree.loss_mask[rows] | ~np.isnan(recorded)  # the others were given
+        compared[index][rows] |= drawn
+        differing[index][rows] |= drawn & (recorded.view(np.int32) != computed.view(np.int32))
+    return Compared(*(int(sum(mask.sum() for mask in masks)) for masks in (compared, differing)))
 
 
 def _equal(first: Values, others: Values) -> bool:

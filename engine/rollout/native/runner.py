@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ from .rows import RowTable, Sampled
 from .step_buffer import StepVector
 
 Array = npt.NDArray[Any]
+_log = logging.getLogger("rolltree.rollout")
 
 
 class Runner:
@@ -68,6 +70,7 @@ class Runner:
         self._device = weight.device
         self._cache = cache
         self._adapters = adapters
+        self._invariant = is_invariant(self._decoder)
         self.vocabulary = len(weight)
         self._compiled = compiled
         self._layers = CompiledLayers(self._decoder, cache) if compiled else None
@@ -75,7 +78,7 @@ class Runner:
         self._replayed: FusedDecoder | None = None
         if fused and not compiled and self._device.type == "cpu":
             self._fused = FusedDecoder(self._decoder, cache, adapters)
-        elif fused and not compiled and self._device.type == "cuda" and not is_invariant(self._decoder):
+        elif fused and not compiled and self._device.type == "cuda":
             self._replayed = FusedDecoder(self._decoder, cache, adapters, most_positions(model, cache))
         family = FAMILIES.get(getattr(model.config, "model_type", ""))
         self.rotary = family is not None and family.grid
@@ -186,9 +189,21 @@ class Runner:
         return output.last_hidden_state[0]
 
     def decode_logits(self, vector: StepVector) -> Tensor:  # [N, V] fp32
-        """Return the logits of all rows of a step that is replayed."""
+        """Return the logits of all rows of a step that is replayed.
+
+        With equal bits the modules compute the step too, unless it is being captured; a decoder in one call whose bits
+        differ is not used any more.
+        """
         hidden = None if self._replayed is None or vector.runs is not None else self._replayed.run(vector)
-        return self.logits(self._decode(vector) if hidden is None else hidden, vector.head_runs)
+        if hidden is None or (self._invariant and not _capturing(self._device)):
+            as_modules = self._decode(vector)
+            if hidden is not None and not _same_bits(hidden, as_modules):
+                _log.warning(
+                    "Decoding runs the model's modules: as one call a layer has other bits on %s.", self._device
+                )
+                self._replayed = None
+            hidden = as_modules
+        return self.logits(hidden, vector.head_runs)
 
     def _sampled(
         self,
@@ -258,6 +273,15 @@ class Runner:
 
     def _to_device(self, values: Array) -> Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    kind = torch.int16 if x.dtype == torch.bfloat16 else torch.int32
+    return torch.equal(x.view(kind), y.view(kind))
 
 
 def _places(model: PreTrainedModel, cache: KvCache) -> tuple[int, ...]:

@@ -19,13 +19,13 @@ def _dtype(name: str) -> Any:
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
-def _add_norm(width: int, dtype: str = "bf16", added: bool = True) -> AotCase:
+def _add_norm(width: int, dtype: str = "bf16", added: bool = True, parts: int = 0) -> AotCase:
     tile = triton.tile_of_sum(width, _dtype(dtype))
     warps = tile.pop("num_warps")
-    constants: dict[str, Any] = tile | ({} if added else {"x": None})
-    pointers = dict.fromkeys(("residual", "x", "weight", "out"), f"*{dtype}")
+    constants: dict[str, Any] = tile | {"PARTS": parts} | ({} if added else {"x": None})
+    pointers = dict.fromkeys(("residual", "x", "weight", "out"), f"*{dtype}") | ({"x": "*fp32"} if parts else {})
     signature = {k: v for k, v in pointers.items() if k not in constants} | {"N": "i32", "H": "i32:16", "eps": "fp32"}
-    name = f"add norm {width} {dtype}{'' if added else ' first'}"
+    name = f"add norm {width} {dtype}{'' if added else ' first'}{f' of {parts} parts' if parts else ''}"
     return AotCase(name, triton.add_norm_kernel, signature, constants, num_warps=warps, fp_fusion=False)
 
 
@@ -78,6 +78,7 @@ def _gate(dtype: str = "bf16") -> AotCase:
 CASES = [
     *(_add_norm(width) for width in (576, 1024, 4096)),
     _add_norm(1024, added=False),
+    _add_norm(1024, parts=4),
     _add_norm(4096, "fp32"),
     _store(16, 8, 128, normed=True),
     _store(32, 8, 128, normed=False),
