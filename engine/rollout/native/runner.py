@@ -135,9 +135,12 @@ class Runner:
         return self._decode(vector, step.states, step.shown) if hidden is None else hidden
 
     def forget_graphs(self) -> None:
-        """Drop captured graphs, because the weights, the adapters or the pages have moved."""
+        """Drop captured graphs and the decoders that hold the pages, because weights, adapters or pages have moved."""
         if self.graphs is not None:
             self.graphs.clear()
+        for fused in (self._fused, self._replayed):
+            if fused is not None:
+                fused.let_go_of_pages()
 
     def forget_moved_graphs(self) -> None:
         """Drop captured graphs if a weight or a page has moved since."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+import weakref
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from rolltree.engine.rollout.native.compiled import DecodeGraphs
 from rolltree.engine.rollout.native.filling import GPU_PREFILL_TOKENS, PREFILL_TOKENS, prefill_limit
 from rolltree.engine.rollout.native.runner import _places
 
-from .test_native_engine import PROMPTS, assert_all_free, engine, model, responses
+from .test_native_engine import MODELS, PROMPTS, assert_all_free, engine, model, responses
 
 GIB = 1 << 30
 
@@ -93,11 +94,16 @@ def test_kept_pages_are_empty_and_where_they_were(host: int) -> None:
     )
 
 
-def test_pages_are_freed_by_default_on_a_cpu() -> None:
-    native = engine()
+@pytest.mark.parametrize("name", MODELS)
+def test_pages_are_freed_by_default_on_a_cpu(name: str) -> None:
+    """Nothing of the engine holds their memory, the decoder that runs as one call included."""
+    native = engine(name)
     native.generate(PROMPTS[:1], SamplingParams(max_new_tokens=2))
+    pages = [weakref.ref(part) for kv in native.cache.pages.values() for part in kv]
     native.sleep()
     assert not native.cache.ready
+    assert pages
+    assert not any(page() is not None for page in pages)
 
 
 class Forgetful(DecodeGraphs):
