@@ -46,8 +46,8 @@ class Runner:
         compiled: let torch.compile fuse the operations between a layer's matrix products, including the write of new
             keys.
         fused: run the decoder as one call unless it is compiled: on a CPU, and on a GPU in steps that are replayed.
-        cuda_graphs: on a CUDA device, replay steps that only decode, unless the model has recurrent layers or its
-            routes are recorded.
+        cuda_graphs: replay steps that only decode; for a CUDA device and a model without recurrent layers, whose routes
+            are not recorded.
         window: most steps of a window, see `DecodeGraphs`.
     """
 
@@ -86,7 +86,7 @@ class Runner:
         never = placeholders(model)
         self._never = torch.tensor(never, device=self._device) if never else None
         self.graphs: DecodeGraphs | None = None
-        if cuda_graphs and self._device.type == "cuda" and cache.states is None and cache.routes is None:
+        if cuda_graphs:
             places = partial(_places, model, cache)
             self.graphs = DecodeGraphs(cache, self.decode_logits, self._device, self._never, window, places)
         self._vector: StepVector | None = None  # of the previous step

@@ -59,6 +59,21 @@ def test_pages_stay_where_there_was_room_for_both(device: types.SimpleNamespace)
     assert device.resets == 1
 
 
+def test_pages_whose_memory_is_not_pytorchs_count_beside_it(device: types.SimpleNamespace) -> None:
+    at_rest = PagesAtRest(torch.device("cuda"), "auto", apart=True)
+    device.peak = 77 * GIB
+    device.others += 8 * GIB  # the pages
+    at_rest.begin()
+    at_rest.end(8 * GIB)
+    assert at_rest.keeps(8 * GIB)  # 5 + 77 + 8 of 90
+    device.others += 1 * GIB
+    assert at_rest.keeps(9 * GIB) is False
+    device.others -= 2 * GIB
+    device.peak = 78 * GIB
+    at_rest.end(0)
+    assert at_rest.keeps(7 * GIB)  # 5 + 78 + 7
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_who_says_so_is_obeyed(keep: bool, device: types.SimpleNamespace) -> None:
     assert PagesAtRest(torch.device("cuda"), keep).keeps(200 * GIB) is keep
