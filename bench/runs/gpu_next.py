@@ -103,8 +103,10 @@ class Decoding:
 
 
 def decoding(x: Decoding) -> Iterator[tuple[str, Run]]:
-    """Yield what decoding is to show: equal bits, the graph of a step, windows, prefill, pages that stay."""
+    """Yield what decoding is to show: equal bits, sleep, the graph of a step, windows, prefill, pages that stay."""
     yield "windows sample the same", partial(_same, x)
+    for keep in (True, False):
+        yield f"sleep and wake, keep_pages = {keep}", partial(_asleep, x, keep)
     if x.device.type == "cuda":
         for modules in (False, True):
             yield f"graph of a step, {'modules' if modules else 'ten kernels'}", partial(_graph, x, modules)
@@ -144,14 +146,46 @@ def _same(x: Decoding) -> tuple[list[Row], str]:
         x.generate(x.engine(window=window, modules=modules))[0]
         for window, modules in ((1, False), (8, False), (1, True))
     )
-    for tree, other in zip(one, eight, strict=True):
-        for name in ("token_id", "behaviour_logprob", "entropy"):
-            if getattr(tree, name).tobytes() != getattr(other, name).tobytes():
-                raise AssertionError(f"{name} of a window of 8 steps differs from that of single steps")
+    _compare_bits(one, eight, "of a window of 8 steps differs from that of single steps")
     pairs = list(zip(one, modules, strict=True))
     same = sum(float((a.token_id == b.token_id).mean()) for a, b in pairs if a.num_tokens == b.num_tokens) / len(pairs)
     row = x.row("windows sample the same", "ten kernels", "share", [same])
     return [row], f"bits equal; {same:.4f} of the tokens are those of modules, up to roundings and what follows them"
+
+
+def _compare_bits(trees: Sequence[Any], others: Sequence[Any], differs: str) -> None:
+    for tree, other in zip(trees, others, strict=True):
+        for name in ("token_id", "behaviour_logprob", "entropy"):
+            if getattr(tree, name).tobytes() != getattr(other, name).tobytes():
+                raise AssertionError(f"{name} {differs}")
+
+
+def _asleep(x: Decoding, keep: bool) -> tuple[list[Row], str]:
+    """Milliseconds of sleep and wake, after which samples, addresses and graphs are those before; without
+    ``keep`` the memory of the pages is free meanwhile."""
+    engine, on_gpu = x.engine(keep_pages=keep), x.device.type == "cuda"
+    before = x.generate(engine)[0]
+    pages = engine.cache.bytes
+    times: dict[str, list[float]] = {"sleep": [], "wake": []}
+    for _ in range(3):
+        places = [part.data_ptr() for kv in engine.cache.pages.values() for part in kv]
+        graphs = dict(engine.loop.runner.graphs._graphs) if on_gpu else {}
+        free = torch.cuda.mem_get_info(x.device)[0] if on_gpu else 0
+        for name, function in (("sleep", engine.sleep), ("wake", engine.wake)):
+            x.wait()
+            begin = time.perf_counter()
+            function()
+            x.wait()
+            times[name].append(1e3 * (time.perf_counter() - begin))
+            if on_gpu and name == "sleep" and (torch.cuda.mem_get_info(x.device)[0] - free >= pages) is keep:
+                raise AssertionError(f"{pages} bytes of pages are {'' if keep else 'not '}free while the engine sleeps")
+        _compare_bits(before, x.generate(engine)[0], "differs after the engine has slept")
+        if on_gpu and graphs != engine.loop.runner.graphs._graphs:
+            raise AssertionError("graphs were captured again after the engine had slept")
+        if on_gpu and places != [part.data_ptr() for kv in engine.cache.pages.values() for part in kv]:
+            raise AssertionError("pages have moved while the engine slept")
+    rows = [x.row(name, f"keep_pages={keep}", "time_ms", values) for name, values in times.items()]
+    return rows, ", ".join(f"{row.case} {row.value:.3g} ms" for row in rows) + f", pages of {pages / 2**20:.4g} MiB"
 
 
 def _graph(x: Decoding, modules: bool) -> tuple[list[Row], str]:

@@ -246,8 +246,9 @@ class RolloutConfig(Section):
     """States of recurrent layers that the native backend keeps besides those of running sequences, for branches that
     fork, go back or were preempted; without one, tokens are computed again. No effect on other models."""
     keep_pages: Literal[True, False, "auto"] = "auto"
-    """Keep the memory of the native backend's KV cache while the policy is updated, so that CUDA graphs stay. `auto`:
-    on a GPU, if there was room for both in the updates before; on a CPU it is freed."""
+    """Keep the memory of the native backend's KV cache while the policy is updated. `auto`: on a GPU, if there was room
+    for both in the updates before; on a CPU it is freed. CUDA graphs stay either way where CUDA's driver can keep the
+    addresses of freed memory; `true` does without these calls of the driver."""
     window: Literal[1, 2, 3, 4, 5, 6, 7, 8, "auto"] = "auto"
     """Most decoding steps that the native backend takes before it looks at the samples, up to 8. The samples are the
     same. `auto`: 8 on a GPU, 1 on a CPU; see docs/rollouts.md."""

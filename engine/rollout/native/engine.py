@@ -27,6 +27,7 @@ from ..failing import TooLongError
 from ..packed import Changes
 from ..sampling_params import INT32, check_integer
 from .adapters import RowAdapters
+from .cache.addresses import page_memory
 from .cache.kv_cache import KvCache
 from .cache.resting import PagesAtRest
 from .cache.states import StateCache
@@ -68,8 +69,9 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Replay steps that only decode as CUDA graphs; no effect on a CPU and on models with recurrent layers."""
     keep_pages: bool | Literal["auto"] = "auto"
-    """Keep the memory of the KV cache through `sleep`, so that graphs need not be captured again; "auto": on a GPU, if
-    there was room for both in the updates so far. `sleep(weights=True)` always frees it."""
+    """Keep the memory of the KV cache through `sleep`; "auto": on a GPU, if there was room for both in the updates so
+    far. `sleep(weights=True)` always frees it. Where it is freed, graphs stay valid if CUDA's driver can keep the
+    addresses alone (`cache.addresses`); True does without these calls."""
     window: int | Literal["auto"] = "auto"
     """Most decoding steps that the device takes before the host looks at the samples, up to 8. The samples are the
     same. "auto": 8 where steps are replayed as CUDA graphs, else 1. Steps in which the host must see each token are
@@ -152,6 +154,8 @@ class NativeEngine(RolloutEngine):
         if model.config._attn_implementation != attention.NAME:
             model.set_attn_implementation(attention.NAME)
         self._device = model.get_output_embeddings().weight.device
+        graphs = self.config.cuda_graphs and not (self.config.debug or has_states or self.config.record_routes)
+        graphs = graphs and self._device.type == "cuda"
         self.cache = KvCache(
             self.config.kv_tokens,
             self.config.page_size,
@@ -159,16 +163,16 @@ class NativeEngine(RolloutEngine):
             host_tokens=self.config.host_kv_tokens,
             states=StateCache(self.config.kept_states, self._device) if has_states else None,
             record_routes=self.config.record_routes,
+            memory=page_memory(self._device) if graphs and self.config.keep_pages is not True else None,
             debug=self.config.debug,
         )
         stops = Stops(model, tokenizer)
         self.end_token_ids = stops.eos
         self.placeholder_ids = placeholders(model)
         self._adapters = RowAdapters(model)
-        graphs = self.config.cuda_graphs and not self.config.debug and self._device.type == "cuda"
         window = self.config.window
         if window == "auto":
-            window = MOST_STEPS if graphs and not has_states and not self.config.record_routes else 1
+            window = MOST_STEPS if graphs else 1
         self.loop = NativeLoop(
             self.cache,
             Runner(
@@ -188,7 +192,7 @@ class NativeEngine(RolloutEngine):
             window=window,
             positions=self.longest,
         )
-        self._at_rest = PagesAtRest(self._device, self.config.keep_pages)
+        self._at_rest = PagesAtRest(self._device, self.config.keep_pages, apart=self.cache.memory is not None)
         self._digests: dict[int, str] = {}  # of pictures, by their first token ids, for cached keys tell ids only
 
     def step(self) -> list[Request]:
@@ -252,7 +256,7 @@ class NativeEngine(RolloutEngine):
             self.cache.free(keep_pages=keep)
             self.loop.runner.towers.forget()
             self._adapters_moved()
-            if not keep:
+            if weights or not (keep or self.cache.memory):
                 self.loop.runner.forget_graphs()  # and free their memory
             if weights:
                 self.model.to("cpu")
@@ -264,6 +268,7 @@ class NativeEngine(RolloutEngine):
             if self._asleep:
                 self._at_rest.end(self.cache.bytes)
             self.model.to(self._device)
+            self.cache.map_pages()
             self.loop.runner.forget_moved_graphs()
             self._asleep = self._paused = False
 

@@ -123,6 +123,10 @@ class FusedDecoder:
                 hidden = self._with_modules(layer, hidden, cos, sin)
         return add_rms_norm_(hidden, None, decoder.norm.weight, decoder.norm.variance_epsilon)
 
+    def let_go_of_pages(self) -> None:
+        """Drop what holds the pages, whose memory would not be freed otherwise."""
+        self._whole = None
+
     def _as_one(self, snapshot: Snapshot) -> Decoder:
         pages = self._cache.pages
         if self._whole is None or self._whole[0] is not snapshot or self._whole[1] is not pages:

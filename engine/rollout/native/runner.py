@@ -48,8 +48,8 @@ class Runner:
         compiled: let torch.compile fuse the operations between a layer's matrix products, including the write of new
             keys.
         fused: run the decoder as one call unless it is compiled: on a CPU, and on a GPU in steps that are replayed.
-        cuda_graphs: on a CUDA device, replay steps that only decode, unless the model has recurrent layers or its
-            routes are recorded.
+        cuda_graphs: replay steps that only decode; for a CUDA device and a model without recurrent layers, whose routes
+            are not recorded.
         window: most steps of a window, see `DecodeGraphs`.
     """
 
@@ -89,7 +89,7 @@ class Runner:
         never = placeholders(model)
         self._never = torch.tensor(never, device=self._device) if never else None
         self.graphs: DecodeGraphs | None = None
-        if cuda_graphs and self._device.type == "cuda" and cache.states is None and cache.routes is None:
+        if cuda_graphs:
             places = partial(_places, model, cache)
             self.graphs = DecodeGraphs(cache, self.decode_logits, self._device, self._never, window, places)
         self._vector: StepVector | None = None  # of the previous step
@@ -138,9 +138,12 @@ class Runner:
         return self._decode(vector, step.states, step.shown) if hidden is None else hidden
 
     def forget_graphs(self) -> None:
-        """Drop captured graphs, because the weights, the adapters or the pages have moved."""
+        """Drop captured graphs and the decoders that hold the pages, because weights, adapters or pages have moved."""
         if self.graphs is not None:
             self.graphs.clear()
+        for fused in (self._fused, self._replayed):
+            if fused is not None:
+                fused.let_go_of_pages()
 
     def forget_moved_graphs(self) -> None:
         """Drop captured graphs if a weight or a page has moved since."""

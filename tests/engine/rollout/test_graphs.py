@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import re
 import types
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -170,14 +171,42 @@ def test_graphs_after_a_clear_have_another_pool(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.gpu
-def test_graphs_are_captured_again_after_sleep() -> None:
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("keep", [False, True, "auto"])
+def test_graphs_outlive_sleep_unless_the_weights_go(keep: bool | Literal["auto"], weights: bool) -> None:
     net = type(model("qwen3"))(model("qwen3").config).cuda().eval()
     params = SamplingParams(n=16, max_new_tokens=20, ignore_eos=True)
-    with_graphs = NativeEngine(net, config=EngineConfig(kv_tokens=65536, cuda_graphs=True))
-    first = [responses(tree) for tree in with_graphs.generate(PROMPTS, params, TREEPO)]
-    with_graphs.sleep()
-    with_graphs.wake()
-    assert [responses(tree) for tree in with_graphs.generate(PROMPTS, params, TREEPO)] == first
+    native = NativeEngine(net, config=EngineConfig(kv_tokens=65536, keep_pages=keep))
+    first = [responses(tree) for tree in native.generate(PROMPTS, params, TREEPO)]
+    assert native.loop.runner.graphs is not None
+    for _ in range(3):
+        captured, pages = dict(native.loop.runner.graphs._graphs), native.cache.bytes
+        free = torch.cuda.mem_get_info()[0]
+        native.sleep(weights=weights)
+        freed = torch.cuda.mem_get_info()[0] - free
+        native.wake()
+        assert [responses(tree) for tree in native.generate(PROMPTS, params, TREEPO)] == first
+        if not weights:
+            assert captured
+            assert native.loop.runner.graphs._graphs == captured
+        if keep is False:
+            assert freed >= pages > 0
+
+
+@pytest.mark.gpu
+def test_an_engine_that_is_dropped_gives_its_memory_back() -> None:
+    net = type(model("qwen3"))(model("qwen3").config).cuda().eval()
+    free = []
+    for _ in range(3):
+        native = NativeEngine(net, config=EngineConfig(kv_tokens=1 << 20))
+        native.generate(PROMPTS, SamplingParams(max_new_tokens=4))
+        assert native.cache.memory is not None
+        pages = native.cache.bytes
+        native = None  # type: ignore[assignment]
+        gc.collect()
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert free[0] - free[-1] < pages
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+import weakref
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from rolltree.engine.rollout.native.compiled import DecodeGraphs
 from rolltree.engine.rollout.native.filling import GPU_PREFILL_TOKENS, PREFILL_TOKENS, prefill_limit
 from rolltree.engine.rollout.native.runner import _places
 
-from .test_native_engine import PROMPTS, assert_all_free, engine, model, responses
+from .test_native_engine import MODELS, PROMPTS, assert_all_free, engine, model, responses
 
 GIB = 1 << 30
 
@@ -58,6 +59,21 @@ def test_pages_stay_where_there_was_room_for_both(device: types.SimpleNamespace)
     assert device.resets == 1
 
 
+def test_pages_whose_memory_is_not_pytorchs_count_beside_it(device: types.SimpleNamespace) -> None:
+    at_rest = PagesAtRest(torch.device("cuda"), "auto", apart=True)
+    device.peak = 77 * GIB
+    device.others += 8 * GIB  # the pages
+    at_rest.begin()
+    at_rest.end(8 * GIB)
+    assert at_rest.keeps(8 * GIB)  # 5 + 77 + 8 of 90
+    device.others += 1 * GIB
+    assert at_rest.keeps(9 * GIB) is False
+    device.others -= 2 * GIB
+    device.peak = 78 * GIB
+    at_rest.end(0)
+    assert at_rest.keeps(7 * GIB)  # 5 + 78 + 7
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_who_says_so_is_obeyed(keep: bool, device: types.SimpleNamespace) -> None:
     assert PagesAtRest(torch.device("cuda"), keep).keeps(200 * GIB) is keep
@@ -93,11 +109,16 @@ def test_kept_pages_are_empty_and_where_they_were(host: int) -> None:
     )
 
 
-def test_pages_are_freed_by_default_on_a_cpu() -> None:
-    native = engine()
+@pytest.mark.parametrize("name", MODELS)
+def test_pages_are_freed_by_default_on_a_cpu(name: str) -> None:
+    """Nothing of the engine holds their memory, the decoder that runs as one call included."""
+    native = engine(name)
     native.generate(PROMPTS[:1], SamplingParams(max_new_tokens=2))
+    pages = [weakref.ref(part) for kv in native.cache.pages.values() for part in kv]
     native.sleep()
     assert not native.cache.ready
+    assert pages
+    assert not any(page() is not None for page in pages)
 
 
 class Forgetful(DecodeGraphs):

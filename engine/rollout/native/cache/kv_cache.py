@@ -19,6 +19,7 @@ from ....batches.kv_store import AttentionRule
 from ....errors import UserError
 from ....model.both_ways import Block, attend_both_ways
 from ..routes import RouteCache
+from .addresses import PageMemory
 from .host_keys import HostKeys
 from .states import StateCache
 
@@ -85,6 +86,7 @@ class KvCache:
         host_tokens: tokens whose keys are kept in host memory after preemption dropped them.
         states: the states of recurrent layers, for a model that has them.
         record_routes: keep the experts that computed each key too.
+        memory: where pages are made that keep their addresses without their memory; None: PyTorch's allocator.
         debug: compare the attention of every layer and step with the reference.
 
     Raises:
@@ -100,6 +102,7 @@ class KvCache:
         host_tokens: int = 0,
         states: StateCache | None = None,
         record_routes: bool = False,
+        memory: PageMemory | None = None,
         debug: bool = False,
     ) -> None:
         if not BUILT:
@@ -111,6 +114,7 @@ class KvCache:
         self.spare_slot = self.tree.num_pages * page_size
         """A slot that no node reads: keys of tokens that are only queried again are written here."""
         self.states = states
+        self.memory = memory
         self.routes = RouteCache(self.tree.num_pages + 1, page_size) if record_routes else None
         self.groups: list[int] = []
         """Distinct numbers of query heads for each key head, of the layers with pages."""
@@ -235,9 +239,17 @@ class KvCache:
         return out
 
     def make_pages(self, layer_idx: int, like: Tensor, group: int) -> None:  # [N, Hkv, D]
-        """Make pages for a layer without any: for keys ``like`` these, each read by ``group`` query heads."""
+        """Make pages for a layer without any: for keys ``like`` these, each read by ``group`` query heads.
+
+        Raises:
+            torch.OutOfMemoryError: the device has not enough memory; no layer has pages then.
+        """
         if layer_idx not in self._pages:
-            self._pages[layer_idx] = (self._new_pages(like), self._new_pages(like))
+            try:
+                self._pages[layer_idx] = (self._new_pages(like), self._new_pages(like))
+            except RuntimeError:
+                self._pages = {}  # no step has used those of the other layers
+                raise
             if group not in self.groups:
                 self.groups.append(group)
 
@@ -285,18 +297,22 @@ class KvCache:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of the pages."""
+        """Number of bytes of the pages that have memory."""
+        if self.memory is not None and not self.memory.mapped:
+            return 0
         return sum(pages.numel() * pages.element_size() for kv in self._pages.values() for pages in kv)
 
     def free(self, *, keep_pages: bool = False) -> None:
-        """Free the memory of the pages; the next `attend` of a layer makes empty ones. With ``keep_pages`` they stay
-        where they are, and are emptied."""
+        """Free the memory of the pages; the next `attend` of a layer makes empty ones, or, where the addresses stay,
+        `map_pages` does. With ``keep_pages`` the memory stays too, and is emptied."""
         self.forget_dropped()
-        if keep_pages:
+        if keep_pages and self.bytes:
             with torch.inference_mode():  # in which they were made
                 for kv in self._pages.values():
                     for pages in kv:
                         pages.zero_()  # as new ones
+        elif self.memory is not None:
+            self.memory.unmap()
         else:
             self._pages = {}
         if self.states is not None:
@@ -304,9 +320,20 @@ class KvCache:
         if self.routes is not None:
             self.routes.free()
 
+    def map_pages(self) -> None:
+        """Give the pages whose addresses stayed empty memory again.
+
+        Raises:
+            torch.OutOfMemoryError: the device has not enough; none of the pages has any then.
+        """
+        if self.memory is not None:
+            self.memory.map()
+
     def _new_pages(self, like: Tensor) -> Tensor:  # [N, Hkv, D]
         # zeros keep masked values past a node's keys finite in kernels; the additional page has the spare slot
         shape = (self.tree.num_pages + 1, self.tree.page_size, *like.shape[1:])
+        if self.memory is not None:
+            return self.memory.zeros(shape, like.dtype)
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 

@@ -1,4 +1,4 @@
-"""Decides whether the pages stay on the device during an update: the graphs of steps outlive it only if they do.
+"""Decides whether the pages keep their memory during an update.
 
 The peak of the process's memory in one update tells whether the pages fit beside the trainer in the next one.
 """
@@ -18,10 +18,11 @@ class PagesAtRest:
 
     Args:
         keep: "auto" to decide by the updates so far; a GPU has room for both or not, and a CPU frees its pages.
+        apart: the pages' memory is not PyTorch's (`addresses`), whose counts leave it out.
     """
 
-    def __init__(self, device: torch.device, keep: bool | Literal["auto"]) -> None:
-        self._device, self._keep = device, keep
+    def __init__(self, device: torch.device, keep: bool | Literal["auto"], *, apart: bool = False) -> None:
+        self._device, self._keep, self._apart = device, keep, apart
         self._most: int | None = None  # bytes that the process reserved in an update, pages aside
 
     def keeps(self, pages: int) -> bool:
@@ -31,7 +32,7 @@ class PagesAtRest:
         if self._device.type != "cuda" or self._most is None:
             return False
         free, total = torch.cuda.mem_get_info(self._device)
-        others = total - free - torch.cuda.memory_reserved(self._device)
+        others = total - free - torch.cuda.memory_reserved(self._device) - (pages if self._apart else 0)
         return others + self._most + pages <= (1 - SPARE) * total
 
     def begin(self) -> None:
@@ -42,4 +43,5 @@ class PagesAtRest:
     def end(self, pages: int) -> None:
         """Note the peak of the update that ends, during which ``pages`` bytes of pages were on the device."""
         if self._device.type == "cuda":
-            self._most = max(self._most or 0, torch.cuda.max_memory_reserved(self._device) - pages)
+            counted = 0 if self._apart else pages
+            self._most = max(self._most or 0, torch.cuda.max_memory_reserved(self._device) - counted)
