@@ -132,11 +132,11 @@ def test_what_a_worker_left_outlives_it(ray: Any) -> None:
 def test_ranks_of_ray_go_on_after_the_last_update(
     ray: Any, toml: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One is killed, then both; the state does not pass through this process."""
+    """One is killed, then both; neither state nor rollouts pass through this process."""
     from rolltree.engine.fleet import ray as module
 
     def refuse(stored: Any) -> Any:
-        raise AssertionError("the run's process fetches what ranks left")
+        raise AssertionError("the run's process fetches what ranks or engines left")
 
     monkeypatch.setattr(module._Stored, "get", refuse)
     left = {2: [1], 4: [0, 1]}
@@ -144,7 +144,7 @@ def test_ranks_of_ray_go_on_after_the_last_update(
     def watch(run: Orchestrator) -> None:
         strike_in_updates(run, left, monkeypatch)
 
-    config, run = train(toml, [f"--output_dir={tmp_path}", *SHORT, *MIRROR], watch)
+    config, run = train(toml, [f"--output_dir={tmp_path}", *SHORT, *MIRROR, "--reward.hosts=1"], watch)
     assert not left
     assert run.learner._groups == 3  # type: ignore[attr-defined]
     assert "Resuming" not in told(run)
