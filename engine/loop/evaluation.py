@@ -15,7 +15,7 @@ from ..record.progress import Progress
 from ..rewards import RewardResult, Rewards
 from ..rollout import SamplingParams
 from ..rollout.sampler import Job, Sampler
-from .judging import decode, item
+from .items import decode, item
 
 SOLVED = 1.0 - 1e-6
 """Smallest value that counts as a correct answer."""

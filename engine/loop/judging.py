@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -16,20 +15,16 @@ from transformers import PreTrainedTokenizerBase
 
 from ..chat.ends import turn_end
 from ..chat.marks import response_text
-from ..data.columns import Array
-from ..data.concat import side_by_side
-from ..data.episodes import Episodes
-from ..data.policies import role_texts
 from ..data.segment import LeafStatus, Origin, Segment
-from ..data.stored import StoredTexts
 from ..data.tree import TokenTree
 from ..errors import RunError
 from ..fleet.workers import GoneError
 from ..prompts.group import Group, Responses
-from ..prompts.prompts import Prompt, pictures_of
+from ..prompts.prompts import pictures_of
 from ..record.failures import unsampled
 from ..rewards import RewardItem, RewardResult, Rewards
 from ..rewards.verdicts import put_rewards
+from .items import decode, item
 
 
 def no_trace(track: str, name: str, begin: float, end: float) -> None:
@@ -118,7 +113,7 @@ class Judging:
             parts = list(self._asked_parts(group))
             try:
                 items = [
-                    replace(item(group.asked, part, leaf, self._text_of, self._rewards), group=group.ticket)
+                    item(group.asked, part, leaf, self._text_of, self._rewards, group.ticket)
                     for part in parts
                     for leaf in part.judged
                 ]
@@ -241,42 +236,3 @@ class Judging:
         if group.other is not None:
             last.tree = tree.reroot(prompt.token_ids)
             last.tree.set("other_prompt", group.attempt)
-
-
-def decode(tokenizer: PreTrainedTokenizerBase, trees: Sequence[TokenTree]) -> list[list[str]]:
-    """Return for each tree the text of each leaf's response."""
-    if not trees:
-        return []
-    all_of = side_by_side(trees)
-    responses = np.split(all_of.token_id[all_of.path_tokens], np.cumsum(all_of.response_length)[:-1])
-    texts = (response_text(tokenizer, response) for response in responses)
-    return [list(islice(texts, tree.num_leaves)) for tree in trees]
-
-
-def item(
-    prompt: Prompt,
-    responses: Responses,
-    leaf: int,
-    text_of: Callable[[Array], str] | None = None,
-    rewards: Rewards | None = None,
-) -> RewardItem:
-    """Return the verifier's input for a response.
-
-    Args:
-        text_of: returns the text of token ids, for the texts of roles; None: the response has one role.
-        rewards: the verifier, which may fetch texts itself; None: it does not.
-
-    Raises:
-        GoneError: the response is no more where it was stored.
-    """
-    tree, roles = responses.tree, None
-    assigned = tree.meta.get("given_rewards", {}).get(leaf)
-    if text_of is not None and "roles" in tree.meta:
-        whole = Episodes(tree)
-        roles = role_texts(whole.tree, int(whole.place[leaf]), text_of)
-    ended = bool(tree.status[leaf] == LeafStatus.STOP)
-    texts, stored = responses.texts, None
-    if rewards is not None and rewards.fetches and isinstance(texts, StoredTexts):
-        stored = texts, leaf
-    text = texts[leaf] if stored is None else ""
-    return RewardItem(text, prompt.entry, prompt.problem, prompt.text, assigned, roles, ended=ended, stored=stored)

@@ -21,7 +21,7 @@ from ...fleet.rank import Rank
 from ...fleet.ranks import Ranks
 from ...fleet.workers import Reference, Role, Workers
 from ...learn.learning import LearningParts
-from ...loop.judging import decode
+from ...loop.items import decode
 from ...model.loading import choose_device, load_tokenizer, read_config
 from ...openmp import release_threads
 from ...parts.context import Context
