@@ -69,7 +69,7 @@ def differing(model: PreTrainedModel, trees: Sequence[TokenTree]) -> str | None:
         pieces = _values(model, trees, pack(trees, max_tokens=PIECE, in_pieces=True, device=model.device))
         if not (_equal(alone, whole) and _equal(pieces, whole)):
             return _first_layer(model, trees) or "attention"
-        return DECODING if _unequal(trees, whole).differing else None
+        return DECODING if _unequal(trees, whole, all_of_loss=False).differing else None
     finally:
         model.train(was_training)
 
@@ -101,7 +101,7 @@ def rescored(model: PreTrainedModel, trees: Sequence[TokenTree], batches: Sequen
     was_training = model.training
     model.eval()
     try:
-        return _unequal(trees, _values(model, trees, batches))
+        return _unequal(trees, _values(model, trees, batches), all_of_loss=True)
     finally:
         model.train(was_training)
 
@@ -109,7 +109,8 @@ def rescored(model: PreTrainedModel, trees: Sequence[TokenTree], batches: Sequen
 Values = dict[tuple[int, int], Array]  # log-probs of a response, by tree and leaf
 
 
-def _unequal(trees: Sequence[TokenTree], values: Values) -> Compared:
+def _unequal(trees: Sequence[TokenTree], values: Values, *, all_of_loss: bool) -> Compared:
+    """Compare recorded log-probs; with ``all_of_loss`` tokens in the loss without any count too, as differing."""
     compared, differing = ([np.zeros(tree.num_tokens, bool) for tree in trees] for _ in range(2))
     for (index, leaf), computed in values.items():
         tree = trees[index]
@@ -117,7 +118,7 @@ def _unequal(trees: Sequence[TokenTree], values: Values) -> Compared:
             continue
         rows = tree.response_rows(leaf)
         recorded = tree.behaviour_logprob[rows]
-        drawn = tree.loss_mask[rows] | ~np.isnan(recorded)  # the others were given
+        drawn = ~np.isnan(recorded) | (all_of_loss & tree.loss_mask[rows])  # the others were given
         compared[index][rows] |= drawn
         differing[index][rows] |= drawn & (recorded.view(np.int32) != computed.view(np.int32))
     return Compared(*(int(sum(mask.sum() for mask in masks)) for masks in (compared, differing)))
