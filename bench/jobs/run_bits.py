@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rolltree.engine import UserError, load_config, pack
@@ -77,7 +78,7 @@ def model_of(run: Path, step: int, trees: Sequence[TokenTree]) -> Any:
     config = load_config(run / "config.toml").model
     saved = checkpoint.load(run / "checkpoints" / f"step_{step:06d}")
     updates = saved.state["learner"]["trainer"]["updates"]
-    versions = {version for tree in trees for version in tree.policy_version[tree.loss_mask].tolist()}
+    versions = {int(v) for tree in trees for v in np.unique(tree.policy_version[tree.loss_mask])}
     if versions - {updates}:
         raise UserError(
             f"Step {step + 1} of '{run}' was sampled by the weights of updates {sorted(versions)}, and the checkpoint "

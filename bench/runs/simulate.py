@@ -91,8 +91,8 @@ class Driver:
 
 
 class AtOnce:
-    """`Workers` whose engines answer when they are asked, all with one tree, which stays there; what is told of it
-    arrives as it would: pickled."""
+    """`Workers` whose engines answer at once, all with one tree, which stays there; the result without its tokens
+    arrives pickled, as it would."""
 
     def __init__(self, tree: TokenTree) -> None:
         self.told = pickle.dumps(Result(StoredTree.of(tree), [], Counter()), protocol=5)
@@ -355,7 +355,7 @@ def main(argv: Sequence[str]) -> int:
         print(
             f"Driver, measured here over {driver.groups} groups of {RESPONSES} responses (load {load:.1f}): "
             f"{driver.groups_s:,.0f} short groups/s, {driver.tokens_s:,.0f} tokens/s of long ones, "
-            f"of which it is told {driver.told_bytes:,} bytes a group; a round takes "
+            f"of a group of which an engine tells {driver.told_bytes:,} bytes; a round takes "
             f"{1e3 * driver.usual_lag_s:.3g} ms, at most {1e3 * driver.lag_s:.3g} ms; the process grew by "
             f"{driver.grown_mb:.0f} MB."
         )

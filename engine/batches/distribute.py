@@ -49,7 +49,7 @@ def distribute(
 
 
 class Share(NamedTuple):
-    """What `own_share` gives a rank.
+    """A rank's part of a batch; see `own_share`.
 
     Attributes:
         batches: its batches, as many as every rank has.

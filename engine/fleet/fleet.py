@@ -29,7 +29,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..data.segment import Text
-from ..data.stored import Counted, StoredTexts, StoredTree, TreeOf
+from ..data.stored import LossVersions, StoredTexts, StoredTree, TreeOf
 from ..data.tree import TokenTree
 from ..errors import RunError
 from ..learn.learning import RanksLostError
@@ -478,12 +478,11 @@ class Fleet:
         self._landed.append(flight)
 
     def _check_version(self, engine: Engine, job: Job, tree: TokenTree) -> None:
-        oldest_of, newest_of = Counted.of(tree).versions.T
-        sampled = oldest_of[oldest_of <= newest_of]
-        if job.kept is None and len(sampled) and (oldest := int(sampled.min())) < job.version:
+        sampled = LossVersions.of(tree)
+        if job.kept is None and sampled.tokens and sampled.oldest < job.version:
             raise RunError(
-                f"Rollout engine {engine.index} sampled with the weights of version {oldest} for a job that needs "
-                f"version {job.version}; this is a defect of rolltree, please report it."
+                f"Rollout engine {engine.index} sampled with the weights of version {sampled.oldest} for a job that "
+                f"needs version {job.version}; this is a defect of rolltree, please report it."
             )
 
     def _look_after(self, engine: Engine) -> None:

@@ -283,10 +283,9 @@ class Rank:
             self._gathered = list(threads.map(fetch, [trees[at] for at in places]))
         return [at for at, tree in zip(places, self._gathered, strict=True) if tree is None]
 
-    def record(self, folder: str, step: int, stored: Reference) -> None:
+    def record(self, folder: str, step: int, stored: Reference, texts: Reference) -> None:
         """Write this rank's part of the rollouts of ``step``."""
-        trees, texts = stored.get()
-        write_part(Path(folder), step, trees, texts, self._rank, self._ranks)
+        write_part(Path(folder), step, self._received(stored).trees, texts.get(), self._rank, self._ranks)
 
     @staticmethod
     def _received(stored: Reference) -> Given:

@@ -182,7 +182,8 @@ class Ranks:
     ) -> None:
         """Let each rank write a part of the rollouts of ``step``, which have no pictures; raises as `_repeated`."""
         with step_folder(directory, step) as folder:
-            self._all("record", str(folder.absolute()), step, self.workers.put((list(trees), list(texts))))
+            stored = self._put(trees), self.workers.put(list(texts))
+            self._all("record", str(folder.absolute()), step, *stored)
 
     def _learn(
         self, method: str, trees: Sequence[TokenTree], demonstrations: Sequence[TokenTree], *args: Any

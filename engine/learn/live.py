@@ -21,7 +21,7 @@ class Facts(NamedTuple):
         needed: 1 if a term reads something of it.
         read: tokens in the loss, once a leaf, of what terms read of a rollout.
         left: those that are left when its uncertain ends are cut.
-        loss: those of what is computed.
+        loss: those of what is computed; 0 where terms narrow it, as critics alone need them.
         sampled: tokens of it that were sampled for this step.
         logical: tokens of all its paths.
         computed: 1 if something of it is computed.
@@ -37,7 +37,7 @@ class Facts(NamedTuple):
 
 
 class Live(Sequence[TokenTree]):
-    """What an update computes of ``trees``, in their order; a tree of which nothing is computed is left out.
+    """The parts of ``trees`` that an update computes, in their order; a tree without any is left out.
 
     Each rank prepares every ``group.shares``-th tree and tells the others its `Facts`. It prepares another tree when it
     reads that one, so no rank reads the tokens of all trees.
@@ -99,8 +99,10 @@ class Live(Sequence[TokenTree]):
         if part is None:
             return Facts(needed=1, read=read)
         self._prepared[place] = self._share(part)
-        loss, new = part.loss_tokens, rollout and "replayed" not in part.meta
-        return Facts(1, read, loss if cuts else 0, loss, part.sampled_tokens if new else 0, part.logical_tokens, 1)
+        left = part.loss_tokens if cuts else 0
+        loss = part.loss_tokens if self._narrow is None else 0
+        new = rollout and "replayed" not in part.meta
+        return Facts(1, read, left, loss, part.sampled_tokens if new else 0, part.logical_tokens, 1)
 
 
 def computed(

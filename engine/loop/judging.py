@@ -42,6 +42,11 @@ class _Request(NamedTuple):
     parts: list[Responses]
     items: list[RewardItem]
 
+    @property
+    def open(self) -> bool:
+        """The group has not begun anew since."""
+        return self.parts[-1] in self.group.parts
+
 
 class Judging:
     """Requests verdicts from the pool's workers and waits for them in threads of its own.
@@ -169,12 +174,12 @@ class Judging:
         for request in sent:
             for part in request.parts:
                 part.verdicts = list(islice(left, len(part.judged)))
-            if request.parts[-1] in request.group.parts:  # else it has begun anew
+            if request.open:
                 self._judged.append(request.group)
 
     def _ask_again(self, sent: Sequence[_Request]) -> None:
         """Request verdicts on the groups again whose texts are still where they were stored."""
-        for request in sent:
+        for request in filter(lambda request: request.open, sent):
             try:
                 again = [item.fetched() for item in request.items]
             except GoneError:

@@ -193,7 +193,7 @@ def _groups(path: Path) -> list[tuple[Prompt | None, TokenTree]]:
 
 def _foreign(path: Path, tokenizer: PreTrainedTokenizerBase, rescored: bool) -> list[tuple[Prompt | None, TokenTree]]:
     """Read and check the groups of another run."""
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"There is no file '{path}' (replay.paths); name files of rollouts or of recorded groups.")
     groups = _groups(path)
     for _, tree in groups:
@@ -219,5 +219,7 @@ def _copy(tree: TokenTree) -> TokenTree:
 
 
 def _digest(path: Path) -> str:
+    if path.is_dir():  # a step's rollouts of several ranks
+        return hashlib.blake2b("".join(map(_digest, sorted(path.iterdir()))).encode()).hexdigest()[:32]
     with path.open("rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()[:32]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,11 @@ from rolltree.engine.app.assembly import workers as build_workers
 from rolltree.engine.data.stored import Sampled, StoredTexts, StoredTree
 from rolltree.engine.fleet.hosted import HostedRewards, RewardHost
 from rolltree.engine.fleet.workers import GoneError
+from rolltree.engine.loop.judging import Judging
 from rolltree.engine.loop.orchestrator import Orchestrator
+from rolltree.engine.prompts.group import Group, State
+from rolltree.engine.prompts.prompts import Prompt
+from rolltree.engine.rewards import RewardResult, Rewards
 
 from ...support.resumed import assert_same_run
 from ...support.scale import assert_close, train
@@ -52,7 +57,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the run's thread has read of rollouts that are stored."""
+    """The list of what the run's thread has read of stored rollouts."""
     seen: list[str] = []
     fetch, text = StoredTree.fetch, StoredTexts.__getitem__
 
@@ -201,3 +206,30 @@ def test_a_checkpoint_keeps_open_groups_whole_and_begins_anew_those_that_are_gon
     assert len(audit(config)) == 4 * config.trainer.prompts_per_step
     resumed, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *TWO, *options, "--trainer.steps=5"], resume=True)
     assert len(audit(resumed)) == 5 * config.trainer.prompts_per_step
+
+
+def test_a_request_of_a_group_that_has_begun_anew_counts_for_nothing() -> None:
+    """Its host fails to fetch the texts, or answers, when the group has other responses."""
+    gone = Losing(Sampled(None, ["a"]), 0, lambda number: True)  # type: ignore[arg-type]
+    for stored in (True, False):
+        verdict: Future[list[RewardResult]] = Future()
+
+        class Hosts(Rewards):
+            fetches = True
+
+            def score(self, items: Any, verdict: Future[list[RewardResult]] = verdict) -> list[RewardResult]:
+                return verdict.result(10)
+
+        tree = TokenTree.from_sequences([1], [[2]])
+        group = Group(0, Prompt("p", "task", "text", [1], {}, "p"), 0, State.JUDGING)
+        judging = Judging(None, lambda: None, on_failure="drop")  # type: ignore[arg-type]
+        with judging.running(Hosts()):
+            judging.add([(group, tree, StoredTexts(gone, 1))])
+            judging.forget(group)
+            group.parts = []
+            if stored:
+                verdict.set_exception(GoneError("its node has ended"))
+            else:
+                verdict.set_result([RewardResult(1.0, None)])
+            judging.wait(10)
+            assert (judging.take(), judging.take_gone()) == ([], [])

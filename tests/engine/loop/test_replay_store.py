@@ -14,6 +14,7 @@ from rolltree.engine.data.store import read_rollouts, write_rollouts
 from rolltree.engine.loop import replay_store
 from rolltree.engine.loop.replay import read_groups, write_groups
 from rolltree.engine.loop.replay_store import ReplayStore, Stored
+from rolltree.engine.record.rollout_files import write_part
 
 from ...support.real_step import Steps, along, check_gradient, leaves_of, plain_logprobs, plain_model, take_steps
 from ...support.tiny import tiny_job
@@ -120,6 +121,21 @@ def test_groups_of_another_run(toml, whole, tmp_path):
             mine = before[tree.meta["prompt_id"]]
             assert sorted(map(tuple, responses(tree))) == sorted(map(tuple, responses(mine)))
             assert (tree.policy_version[tree.loss_mask] == -1).all()
+
+
+@pytest.mark.check
+def test_rollouts_of_several_ranks_are_a_folder(toml, whole, tmp_path):
+    """A group is in each part; the folder is another file when one of them has changed."""
+    folder, groups = tmp_path / "step_000001.parquet", whole.updates[0].trees[:2]
+    folder.mkdir()
+    for part in range(2):
+        write_part(folder, 1, groups, [[""] * tree.num_leaves for tree in groups], part, 2)
+    before = replay_store._digest(folder)
+    steps = steps_of(toml, tmp_path / "run", f"--replay.paths=['{folder}']")
+    again = [tree.meta["prompt_id"] for tree in steps.updates[0].trees if "replayed" in tree.meta]
+    assert sorted(again) == sorted(tree.meta["prompt_id"] for tree in groups)
+    (folder / "part_000001.parquet").write_bytes((folder / "part_000000.parquet").read_bytes())
+    assert replay_store._digest(folder) != before
 
 
 def copied(whole, tmp_path) -> Path:

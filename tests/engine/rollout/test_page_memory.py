@@ -39,7 +39,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def driver(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """A driver whose rules nobody has broken at the end, and which has everything back."""
+    """A driver; at the end no rule was broken, and everything was given back."""
     stand_in = StandIn(library)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: stand_in.library.synchronize())
@@ -101,7 +101,7 @@ def test_memory_goes_and_comes_and_the_address_stays(dtype: torch.dtype, units: 
 
 
 def steps(driver: StandIn, tensors: list[Tensor]) -> Iterator[Callable[[], object]]:
-    """What an engine does with the memory of its pages, in order."""
+    """The calls of an engine for the memory of its pages, in order."""
     memory = driver.memory()
     yield lambda: tensors.append(memory.zeros((4, 3), torch.float32))
     yield lambda: tensors.append(memory.zeros((4, 3), torch.bfloat16))
@@ -212,7 +212,7 @@ def test_without_enough_memory_nothing_is_mapped(rows: int, driver: StandIn) -> 
     assert all(map(readable, tensors))
 
 
-def test_memory_that_pytorch_holds_and_nobody_uses_is_taken(driver: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_memory_that_pytorch_holds_is_taken(driver: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = driver.memory()
     tensor = memory.zeros((UNIT,), torch.uint8)
     memory.unmap()
