@@ -13,14 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from rolltree.engine import TokenTree
 from rolltree.engine.app.assembly import workers as build_workers
-from rolltree.engine.data.stored import Sampled, StoredTexts, StoredTree
+from rolltree.engine.data.stored import Here, Sampled, StoredTexts, StoredTree, TreeOf, enter
+from rolltree.engine.fleet import rank as rank_module
 from rolltree.engine.fleet.hosted import HostedRewards, RewardHost
 from rolltree.engine.fleet.workers import GoneError
+from rolltree.engine.loop.controller import Controller
 from rolltree.engine.loop.judging import Judging
 from rolltree.engine.loop.orchestrator import Orchestrator
 from rolltree.engine.prompts.group import Group, State
@@ -127,26 +130,28 @@ def test_each_rank_writes_its_part_of_a_step(toml: Path, alone: Path, threads: S
 
 
 class Losing:
-    """A stored value; those of rollouts that ``gone`` names by their number are no more."""
+    """A stored value; those of rollouts that ``gone`` names by their number are no more, from read ``after`` on."""
 
-    def __init__(self, value: Any, number: int, gone: Callable[[int], bool]) -> None:
-        self.value, self.number, self.gone = value, number, gone
+    def __init__(self, value: Any, number: int, gone: Callable[[int], bool], after: int = 0) -> None:
+        self.value, self.number, self.gone, self.after = value, number, gone, after
 
     def get(self) -> Any:
-        if self.gone(self.number):
+        if self.after:
+            self.after -= 1
+        elif self.gone(self.number):
             raise GoneError("its node has ended in the test")
         return self.value
 
 
-def loses(monkeypatch: pytest.MonkeyPatch, workers: Started, gone: Callable[[int], bool]) -> None:
-    """Number the stored rollouts of the run from 0, and let some be no more."""
+def loses(monkeypatch: pytest.MonkeyPatch, workers: Started, gone: Callable[[int], bool], after: int = 0) -> None:
+    """Number the stored rollouts of the run from 0, and let some be no more, from read ``after`` on."""
     put, stored = workers.put, list[int]()
 
     def putting(value: Any) -> Any:
         if not isinstance(value, Sampled):
             return put(value)
         stored.append(len(stored))
-        return Losing(value, stored[-1], gone)
+        return Losing(value, stored[-1], gone, after)
 
     monkeypatch.setattr(workers, "put", putting)
 
@@ -156,14 +161,17 @@ def lost(directory: Path) -> list[float]:
 
 
 @pytest.mark.check
+@pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("host", [False, True])
 def test_groups_whose_rollouts_are_gone_are_sampled_anew_with_the_same_tokens(
-    toml: Path, alone: Path, threads: Started, hosts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: bool
-) -> None:
-    """Before an update, where the ranks fetch them; with a reward host where it fetches their texts."""
-    loses(monkeypatch, threads, lambda number: number in (2, 9))
+    toml: Path, alone: Path, threads: Started, hosts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: bool,
+    after: int,
+) -> None:  # fmt: skip
+    """Where the run's process or a reward host fetches the texts; or after that, where ranks gather the trees."""
+    loses(monkeypatch, threads, lambda number: number in (2, 9), after)
     config, run = train(toml, [f"--output_dir={tmp_path}", *SHORT, *TWO, *["--reward.hosts=1"] * host])
     assert sum(lost(config.run_dir)) == 2
+    assert len(threads.ranks) == 2  # none was started anew
     assert_close(config.run_dir, alone, 0)
     audit(config)
     assert "lost" in str(run.buffer.summary())
@@ -188,20 +196,27 @@ def test_rollouts_that_are_gone_while_groups_are_open(
 def test_a_checkpoint_keeps_open_groups_whole_and_begins_anew_those_that_are_gone(
     toml: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing but the checkpoint reads them before they are taken."""
-    whole: list[TokenTree] = []
-    inner = StoredTree.whole
+    """The first that is read for a checkpoint is gone."""
+    saving, gone = [False], set[int]()
+    inner = Controller.state_dict
 
-    def noting(self: StoredTree) -> TokenTree:
-        tree = inner(self)
-        if threading.current_thread() is threading.main_thread():
-            whole.append(tree)
-        return tree
+    def saved(self: Controller) -> Any:
+        saving[0] = True
+        try:
+            return inner(self)
+        finally:
+            saving[0] = False
 
-    monkeypatch.setattr(StoredTree, "whole", noting)
-    loses(monkeypatch, threads, lambda number: number == 6)
+    def is_gone(number: int) -> bool:
+        if saving[0] and not gone and threading.current_thread() is threading.main_thread():
+            gone.add(number)
+        return number in gone
+
+    monkeypatch.setattr(Controller, "state_dict", saved)
+    loses(monkeypatch, threads, is_gone)
     options = [*OVERLAP, "--checkpoint.every=1", "--rollout.max_new_tokens=40"]
     config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *TWO, *options])
+    assert gone
     assert sum(lost(config.run_dir)) == 1
     assert len(audit(config)) == 4 * config.trainer.prompts_per_step
     resumed, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *TWO, *options, "--trainer.steps=5"], resume=True)
@@ -233,3 +248,35 @@ def test_a_request_of_a_group_that_has_begun_anew_counts_for_nothing() -> None:
                 verdict.set_result([RewardResult(1.0, None)])
             judging.wait(10)
             assert (judging.take(), judging.take_gone()) == ([], [])
+
+
+def test_ranks_tell_the_same_of_trees_that_they_have_fetched_or_not() -> None:
+    """The hash that is compared, and what the first rank returns; the run's process gets it without a token."""
+    tree = TokenTree.from_sequences([1, 2], [[3, 4], [5]], behaviour_logprobs=[[-1.0, -2.0], [-3.0]])
+    source = Losing(Sampled(tree, None), 0, lambda number: False)
+    received = StoredTree.of(tree)
+    received.place(TreeOf(source))
+    told = []
+    for fetched in (False, True):
+        ours = rank_module._copied(received)
+        if fetched:
+            assert len(ours.token_id) == 5
+        ours.set("advantage", [1.0, -1.0])
+        ours.rewards["shaped"] = np.array([0.5, 0.25], np.float32)
+        enter(ours, "ref_logprob", np.arange(5, dtype=np.float32))
+        assert (type(ours) is TokenTree) == fetched
+        changes = rank_module._changes([ours], [received])
+        written, left = rank_module._written(changes, [received])
+        told.append((rank_module._hash(changes), written, left))
+    (digest, (written,), left), (other, *_) = told
+    assert digest == other
+    assert set(written.columns) == {"advantage", "ref_logprob"}
+    assert written.columns["ref_logprob"] is None
+    received.write(written.columns, written.rewards, Here(left), 0)
+    assert received.advantage.tolist() == [1, -1]
+    assert type(received) is StoredTree
+    assert received.ref_logprob.tolist() == [0, 1, 2, 3, 4]
+    assert received.rewards["shaped"].tolist() == [0.5, 0.25]
+    unequal = rank_module._copied(received)
+    unequal.set("advantage", [1.0, -2.0])
+    assert rank_module._hash(rank_module._changes([unequal], [tree])) != digest

@@ -11,6 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from rolltree.engine import TokenTree, UserError, backward, pack
 from rolltree.engine.data.segment import LeafStatus, Origin, Segment
+from rolltree.engine.data.stored import Here, StoredTree
 from rolltree.engine.methods.selections import PAIRINGS, SELECTIONS
 from rolltree.engine.train.terms import PairTerm, Selection, TokenTerm, needed
 from rolltree.kernels import Objective
@@ -232,6 +233,24 @@ def test_what_no_term_reads_leaves_the_trees(options, select, tokens, aggregatio
     assert loss == pytest.approx(whole[0], rel=1e-5, abs=1e-6)
     for a, b in zip(gradients(ours), whole[2], strict=True):
         close(a, b, 2e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"neg_weight": 0.0}, {"pos_weight": 0.0}], ids=str
+)
+def test_a_term_knows_by_leaves_whether_it_reads_a_tree(options):
+    """Responses without credit, and without a token in the loss; a stored tree is not fetched for it."""
+    term, random, seen = TokenTerm(Objective(**options)), np.random.default_rng(0), set()
+    for _ in range(40):
+        masks = [np.full(len(response), random.random() < 0.5) for response in RESPONSES]
+        credit = random.choice([-1.0, 0.0, 0.0, 1.0], 4)
+        tree = TokenTree.from_sequences([1, 2, 3], RESPONSES, advantages=credit, loss_masks=masks)
+        stored = StoredTree.of(tree)
+        stored.place(Here(None))  # nothing can be fetched
+        expected = bool(term.extent(tree).any())
+        assert term.has_gradient(stored) == term.has_gradient(tree) == expected
+        seen.add(expected)
+    assert seen == {False, True}
 
 
 @pytest.mark.parametrize(
