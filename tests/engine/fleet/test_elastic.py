@@ -24,6 +24,7 @@ from ...support.scale import assert_close, train
 from ...support.tiny import write_job
 from ..loop.test_durability import audit, rows
 from .test_kills import actors, busy, end, none_of, within
+from .test_scale import WITHIN
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(3600)]
 LIMIT_S = 90.0
@@ -33,8 +34,10 @@ SPOT = {"num_cpus": 0, "resources": {"spot": 1}, "object_store_memory": 80 << 20
 
 
 @pytest.fixture
-def cluster() -> Iterator[Any]:
-    """A cluster with a head and one node for an engine; others may join it."""
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A cluster with a head and one node for an engine; others may join it. The rollouts of a tiny model stay on their
+    node, too: Ray hands over what is smaller than this with the answer."""
+    monkeypatch.setenv("RAY_max_direct_call_object_size", "1")
     import rolltree.engine.fleet.ray  # noqa: F401  keeps Ray on the loopback interface
 
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -126,6 +129,58 @@ def test_engines_come_and_go_with_the_nodes_of_a_cluster(
         ours, theirs = (pq.read_table(run.run_dir / "rollouts" / file.name).to_pydict() for run in (config, alone))
         assert repr(ours) == repr(theirs), file.name
     print(json.dumps({"steps": steps, "engines": engines()}))
+
+
+WAITS = """
+from pathlib import Path
+import time
+
+trees = 0
+
+
+def waits(tree):
+    global trees
+    trees += 1
+    if trees == {number}:
+        Path("{folder}/full").touch()
+        while not Path("{folder}/gone").exists():
+            time.sleep(0.05)
+"""
+
+
+def test_rollouts_on_a_node_that_ends_are_sampled_anew(
+    cluster: Any, drivers: subprocess.Popen[bytes], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The node of the only engine ends without a word when all groups of the second step are judged and no rank has
+    fetched one. They are sampled anew on another node, with the same tokens, and no rank is started anew."""
+    toml = write_job(tmp_path)
+    job = ["--evaluation.problems=0", "--evaluation.every=0", "--checkpoint.every=3", "--trainer.steps=3"]
+    groups = load_config(toml, job).trainer.prompts_per_step
+    (tmp_path / "mine.py").write_text(WAITS.format(number=2 * groups, folder=tmp_path))
+    arguments = [
+        *job, f"--output_dir={tmp_path}/runs", "--rollout.engines={least=1,most=2}", "--trainer.ranks=2",
+        "--placement.per_engine={spot=1}", f"--placement.cluster={cluster.address}",
+        f"--loop.callback={tmp_path}/mine.py:waits",
+    ]  # fmt: skip
+    config, limit = load_config(toml, arguments), 2 * LIMIT_S * busy()
+    driver = Process(drivers, ["train", str(toml), *arguments])
+    request.addfinalizer(lambda: driver.kill())
+
+    def there(name: str) -> bool:
+        assert not driver.ended(), "the run ended by itself"
+        return (tmp_path / name).exists()
+
+    within(limit, there, "full")
+    cluster.remove_node(cluster.list_all_nodes()[1], allow_graceful=False)
+    joined(cluster, **SPOT)
+    (tmp_path / "gone").touch()
+    within(limit, driver.ended)
+    assert driver.wait() == 0
+    assert len(audit(config)) == 3 * groups
+    assert [row.get("group/restarted_lost", 0) for row in rows(config.run_dir)[1:]] == [0, groups, 0]
+    assert not [*config.run_dir.glob("metrics.before-resume-*")], "the ranks have gone back"
+    alone, _ = train(toml, [f"--output_dir={tmp_path}/alone", *job])
+    assert_close(config.run_dir, alone.run_dir, WITHIN)
 
 
 def test_the_state_of_ranks_outlives_a_node_but_not_two(

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -212,7 +213,7 @@ def repair_as_resuming_does(directory: Path, config: TrainConfig) -> None:
     saved = checkpoint.load_latest(directory / "checkpoints", training_config(config))
     for file in (directory / "rollouts").glob("*.parquet"):
         if int(file.stem.removeprefix("step_")) > saved.step:
-            file.unlink()
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
 
 
 @pytest.mark.check(but=1)
