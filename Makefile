@@ -38,7 +38,7 @@ TRAINERS ?= openrlhf==0.11.2 deepspeed==0.19.8 hjson py-cpuinfo pylatexenc einop
 WHEELS ?= build/wheels
 
 .PHONY: train test check compiled orders paths columns methods slow slow-scale attack vllm vllm-scale agents openenv harbor verl scale trainers \
-	hopper hopper-quick lint docs bench bench-ops gpu gpu-wheels equality models versions aot aot-write clean
+	hopper lint docs bench bench-ops gpu gpu-wheels equality models versions aot aot-write clean
 
 train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
@@ -148,14 +148,10 @@ slow-scale: $(VENV)/.ready-dev build/ray/ray
 build/ray/ray: | $(VENV)/.ready-dev
 	$(INSTALL) $(BIN)/python --no-deps --target build/ray $(RAY)
 
-# flash-attn 4's kernels for Hopper and Blackwell, whose packages lie in a folder of their own, compiled without a GPU; and
-# the few of them that CI has time for.
+# flash-attn 4's kernels for Hopper and Blackwell, whose packages lie in a folder of their own, compiled without a GPU.
 HOPPER_PATH := build/hopper:build/hopper/nvidia_cutlass_dsl/dsl_packages
 hopper: build/hopper/.ready $(VENV)/.ready-dev
 	PYTHONPATH=$(HOPPER_PATH) $(BIN)/python -m pytest -m hopper tests/kernels/test_flash_compiles.py --timeout 3600 $(ARGS)
-
-hopper-quick: build/hopper/.ready $(VENV)/.ready-dev
-	PYTHONPATH=$(HOPPER_PATH) $(BIN)/python -m pytest -m hopper tests/kernels/test_hopper_quick.py --timeout 600 $(ARGS)
 
 # The recipes for other trainers against their own functions; slime, prime-rl and AReaL where PYTHONPATH has them.
 trainers: $(VENV)/.ready-dev

@@ -22,7 +22,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -34,6 +34,8 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # libtorch 2.10, where stable::parallel_for appeared
+TORCH_HEADERS = "".join(f"#include <torch/csrc/stable/{name}.h>\n" for name in ("library", "ops", "tensor"))
+"""What most files of csrc/cpu begin with: three seconds each, so they are compiled once for all."""
 X86_LEVELS = {"default": "x86-64-v2", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
 
 
@@ -60,6 +62,13 @@ def run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+def cpp_compiler() -> str:
+    """Return the C++ compiler; raises RuntimeError where there is none."""
+    if not machine.has("compiler"):
+        raise RuntimeError(f"no C++ compiler '{machine.compiler()}' on PATH (Debian: apt-get install g++)")
+    return str(machine.compiler())
 
 
 def compile_all(jobs: list[list[str]]) -> None:
@@ -148,8 +157,18 @@ class NativeParts(build_ext):
                 own["few_rows_dots.cpp"] = ["-mavx512bf16"]  # called where the processor has it
             where = temp / level
             where.mkdir(exist_ok=True)
+            headers = where / "headers.h"
+            headers.write_text(TORCH_HEADERS)
+            run([cpp_compiler(), *flags, "-x", "c++-header", str(headers), "-o", f"{headers}.gch"])
+            usual = ["-include", str(headers)]
             self.compile_and_link(
-                sorted(ROOT.glob("csrc/cpu/**/*.cpp")), flags, libs, target.with_name(f"_cpu_{level}.so"), where, own
+                sorted(ROOT.glob("csrc/cpu/**/*.cpp")),
+                flags,
+                libs,
+                target.with_name(f"_cpu_{level}.so"),
+                where,
+                usual,
+                own,
             )
 
     def build_cuda(self, target: Path, temp: Path) -> None:
@@ -200,16 +219,15 @@ class NativeParts(build_ext):
         libs: list[str],
         target: Path,
         temp: Path,
-        own: Mapping[str, list[str]] = MappingProxyType({}),
+        usual: Sequence[str] = (),
+        own: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
-        """Compile ``sources`` and link them; ``own`` has further flags of files by name."""
-        compiler = machine.compiler()
-        if not machine.has("compiler"):
-            raise RuntimeError(f"no C++ compiler '{compiler}' on PATH (Debian: apt-get install g++)")
+        """Compile ``sources`` and link them; ``own`` has flags of files by name, in place of the ``usual`` ones."""
+        compiler = cpp_compiler()
         objects = [temp / f"{s.stem}.o" for s in sources]
         compile_all(
             [
-                [compiler, *flags, *own.get(s.name, ()), "-c", str(s), "-o", str(o)]
+                [compiler, *flags, *own.get(s.name, usual), "-c", str(s), "-o", str(o)]
                 for s, o in zip(sources, objects, strict=True)
             ]
         )

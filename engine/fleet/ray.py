@@ -32,10 +32,12 @@ LOOK_S = 0.2
 """Seconds between two requests for the state of that room."""
 
 # Ray reads these when it is imported. The first keeps it on the loopback interface: it decides that the nodes of a
-# cluster are all on this machine, as on Windows and macOS.
+# cluster are all on this machine, as on Windows and macOS. The last lets workers have their share of the cores: as Ray
+# starts them (niceness 15), other programs of the machine keep them from starting in `placement.start_s`.
 if "RAY_ADDRESS" not in os.environ:
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import ray  # noqa: E402
 from ray._raylet import GcsClient  # noqa: E402  nothing public tells which nodes are to leave

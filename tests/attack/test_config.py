@@ -196,7 +196,7 @@ def test_what_takes_a_parser_minutes_is_refused_at_once(home: Path) -> None:
         (home / "long.toml").unlink()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_any_text_as_a_file_or_an_override(home: Path, cases: int) -> None:
     good = toml_of(home, [])
     keys = st.sampled_from([key.key for key in KEYS])
@@ -222,7 +222,7 @@ def test_any_text_as_a_file_or_an_override(home: Path, cases: int) -> None:
     assert stopped.rollout.stop == ["a", "b"]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_dry_run_of_anything_writes_nothing(home: Path, cases: int) -> None:
     """The model, the tokenizer, the tasks, the program and the verifier are tried too; still a sentence at most."""
     before = sorted(p for p in home.rglob("*") if "__pycache__" not in p.parts)

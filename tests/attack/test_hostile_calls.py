@@ -276,6 +276,7 @@ def at_the_door(path: str, folder: Path) -> Iterator[Callable[[bytes], httpx.Res
         opened.end()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("path", PATHS)
@@ -284,6 +285,7 @@ def test_no_request_breaks_the_server(path: str, cases: int) -> None:
         print(attack(path, 5 * cases, 0, ask))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("path", PATHS)

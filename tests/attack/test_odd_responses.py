@@ -48,6 +48,7 @@ def failures(texts: list[str], found: list[RewardResult]) -> list[tuple[str, str
     return [(ascii(text[:60]), verdict.reason) for text, verdict, good in pairs if not good]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", ANSWERS)
 def test_no_response_fails_a_verifier(name: str, cases: int, tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_no_response_fails_a_verifier(name: str, cases: int, tmp_path: Path) -> 
         assert failures(texts, pool.score(items)) == []
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_no_response_fails_a_task(cases: int) -> None:
     gym = pytest.importorskip("reasoning_gym")
     entries = [dict(gym.create_dataset(task, seed=3, size=1)[0]) | {"task_index": i} for i, task in enumerate(TASKS)]

@@ -38,6 +38,7 @@ SEEDS = st.integers(0, 2**32)
 PHASES = (Phase.explicit, Phase.generate)  # a mistake in a table needs no shrinking
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.check(but=2)
 @by_op
 def test_odd_arguments_agree_with_the_reference(op: Op, cases: int) -> None:

@@ -378,7 +378,7 @@ def test_clients_that_hang_up_leave_nothing_behind(client: httpx.Client, engine:
     engine.cache.tree.check()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_long_prompt_keeps_nobody_waiting(client: httpx.Client) -> None:
     slowest, ended = 0.0, threading.Event()
 
@@ -500,7 +500,7 @@ def end_within_seconds(process: Any, url: str, moment: float) -> None:
     assert took < 5, took
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_sigterm_ends_the_server_within_seconds(directory: Path) -> None:
     with as_process(directory) as (process, url):
         end_within_seconds(process, url, 0.3)

@@ -30,6 +30,7 @@ def test_the_jobs_are_as_long_as_their_names_say() -> None:
     assert sum(b < a for a, b in itertools.pairwise(contexts)) >= 2
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", list(agents.JOBS))
 def test_all_providers_compute_the_gradient_of_the_sampled_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ def test_all_providers_compute_the_gradient_of_the_sampled_tokens(name: str, mon
         assert float((gradient - wanted).norm() / wanted.norm()) < 1e-4, provider
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_model_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

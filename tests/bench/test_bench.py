@@ -264,6 +264,7 @@ def assert_gradients_agree(bench: Bench, inputs: Any) -> None:
         assert (other - found[0]).norm() <= 1e-4 * found[0].norm()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", TREES)
 def test_tree_step_computes_the_same_gradient_every_way(name: str) -> None:
@@ -271,7 +272,7 @@ def test_tree_step_computes_the_same_gradient_every_way(name: str) -> None:
     assert_gradients_agree(bench, replace(next(bench.cases(CPU, True)).make(), tree=TREES[name]))
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_picture_step_computes_the_same_gradient_every_way() -> None:
     bench = load("picture_step")
     frozen, trained = (case.make() for case in bench.cases(CPU, True))
@@ -347,7 +348,7 @@ print(peak_memory_mib(lambda: None, cpu))
 """
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system hides the peak of a process")
 def test_peak_memory_on_a_cpu(torch_forks: Forks, tmp_path: Path) -> None:
     """256 MiB beside a mapped file, and nothing, in a process whose allocator has not kept anything yet."""

@@ -108,7 +108,7 @@ def test_tokens_of_demonstrations_are_counted(tmp_path: Path) -> None:
     assert 0 < readings[1].seconds < readings[2].seconds
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_campaign_counts_training_alone_and_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +169,7 @@ def runs_of(*accuracies: tuple[float, ...]) -> list[list[Point]]:
     ]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_updates_that_share_no_prefix_learn_the_same_for_more_flop(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym", reason="the task's problems: pip install rolltree[tasks]")
     toml, runs = write_job(tmp_path, **NO_METHOD), {}

@@ -547,7 +547,7 @@ def test_a_plain_checkout_without_repository_and_packages(tmp_path: Path) -> Non
     assert done.stdout.splitlines()[-1:] == ["True carried"], done.stderr
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_the_tests_of_kernels_need_no_package_of_developers(torch_forks: Forks) -> None:
     """Such a machine has pytest, without any of its plugins."""
     blocked = dict.fromkeys(("hypothesis", "xdist", "pytest_timeout", "pydantic", "plotly", "tomli_w"))

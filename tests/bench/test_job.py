@@ -70,7 +70,7 @@ def test_every_provider_leaves_its_weights(provider: str, toml: Path, tmp_path: 
         before = after
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_the_weights_are_those_of_a_run_and_so_is_their_accuracy(toml: Path, tmp_path: Path) -> None:
     """A run of `rolltree train` with the same configuration, which evaluates and exports by itself."""
     config = load_config(toml, [*OVERRIDES, "--rollout.program", "flat", "--rollout.program_options", "{}"])
@@ -85,7 +85,7 @@ def test_the_weights_are_those_of_a_run_and_so_is_their_accuracy(toml: Path, tmp
     assert accuracies == [summary.accuracy_before, summary.accuracy_after]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_the_command(
     toml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

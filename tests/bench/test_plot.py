@@ -55,7 +55,7 @@ def test_curves_are_accuracy_over_seconds_and_over_tokens() -> None:
     assert [line.get_label() for line in seconds.lines] == ["trl", "rolltree"]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_the_command_writes_pictures_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there, out = tmp_path / "rows", tmp_path / "out"
     append([ROW, replace(PEER, value=99.0), PEER], there / "head.jsonl")
@@ -93,7 +93,7 @@ def recorded(tmp_path: Path) -> list[Path]:
     return [tmp_path / machine for machine in ("one", "two")]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_each_job_has_a_picture_by_its_configurations_name(tmp_path: Path, recorded: list[Path]) -> None:
     assert name_of(case("a-b, c")) == "a-b, c"
     cases = [case(name) for name in ("sums-of-two", "sums-of-three")]
@@ -109,7 +109,7 @@ def test_each_job_has_a_picture_by_its_configurations_name(tmp_path: Path, recor
     assert drawn == {path.name: path.read_bytes() for path in out.iterdir()}
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("differs", [{"device": "another"}, {"case": case("sums").replace("steps", "steps more")}])
 def test_a_job_recorded_twice_has_no_one_picture(tmp_path: Path, recorded: list[Path], differs: dict[str, str]) -> None:
     first = replace(POINT, case=case("sums"))

@@ -38,6 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, without_report: None) -> Path
     return directory / "runs"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_run_is_sampled_again_to_the_token(runs: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +97,7 @@ def test_its_seeds_are_those_of_the_run(runs: Path) -> None:
         assert responses == [part.tokens.tolist() for part in group.parts.values() if not part.forks]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_command_line(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows"
     command = ["speculation", "--recorded", str(runs / "treepo"), "--quick", "--providers=rolltree", "--seconds=0.01"]

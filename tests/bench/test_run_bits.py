@@ -69,7 +69,7 @@ def last_bit(value: float) -> float:
     return float((np.float32(value).view(np.int32) ^ np.int32(1)).view(np.float32))
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_another_process_finds_the_bits_that_the_run_has_recorded(run: Path) -> None:
     assert recorded_bits(run) == EQUAL
 
@@ -102,16 +102,29 @@ def test_one_bit_of_a_weight(run: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert all(counts["differing"] > 0 for counts in run_bits.compared(run, STEPS).values())
 
 
-def test_weights_of_another_step_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / "checkpoints" / f"step_{STEPS - 2:06d}").symlink_to(run / "checkpoints" / f"step_{STEPS:06d}")
+@pytest.fixture
+def with_other_weights(run: Path) -> Any:
+    """A run in which the weights of the last step stand for those of the last but two."""
+    link = run / "checkpoints" / f"step_{STEPS - 2:06d}"
+    link.symlink_to(run / "checkpoints" / f"step_{STEPS:06d}")
+    yield run
+    link.unlink()
+
+
+def test_weights_of_another_step_are_refused(with_other_weights: Path) -> None:
+    run = with_other_weights
     with pytest.raises(UserError, match=rf"weights of updates \[{STEPS - 2}\], .* has those of update {STEPS}"):
         run_bits.compared(run, STEPS - 1)
     assert run_bits.main([str(run), "--step", str(STEPS - 1)]) == 2
+
+
+@pytest.mark.slow
+def test_another_process_refuses_them_too(with_other_weights: Path) -> None:
     with pytest.raises(RuntimeError, match=r"loop\.staleness = 0"):
-        recorded_bits(run, STEPS - 1)
+        recorded_bits(with_other_weights, STEPS - 1)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_run_without_the_key_has_other_bits(measured: Decoding, tmp_path: Path) -> None:
     """Padded sequences add up attention in another order; so the check can fail on a whole run."""
     run = trained(measured, tmp_path, False)

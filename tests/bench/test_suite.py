@@ -38,7 +38,7 @@ def marked(entry: Entry) -> Any:
     return pytest.param(entry, marks=[pytest.mark.slow] if entry.provider == "torch.compile" else [], id=str(entry))
 
 
-@pytest.mark.slow(but=17)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=3)
 @pytest.mark.parametrize("entry", [marked(entry) for entry in first_cases()])
 def test_entry(entry: Entry, prepared: Prepared) -> None:

@@ -264,8 +264,6 @@ def engine(directory: Path) -> Iterator[Forks]:
 
 ANEW = {("report",), ("plots",), ("judge",), ("hopper",), ("hub",), ("pictures",), ("trl",)}
 """Cases without Transformers, and those where it has to find a package that ``engine`` does not bring."""
-OFTEN = (("engine",), ("train", "tasks"), ("mcp",), ("hub",))
-"""Cases of `make check`, of which the last starts anew."""
 Run = Callable[[tuple[str, ...], Iterable[str]], tuple[int, str]]
 
 
@@ -282,7 +280,9 @@ def run(directory: Path, request: pytest.FixtureRequest) -> Run:
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    "extras", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.slow) for each in PROMISES], ids="+".join
+    "extras",
+    [each if each == ("train", "tasks") else pytest.param(each, marks=pytest.mark.slow) for each in PROMISES],
+    ids="+".join,
 )
 def test_an_extra_brings_what_it_promises(extras: tuple[str, ...], run: Run) -> None:
     try:

@@ -87,7 +87,7 @@ def printed(forks: Forks, script: str, *arguments: str, threads: int) -> str:
     return output
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_threads_end_and_come_back(torch_forks: Forks) -> None:
     ended, equal = printed(torch_forks, RELEASED, threads=4).split()
     assert (ended, equal) == ("3", "True")
@@ -98,7 +98,7 @@ def test_a_fork_of_tests_has_no_threads_to_end(torch_forks: Forks) -> None:
     assert printed(torch_forks, FORKED, threads=4).strip() == "0"
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_server_computes_with_those_of_the_engine_alone(torch_forks: Forks, tmp_path: Path) -> None:
     told = printed(torch_forks, SERVED, str(save(tmp_path)), threads=4)
     assert told.split()[-1] == "3"  # the main thread has to make them anew

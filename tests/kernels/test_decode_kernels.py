@@ -103,7 +103,7 @@ def one_by_one(model: Decoder, ids: Tensor, cos: Tensor, sin: Tensor, slots: Ten
     return rms_norm(residual, model.norm, EPS)
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -122,7 +122,7 @@ def test_a_decoder_has_the_bits_of_the_kernels_that_it_replaces(rows: int, shape
     assert found.isfinite().all()
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_layer_is_ten_kernels(shape: str) -> None:

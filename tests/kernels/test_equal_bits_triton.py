@@ -48,7 +48,7 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (total if bias is None else total + bias.float()).to(x.dtype)
 
 
-@pytest.mark.slow(but=9)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=6)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,6 +98,7 @@ def test_no_program_shares_a_sum(depth: int, monkeypatch: pytest.MonkeyPatch) ->
     assert len({(of["ROWS"], of["COLUMNS"]) for _, of in found}) > 1  # but not one tile
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=2)
 @pytest.mark.parametrize("depth", [96, 200])
 @pytest.mark.parametrize("parts", [1, 4])
@@ -271,8 +272,8 @@ def test_logits_of_the_head_are_the_product_of_one_order(dtype: torch.dtype) -> 
     assert (whole.double() - exact).abs().max() <= 2 * (plain.double() - exact).abs().max() + 2**-22 * exact.abs().max()
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("V", [pytest.param(96, marks=pytest.mark.slow), 203])
+@pytest.mark.slow
+@pytest.mark.parametrize("V", [96, 203])
 def test_drawn_tokens_are_scored_as_they_are_trained(V: int) -> None:
     hidden, weight, _ = operands(V, 48, torch.float32)
     target = torch.arange(len(hidden), device=hidden.device) % V

@@ -77,7 +77,7 @@ def test_lists_and_mask_are_those_of_the_forest(
     lists_and_mask_are_right(*forest, Tile(*shape, 4), window, min(cut, tokens - 1))
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @needs_interpreter
 @pytest.mark.parametrize("shape", SHAPES)

@@ -128,8 +128,7 @@ def test_what_does_not_fit_is_refused() -> None:
         linear(x, weight)
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.skipif(not (machine.is_x86() and machine.has("compiler")), reason="needs a compiler for x86-64")
 @pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
 def test_every_product_is_added_by_one_instruction(level: str, tmp_path: Path) -> None:

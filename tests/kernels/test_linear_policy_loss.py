@@ -177,7 +177,7 @@ EVERY_PRESET = [
 ]
 
 
-@pytest.mark.slow(but=54)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=12)
 @pytest.mark.parametrize(("backend", "name"), EVERY_PRESET)
 @pytest.mark.parametrize("chunk", [5, 10, 1000])
@@ -580,7 +580,7 @@ def test_compile() -> None:
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_compile_into_an_accumulator() -> None:
     given, fields = batch()
     objective, results = Objective.preset("dapo"), []

@@ -298,7 +298,7 @@ def test_an_accumulator_for_every_schedule() -> None:
         torch.testing.assert_close(found["hidden"], expected["hidden"])
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_compile() -> None:
     given, fields = batch("flat")
     terms = make_terms("policy+nll+kl", "flat", fields)

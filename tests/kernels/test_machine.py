@@ -116,8 +116,7 @@ def test_the_library_is_the_one_of_the_level() -> None:
     )
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("level", machine.cpu_levels())
 def test_a_forced_level_loads_the_other_library(level: str) -> None:
     folder = Path(machine.__file__).parent

@@ -29,7 +29,7 @@ assert not hasattr(kernels, "linear_logprob")
 """
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_second_import_under_another_name_changes_nothing(torch_forks: Forks):
     code, said = torch_forks.run(PROGRAM, directory=ROOT)
     assert code == 0, said

@@ -25,7 +25,7 @@ from .test_tree_decode import forest, on_host
 Ints = Any  # arrays of numpy
 
 
-@pytest.mark.slow(but=7)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("group", [1, 3, 8])
@@ -154,7 +154,7 @@ def sampled(rows: list[Ints], cuts: list[int], q: Tensor, k: Tensor, v: Tensor, 
     ("dtype", "options"),
     thinned(
         itertools.product([torch.float32, torch.bfloat16], [{}, {"window": 37}, {"softcap": 2.0, "scale": -0.3}]),
-        lambda number, case: ON_GPU or number in (0, 4, 5),
+        lambda number, case: ON_GPU or number == 4,
     ),
     ids=str,
 )

@@ -114,6 +114,7 @@ def test_a_choice_of_the_whole_batch_leaves_out_what_is_not_finite(name: str) ->
         torch.testing.assert_close(*grads)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", ["gspo", "gmpo", "vespo", "grpo"])
 def test_policy_loss_on_trees(name: str) -> None:
@@ -136,7 +137,7 @@ def test_policy_loss_on_trees(name: str) -> None:
             assert torch.equal(got[~met[place]], want[~met[place]]), (place, value)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_sums_of_paths_that_begin_within_the_tree() -> None:
     """Sums and their gradients are those of a product with a dense matrix, and each of its own targets alone."""
     for seed in range(4):
@@ -208,6 +209,7 @@ def test_linear_logprob(backend: str) -> None:
     check(f, [torch.randn(4, 8), torch.randn(7), torch.randn(4)], [each, row, each], [each, row, each])
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", ["dapo", "gspo", "gmpo"])
 def test_linear_policy_loss(name: str) -> None:

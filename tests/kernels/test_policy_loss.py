@@ -407,6 +407,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(api.policy_loss_op, (lp, h, *f.folded(gspo.aggregation).tensors(), gspo.encoded))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("name", ["dapo", "gspo"])
 def test_compile(name: str) -> None:

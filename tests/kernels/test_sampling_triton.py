@@ -45,7 +45,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, name: str, see: Callable[..., None]) 
     monkeypatch.setattr(triton_backend, name, Watched())
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_rows_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ties that are cut blocks apart, blocks that weigh nothing beside the best, blocks of forbidden tokens."""
     small_tiles(monkeypatch)
@@ -174,7 +174,7 @@ def flat_row(kind: str, generator: torch.Generator) -> Tensor:
     ("dtype", "cases"),
     [
         pytest.param(torch.bfloat16, FLAT, marks=pytest.mark.slow),
-        (torch.bfloat16, FLAT[::3]),
+        pytest.param(torch.bfloat16, FLAT[::3], marks=pytest.mark.slow),
         (torch.float32, FLAT[2:8:2]),
     ],
 )

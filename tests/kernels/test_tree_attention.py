@@ -137,7 +137,7 @@ INTERPRETED = [
 ]
 
 
-@pytest.mark.slow(but=30)
+@pytest.mark.slow(but=2)
 @pytest.mark.check(but=18)
 @pytest.mark.parametrize(("backend", "dtype", "case"), interpret_some(BACKENDS, OF_EVERY_DTYPE, INTERPRETED))
 def test_error_is_at_most_twice_plain_pytorchs(backend: str, dtype: torch.dtype, case: Case) -> None:

@@ -82,11 +82,11 @@ def test_work_items_share_out_every_tile_once(monkeypatch: pytest.MonkeyPatch, s
     assert bool(slots) == (shortest < 10**6)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize(
     "case",
-    [Case(110, 4, 2, 16, close=0.02), pytest.param(Case(90, 3, 1, 40, window=50), marks=pytest.mark.slow)],
+    [Case(110, 4, 2, 16, close=0.02), Case(90, 3, 1, 40, window=50)],
     ids=str,
 )
 def test_partial_sums_of_a_cut_key_block(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:

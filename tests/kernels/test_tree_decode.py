@@ -165,7 +165,7 @@ SHAPES = [(4, 2, 32, 1, None, None), (8, 1, 64, 1, 30, None), (2, 2, 40, 9, None
 OF_EVERY_DTYPE = [(dtype, *s) for dtype in (torch.float32, torch.bfloat16, torch.float16) for s in SHAPES]
 
 
-@pytest.mark.slow(but=13)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=5)
 @pytest.mark.parametrize(
     ("backend", "dtype", "heads", "kv_heads", "dim", "chunk", "window", "softcap"),
@@ -358,7 +358,7 @@ def restrict(plan: DecodePlan, begin: int, end: int) -> DecodePlan:
 HEADS_AND_CHUNKS = [(4, 2, 32, 1), (3, 3, 64, 20), (3, 3, 64, 1), (4, 2, 32, 20)]
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=2)
 @pytest.mark.parametrize(
     ("backend", "heads", "kv_heads", "dim", "chunk"), interpret_some(BACKENDS[1:], HEADS_AND_CHUNKS, [0, 1])

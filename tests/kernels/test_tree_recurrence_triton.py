@@ -265,7 +265,7 @@ def test_order_of_siblings_and_neighbours_change_no_bit(rule: str) -> None:
     assert not torch.equal(first[1][:prompt], torch.zeros_like(first[1][:prompt]))
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_depth_and_many_leaves_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A comb of depth 100 with a leaf at each node, and 20 leaves below one prompt: every row has its own segment."""
     use_chunks(16, monkeypatch)

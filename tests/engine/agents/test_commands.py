@@ -134,8 +134,7 @@ def test_the_environment_of_a_command_is_its_own_to_set(engine: NativeEngine, tm
     assert "sh ended with exit code 3" in tree.meta["errors"][0]
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("without", ["", "namespaces"])
 def test_a_killed_run_leaves_no_process_mount_or_directory(tmp_path: Path, temporary: Path, without: str) -> None:
     """SIGKILL of the whole run while its commands work, and hold files."""

@@ -34,6 +34,7 @@ def metrics(tree: Any) -> dict[str, float]:
     return dict(sums.means())
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     ("sent", "greedy", "warned"), [([ZERO, ZERO], 8, True), ([ZERO, WARM], 4, False), ([WARM], 0, False)]

@@ -129,7 +129,7 @@ async def solve(task, client):
 """
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_time_limits_do_not_count_waiting_for_a_turn(engine: NativeEngine, tmp_path: Path) -> None:
     """verifiers 831: what waited in a queue was timed out before it had begun."""
     tree = run(engine, job(engine, n=4), agent=agent(tmp_path, SLOW), episodes=1, timeout_s=1.2)
@@ -154,7 +154,7 @@ def solve(task, client):
 """
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_an_episode_over_its_time_is_one_failure_and_no_second_try(engine: NativeEngine, tmp_path: Path) -> None:
     """agent-lightning 218: a rollout over its time was queued again, and the group lost. What comes late counts for
     nothing, and later groups are not touched."""

@@ -98,7 +98,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_job(tmp_path_factory.mktemp("episodes")).parent
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_every_part_of_a_run_takes_episodes(directory: Path) -> None:
     done = run(directory, "whole", "--trainer.steps=3")
     page = re.compile("|".join(documented_metrics()))

@@ -237,6 +237,7 @@ def solve(task, client):
 """
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     ("options", "status", "code"),
@@ -336,7 +337,7 @@ elif what == "leak":
 """
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=2)
 @pytest.mark.parametrize(
     ("what", "reward", "failure"),

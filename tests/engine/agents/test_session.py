@@ -152,7 +152,7 @@ def shared(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=2)
 @pytest.mark.parametrize("name", ["own", *NAMES])
 def test_random_agents(name: str) -> None:

@@ -108,8 +108,8 @@ def test_a_run_trains_on_episodes(tmp_path: Path) -> None:
             assert all(0 <= part["begin"] <= part["end"] <= line["seconds"] + 1e-6 for part in line["parts"])
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("engines", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("engines", [1, 2])
 def test_engines_elsewhere_sample_the_same_episodes(
     engines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +177,7 @@ def test_an_episode_is_printed(tmp_path: Path, capsys: Any) -> None:
     assert all(row["episode_s"] >= row["calls"][-1]["ended"] for row in table if row["answer"])
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_episodes_span_updates(tmp_path: Path) -> None:
     """At staleness 1, with sampling beside the updates, and a checkpoint in which episodes are open."""
     toml, flags = write(tmp_path)

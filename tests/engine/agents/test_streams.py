@@ -105,6 +105,7 @@ def finished(opened: Open, heard: Heard) -> None:
     until(over)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("path", PATHS)
 def test_text_is_told_while_it_is_sampled(engine: NativeEngine, tmp_path: Path, path: str) -> None:
@@ -208,6 +209,7 @@ def test_an_error_before_any_text_has_its_own_status(engine: NativeEngine, tmp_p
         opened.end()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("same", [True, False])
 def test_a_stream_whose_engine_is_lost_goes_on_only_with_the_same_text(

@@ -33,7 +33,7 @@ def test_an_import_loads_nothing_it_does_not_need(package, others, torch_forks: 
     assert said.strip() == "[]"
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_kernels_work_without_any_extra():
     """Torch alone: a finder that knows no numpy, too. Plans of decode attention say that they want it."""
     blocked = (
@@ -87,7 +87,7 @@ def test_public_names_are_those_declared():
         _ = rolltree.engine.Trainr
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_all_but_rollouts_works_without_a_compiler(torch_forks: Forks):
     code, said = torch_forks.run(
         f"BLOCKED = ('rolltree.engine.rollout.native._host',)\n{BLOCK}"

@@ -269,7 +269,7 @@ def served(run_dir: Path) -> Iterator[str]:
         process.wait()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_the_server_is_this_machines_alone(run_dir: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     with served(run_dir) as address:
@@ -287,7 +287,7 @@ def test_the_server_is_this_machines_alone(run_dir: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before, "the run's files are only read"
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_the_page_is_made_without_torch(run_dir: Path) -> None:
     """A process that has imported it takes seconds to begin and, after Ctrl-C, to end."""
     code = "import sys; from pathlib import Path; from rolltree.engine.app.report.watch import Watched"

@@ -83,6 +83,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "nemotron_h", "lfm2", "deepseek_v3", "glm4_moe_lite"])
 def test_products_of_hybrids_and_latent_attention(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,7 @@ TALKS: list[list[dict[str, Any]]] = [
 
 
 @needs_trl
+@pytest.mark.slow(but=2)
 @pytest.mark.check(but=2)
 @pytest.mark.parametrize("number", range(len(TALKS)))
 def test_every_door_writes_a_conversation_alike_and_whole(number: int) -> None:

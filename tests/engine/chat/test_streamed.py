@@ -124,6 +124,7 @@ LAST = {"wordpiece, cleaned": "你", "unigram, cleaned": "你", "suffixes": "the
 """A piece that finishes what was held, and is whole itself; "." for other tokenizers."""
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=3)
 @pytest.mark.parametrize("name", MAKERS)
 @settings(deadline=None, max_examples=100)

@@ -39,7 +39,7 @@ def check_laws(tree: TokenTree) -> None:
         assert below == set(tree.leaf_order[tree.first_leaf[node] : tree.last_leaf[node] + 1].tolist())
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @settings(max_examples=70, deadline=None)
 @given(groups())
 def test_round_trip_and_laws(group):

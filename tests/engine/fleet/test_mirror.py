@@ -44,15 +44,16 @@ def threads(monkeypatch: pytest.MonkeyPatch, one_at_a_time: None) -> Started:
     return made
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize(
     ("method", "step", "starts"),
     [
         ("update", 3, 4),
-        pytest.param("updated", 2, 4, marks=pytest.mark.slow),
-        pytest.param("state", 4, 4, marks=pytest.mark.slow),  # after the update that it would hold
-        pytest.param("update", 1, 4, marks=pytest.mark.slow),  # none is kept yet, so the run goes back
-        pytest.param("take", 0, 6, marks=pytest.mark.slow),  # while the others go on
+        ("updated", 2, 4),
+        ("state", 4, 4),  # after the update that it would hold
+        ("update", 1, 4),  # none is kept yet, so the run goes back
+        ("take", 0, 6),  # while the others go on
     ],
 )
 def test_a_lost_rank_goes_on_after_the_last_update(
@@ -75,7 +76,7 @@ def test_a_lost_rank_goes_on_after_the_last_update(
     audit(config)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_state_that_is_gone_takes_the_run_back_to_its_checkpoint(
     toml: Path, alone: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

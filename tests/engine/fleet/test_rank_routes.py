@@ -43,7 +43,7 @@ def other_experts(tree: TokenTree) -> TokenTree:
     return tree
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_two_ranks_train_with_the_experts_that_one_process_trains_with(toml: Path) -> None:
     steps: list[list[Any]] = [[other_experts(tree) for tree in of_step] for of_step in sampled(toml, 2, 7)]
     one = {name: alone(toml, steps, case) for name, case in CASES.items()}

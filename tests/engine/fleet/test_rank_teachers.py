@@ -101,7 +101,7 @@ def at(url: str, case: Case) -> Case:
     return replace(case, options=tuple(option.replace("URL", url) for option in case.options))
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_learn_from_them_what_one_process_learns(
@@ -150,6 +150,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("case", WRONG)
 def test_what_fails_is_told_by_all_ranks(

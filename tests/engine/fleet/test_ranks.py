@@ -132,10 +132,8 @@ SHARPEST = (
 )  # fmt: skip
 
 
-@pytest.mark.check
-@pytest.mark.parametrize(
-    "names", [SHARPEST, pytest.param([name for name in MUTANTS if name not in SHARPEST], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [SHARPEST, [name for name in MUTANTS if name not in SHARPEST]])
 def test_wrong_code_differs(names: Sequence[str], toml: Path, trees: list[list[Any]], one: dict[str, Result]) -> None:
     found, _ = on_ranks(of_mutants, toml.parent, 2, toml, trees, names)
     assert list(found) == list(names)
@@ -169,8 +167,8 @@ def saved(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
     return directory, trees, first
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_another_number_of_ranks_goes_on(count: int, toml: Path, saved: Any) -> None:
     directory, trees, expected = saved
     assert len(list((directory / RESUMED[0] / "step_000002" / "learner").iterdir())) == 2
@@ -227,7 +225,7 @@ def rounded(group: Group, toml: Path, trees: list[list[Any]]) -> Result:
     return learn(make(toml, case, group, "--model.dtype=bfloat16"), trees, case)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_bf16_is_rounded_no_more_than_in_one_process(
     toml: Path, trees: list[list[Any]], one: dict[str, Result]
 ) -> None:

@@ -40,7 +40,6 @@ from rolltree.engine.train.group import ALONE, Group
 
 from ...support.forked import Forked
 from ...support.scale import assert_close, train
-from ...support.thinned import thinned
 from ..loop.test_durability import assert_same_run, audit, rows
 
 SHORT = ["--evaluation.problems=4", "--evaluation.every=2", "--trainer.steps=4", "--checkpoint.every=2"]
@@ -139,6 +138,7 @@ def told(run: Orchestrator) -> str:
     return " ".join(run.console.rich.file.getvalue().split())  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 def test_replicas_give_the_bits_of_one_process(toml: Path, alone: Path, threads: Started, tmp_path: Path) -> None:
     config, run = train(toml, [f"--output_dir={tmp_path}", *SHORT, *TWO])
@@ -173,10 +173,11 @@ def test_ranks_engines_and_a_reward_host_give_the_tokens_of_one_process(
         host.rewards.close()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize(
     ("method", "step", "again"),
-    [("update", 3, 2), pytest.param("updated", 1, 0, marks=pytest.mark.slow), ("save", 0, 0)],
+    [("update", 3, 2), ("updated", 1, 0), ("save", 0, 0)],
 )
 def test_a_lost_rank_takes_the_run_back(
     toml: Path,
@@ -209,11 +210,11 @@ class Gone:
 OVERLAP = ["--loop.staleness=1", "--algorithm.advantage=group_norm"]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize(
     ("overlap", "mirror", "rank_ends"),
-    # any two of them take all four values
-    thinned(itertools.product([False, True], repeat=3), lambda number, case: sum(case) % 2 == 0),
+    itertools.product([False, True], repeat=3),
 )
 def test_weights_that_are_gone_are_stored_once_more_or_take_the_run_back(
     toml: Path, alone: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool,
@@ -245,7 +246,7 @@ def test_weights_that_are_gone_are_stored_once_more_or_take_the_run_back(
         assert_same_run(config.run_dir, alone)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_rank_that_is_lost_while_the_run_goes_back(
     toml: Path, alone: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,7 +265,7 @@ def test_a_rank_that_is_lost_while_the_run_goes_back(
     assert_same_run(config.run_dir, alone)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_engines_forget_weights_that_the_run_went_back_from(
     toml: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +292,7 @@ def test_engines_forget_weights_that_the_run_went_back_from(
     assert run.buffer.summary() is not None  # every token is accounted for
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_too_many_losses_end_the_run(
     toml: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,7 +308,7 @@ def test_too_many_losses_end_the_run(
     assert len(threads.ranks) == 6
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_rank_out_of_memory_halves_the_micro_batches_of_all(
     toml: Path, alone: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -548,7 +549,7 @@ def random(trees):
 """
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_credit_that_differs_between_the_ranks_ends_the_run(toml: Path, processes: Forked, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     few = [*SHORT, "--trainer.steps=2", f"--output_dir={tmp_path}"]

@@ -128,6 +128,7 @@ class Slow(InThreads):
         return Late()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("waits", [True, False])
 def test_no_token_is_older_than_its_group(
@@ -191,7 +192,7 @@ def test_reward_hosts_give_the_bits_of_one_process(
         host.rewards.close()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_colocated_engines_sleep_during_updates_and_give_the_bits_of_one_process(
     toml: Path, alone: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,7 @@ def lost(directory: Path) -> list[float]:
     return [row.get("group/restarted_lost", 0) for row in rows(directory)[1:]]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.check
 @pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("host", [False, True])
@@ -177,7 +178,7 @@ def test_groups_whose_rollouts_are_gone_are_sampled_anew_with_the_same_tokens(
     assert "lost" in str(run.buffer.summary())
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_rollouts_that_are_gone_while_groups_are_open(
     toml: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

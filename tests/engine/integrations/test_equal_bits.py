@@ -67,8 +67,8 @@ def forward(model: Any, rows: Sequence[list[int]], *, left: bool = False) -> lis
     return found
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_served_is_trained(directory: Path, dtype: str) -> None:
     with (
         serving.as_process(directory, "--batch_invariant", "--dtype", dtype) as (_, url),

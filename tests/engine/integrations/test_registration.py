@@ -32,13 +32,13 @@ def python(program: str, *, path: Path | None = None, forked: Forks | None = Non
     return said
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     [
         "import rolltree.engine",  # and Transformers afterwards
-        pytest.param("import transformers.modeling_utils, rolltree.engine", marks=pytest.mark.slow),
-        pytest.param("import transformers, rolltree.engine, transformers.masking_utils", marks=pytest.mark.slow),
+        ("import transformers.modeling_utils, rolltree.engine"),
+        ("import transformers, rolltree.engine, transformers.masking_utils"),
     ],
 )
 def test_a_model_is_made_with_it_in_every_order(imports: str, torch_forks: Forks) -> None:
@@ -59,10 +59,10 @@ assert not any(t.is_alive() for t in threads)
 """
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "second",
-    ["rolltree.engine", pytest.param("rolltree.engine.integrations.transformers", marks=pytest.mark.slow)],
+    ["rolltree.engine", "rolltree.engine.integrations.transformers"],
 )
 def test_imports_in_two_threads_neither_hang_nor_miss_it(second: str, torch_forks: Forks) -> None:
     program = THREADS.replace("FIRST", "['transformers.modeling_utils']").replace("SECOND", f"[{second!r}]")

@@ -119,7 +119,7 @@ SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[Any, int], object]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=3)
 @pytest.mark.parametrize("case", SCHEDULES)
 def test_schedules(path: str, case: str) -> None:
@@ -186,7 +186,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 WAYS = ("subclass", "instance", "instance, later", "class")
 
 
-@pytest.mark.slow(but=8)
+@pytest.mark.slow(but=2)
 @pytest.mark.check(but=4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("cls", "name"), [(cls, name) for cls, names in METHODS.items() for name in names])
@@ -256,8 +256,7 @@ def options(cls: type, trainer: Any) -> Iterator[tuple[str, str, Any]]:
                 yield place, name, new
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "when"), [(0, "before"), (1, "later"), (2, "before"), (3, "later")])
 @pytest.mark.parametrize("cls", [SFTTrainer, GRPOTrainer, RLOOTrainer, DPOTrainer])
 def test_options(path: str, cls: type, share: int, when: str) -> None:

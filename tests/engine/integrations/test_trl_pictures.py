@@ -72,7 +72,7 @@ def make(path: Path, **options: Any) -> Any:
     )
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -56,7 +56,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {name: json.loads((directory / name).read_text()) for name in PARTS}
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", ["tree", "flat"])
 def test_two_ranks(found: dict[str, Any], parts: str) -> None:
     (theirs, weights), (ours, own) = found["TRL"], found[parts]

@@ -163,6 +163,7 @@ def rollouts_with_tools(prompts: list[str], trainer: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "vespo"])
 def test_tokens_of_tools_are_not_trained_on(path: str, loss_type: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,7 @@ def scripted(turns: list[str], calls: list[int] | None = None) -> Script:
     return generate
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("kind", ["tools", "environment"])
 def test_tools(path: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

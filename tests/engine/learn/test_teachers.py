@@ -108,6 +108,7 @@ def test_each_tree_is_scored_by_its_teacher(models: Any) -> None:
     assert abs(trees[0].teacher_logprob - trees[1].teacher_logprob)[3:].max() > 0.01
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("recipe", ["mopd", "opd_full"])
 def test_a_run_with_several(toml: Path, teacher: Path, recipe: str, tmp_path: Path) -> None:  # noqa: F811
@@ -170,7 +171,7 @@ def served(toml: Path, teacher: Path) -> Iterator[Callable[[Path], Any]]:  # noq
     return serve
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_run_with_a_server(toml: Path, teacher: Path, served: Any, tmp_path: Path) -> None:  # noqa: F811
     """A served copy of the policy teaches nothing at first; another model does, also beside its tokens' log-probs."""
     with served(toml.parent / "model") as url:
@@ -262,7 +263,7 @@ WRONG: dict[str, tuple[Callable[[int, Any], Any], str]] = {
 }
 
 
-@pytest.mark.slow(but=6)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=3)
 @pytest.mark.parametrize("case", WRONG)
 def test_a_server_that_fails_is_named(case: str) -> None:

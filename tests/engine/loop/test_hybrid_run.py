@@ -30,7 +30,7 @@ def train(directory: Path, *options: str) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, rows) if "training/rollout_probs_diff_mean" in row]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_report")
 def test_sampler_and_trainer_agree_on_a_hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = train(tmp_path / "right")

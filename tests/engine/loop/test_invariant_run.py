@@ -85,7 +85,7 @@ def test_responses_computed_one_by_one(
     assert (updates[0]["training/rollout_probs_diff_mean"][0] == 0) == exact
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_old_log_probs_are_the_samplers(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scored: list[str] = []
     score = Role.score

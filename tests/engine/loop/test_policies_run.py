@@ -181,6 +181,7 @@ def sampled(tree: TokenTree, leaf: int, policy: int) -> Any:  # [n] bool
     return (tree.origin[rows] == Origin.SAMPLED) & (tree.model[rows] == policy)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 def test_each_token_has_the_log_prob_of_the_policy_that_sampled_it(two: Two) -> None:
     for step, trees in list(enumerate(two.trees))[1:]:
@@ -410,7 +411,7 @@ def test_one_policy_may_play_both_roles(two: Two, toml: Path, tmp_path: Path) ->
     assert all(mask for row in table for mask, role in zip(row["loss_mask"], row["role"], strict=True) if role == 0)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_the_example_can_be_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     planned = "\n".join(plan_lines(load_config(ROOT / "examples" / "two_policies_cpu.toml")))

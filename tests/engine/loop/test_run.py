@@ -72,7 +72,7 @@ def test_the_page_of_the_metrics_has_what_the_code_names():
     assert {name for name in names if not page.fullmatch(name)} == set()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_plain_transformers_loads_the_export(finished_run, torch_forks: Forks):
     program = (
         "import sys\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"

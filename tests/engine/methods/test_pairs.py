@@ -270,6 +270,7 @@ def same_by_definition(one: str, other: str) -> bool:
     return ALIASES.get(one, (one,))[0] == ALIASES.get(other, (other,))[0]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 def test_a_few_objectives_are_all_different(toml, recorded):
     found = objective_signatures(toml, recorded, ("grpo", "gspo", "gspo_token"), (OF_TOKENS,))

@@ -73,7 +73,7 @@ def best_sizes(weights: list[np.ndarray], costs: list[float]) -> list[int]:
     return sizes
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_knapsack_spends_the_tokens_of_a_step_where_they_add_most(step_of, toml):
     steps = step_of("knapsack")
     counts: dict[Any, Any] = {"all": np.ones(2)}

@@ -52,7 +52,7 @@ def work(rank: int, directory: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_sharded_gradients_are_those_of_one_process(tmp_path: Path) -> None:
     run_ranks(work, (str(tmp_path),), RANKS)
     for name in CASES:

@@ -282,7 +282,7 @@ def test_hooks_are_called() -> None:
     assert len(fused_modules(model)) >= 4 * LAYERS + 1
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_compiled_model_is_transformers_own() -> None:
     """It is fused by the compiler, whose graph a custom op would cut."""
     model = fuse_layers(made("qwen3"))

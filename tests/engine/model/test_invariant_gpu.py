@@ -88,7 +88,7 @@ def test_sampled_is_trained_in_any_form(name: str, dtype: torch.dtype, graphs: b
 
 @needs_triton
 @needs_products
-@pytest.mark.check
+@pytest.mark.slow
 def test_the_engine_runs_the_kernels_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's steps and packed trees through the kernels of backend ``invariant``."""
     set_chunk(monkeypatch, 16)

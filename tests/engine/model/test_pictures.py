@@ -113,7 +113,7 @@ def assert_equal_gradients(name: str, ours: dict[str, Tensor], theirs: dict[str,
         assert float((ours[key] - theirs[key]).norm()) < BOUND * max(float(theirs[key].norm()), least), key
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("how", ["at once", "checkpointing", "in pieces"])
 def test_logprobs_loss_and_all_gradients(known: Known, how: str) -> None:

@@ -302,7 +302,7 @@ def test_bf16_is_no_further_from_fp64_than_twice_flat(name):
         assert (got - exact).norm() < 0.1 * exact.norm()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_compiled_layer_takes_trees_of_any_size_without_recompiling():
     ours, plain = make_models("qwen3")[0], make_models("qwen3")[0]
     objective = Objective.preset("grpo")

@@ -317,6 +317,7 @@ class CrashError(Exception):
     pass
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("name", ["Steady", "Forgetful"])
 def test_unfinished_conversations_survive_a_crash_or_are_counted(

@@ -145,7 +145,7 @@ def test_a_trial_asks_the_engine_for_what_the_task_says(stand_in: Path, tmp_path
     assert not tests.parent.parent.exists()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_what_the_engine_refuses_is_told_and_nothing_is_left(stand_in: Path, tmp_path: Path) -> None:
     def check(toml: str) -> None:
         task = write_task(tmp_path / str(hash(toml)), toml=toml, environment__Dockerfile="FROM x")
@@ -170,7 +170,7 @@ def test_what_the_engine_refuses_is_told_and_nothing_is_left(stand_in: Path, tmp
     BACKGROUND.close()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_an_episode_by_the_stand_in(stand_in: Path, tmp_path: Path) -> None:
     """The shell's answers, a reward however the episode ends, and a failure of the tests as one of the episode."""
     engine = NativeEngine(serving.model(), WORDS, EngineConfig(kv_tokens=8192))

@@ -166,7 +166,7 @@ def test_calls_that_wait_for_servers_take_no_place_of_others() -> None:
         late.result(5.0)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_server_at_an_address() -> None:
             asyncio.run(asyncio.wait_for(boxes[0].call("double", {"number": 4}), 20))
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_server_that_wants_a_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MCP_TOKEN", "s3cr3t")
     with addressed(MCP_GUARD="Bearer s3cr3t") as (_, address):
@@ -303,6 +303,7 @@ def test_a_server_that_wants_a_token(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert not [path for path in files if b"s3cr3t" in path.read_bytes()], "no secret is in the run's files"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 def test_a_run_offers_them_and_ends_them(log: Path, tmp_path: Path) -> None:
     toml = beside(
@@ -322,7 +323,7 @@ def test_a_run_offers_them_and_ends_them(log: Path, tmp_path: Path) -> None:
             load_config(toml, [f"--data.tools={as_toml([bad])}"])
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_server(tmp_path: Path) -> None:
     log = tmp_path / "log"
     script = (

@@ -226,7 +226,7 @@ def test_recipes_with_judges_of_groups(toml, tmp_path, name) -> None:
     assert judged == 4
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_hanging_judge_is_counted_and_its_group_left_out(toml, tmp_path) -> None:
     (toml.parent / "slow.py").write_text(
         "import time\n\ndef slow(texts, entry):\n"

@@ -118,6 +118,7 @@ def gone(found: list[int], within: float = 5.0) -> bool:
     return not any(map(alive, found))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("how", ["child", "session", "daemon"])
 def test_nothing_below_a_verifier_outlives_its_time_out_or_the_run(mine: Path, how: str) -> None:

@@ -109,7 +109,7 @@ def items(*texts: str) -> list[RewardItem]:
     return [RewardItem(text, {"answer": "4"}, problem="2 + 2", prompt="<2 + 2>") for text in texts]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_judges_score_is_the_reward_and_its_failures_are_told_apart(moody: tuple[Moody, str]) -> None:
     server, url = moody
     with judge(f"{url}/v1", prompt="{response}", timeout_s=3.0, system="Be strict.") as rewards:

@@ -124,7 +124,7 @@ def test_failures_concern_only_their_item(user_code: Path) -> None:
     assert [r.value for r in again] == [9, None, 10]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_one_slow_item_does_not_fail_its_neighbours(user_code: Path) -> None:
     """The time limit is an item's, not its batch's."""
     user_code.write_text("import time\ndef f(text, entry):\n    time.sleep(0.1)\n    return 1\n")

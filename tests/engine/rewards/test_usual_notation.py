@@ -335,6 +335,7 @@ SAID: list[tuple[str, list[str], list[str]]] = [
 """References, responses that are right, and responses that are wrong or cannot be read."""
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=40)
 @pytest.mark.parametrize(("reference", "right", "wrong"), WRITTEN, ids=[case[0] for case in WRITTEN])
 def test_boxed_answers_to_references_in_latex(reference: str, right: list[str], wrong: list[str]) -> None:

@@ -32,6 +32,7 @@ def judged(verifier: str, texts: list[str], answer: object, **options: object) -
 NO = "no_answer"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize(
     ("verifier", "options", "texts", "verdicts"),
@@ -289,7 +290,7 @@ def test_one_response_fails_no_verifier_and_an_entry_does() -> None:
         bounded("4", {"answer": 0})
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_response_takes_no_memory_without_bounds() -> None:
     """A list of 8 GB is made by one call, which no time limit interrupts."""
     entry = {

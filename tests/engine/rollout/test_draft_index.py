@@ -96,7 +96,7 @@ class Searched:
         return drafted
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     events=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12), st.integers(1, 40)), min_size=1, max_size=12),

@@ -140,7 +140,7 @@ class Unsure(RolloutProgram):
 PROGRAMS: dict[str, Any] = {"flat": "flat", "treepo": TREEPO, "unsure": Unsure(), "asks": Asks()}
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("sizes", [{}, {"kv_tokens": 120}], ids=["roomy", "tight"])
@@ -496,7 +496,7 @@ def come_between(native: NativeEngine, requests: list[Request], action: str, see
     native.step()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     program=st.sampled_from(list(PROGRAMS)),

@@ -43,7 +43,7 @@ def sampled(directory: Path) -> list[list[list[int]]]:
     return [pq.read_table(file, columns=["response_ids"]).column(0).to_pylist() for file in files]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_report")
 def test_the_curve_is_the_same_with_drafts_and_after_a_resume(tmp_path: Path, made: dict[Drafts, int]) -> None:
     """Four passes over six problems."""

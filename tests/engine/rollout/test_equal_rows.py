@@ -63,7 +63,7 @@ def test_the_bits_are_those_of_rows_apart(sizes: dict[str, int], temperature: fl
     assert (flop_after < 0.95 * flop_before) == (temperature < 1)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @settings(max_examples=24, deadline=None)
 @given(
     program=st.sampled_from(list(PROGRAMS)),

@@ -132,7 +132,7 @@ def test_log_probs_in_bf16_are_the_modules_own(name: str, whole: list[int]) -> N
     assert np.abs(fused - plain).mean() <= np.abs(wide - plain).mean()
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
@@ -149,7 +149,7 @@ def test_the_same_bits_where_the_products_are_the_layers_own(
     assert not whole
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MODELS)

@@ -39,8 +39,7 @@ def sampled(native: NativeEngine, tokens: int = 5) -> list[Any]:
     return native.generate([list(range(20, 31))], params, seeds=[1])
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_samples_as_modules(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +67,7 @@ def test_the_same_samples_as_modules(name: str, dtype: torch.dtype, monkeypatch:
             np.testing.assert_allclose(tree.behaviour_logprob, other.behaviour_logprob, rtol=0, atol=near)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_rotations_of_later_positions_are_those_of_the_first_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph reads the table that it was captured with."""
     model = made("llama")
@@ -84,7 +83,7 @@ def test_rotations_of_later_positions_are_those_of_the_first_table(monkeypatch: 
     assert most_positions(model, small.cache) == 64
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_rows_with_adapters_and_unknown_decoders_run_as_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(LlamaForCausalLM):
         pass
@@ -98,7 +97,7 @@ def test_rows_with_adapters_and_unknown_decoders_run_as_modules(monkeypatch: pyt
     assert all(np.isfinite(tree.behaviour_logprob).sum() for tree in trees)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("window", [1, 8])

@@ -37,7 +37,7 @@ class Uncaptured(DecodeGraphs):
         return decoded
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sizes", [{}, {"kv_tokens": 120}])
@@ -137,7 +137,7 @@ def test_compiled_once_for_all_layers_and_sizes() -> None:
     assert all(layer._compiled_call_impl is None for layer in layers), "the trainer's calls are its own"
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_kinds_of_layers_are_as_many_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five layers, windows in three of them: traced twice."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))

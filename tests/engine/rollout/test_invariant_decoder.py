@@ -77,8 +77,7 @@ def attending(name: str) -> Any:
     return make_invariant(model)
 
 
-@pytest.mark.slow(but=3)
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("least", [64, 32])
 def test_the_bits_of_modules(name: str, least: int, deep: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -96,8 +95,7 @@ def test_the_bits_of_modules(name: str, least: int, deep: Any, caplog: pytest.Lo
     assert np.isfinite(tree.behaviour_logprob).sum() == 3 * 3
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bits_of_training(name: str, deep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but ten kernels a layer computes the decoded rows."""
@@ -115,7 +113,7 @@ def test_the_bits_of_training(name: str, deep: Any, monkeypatch: pytest.MonkeyPa
     assert differing(model, trees) is None
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_decoder_of_other_bits_is_dropped(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One unit in the last place of one number of one layer; the samples are those of modules."""
     model = attending("qwen3")
@@ -157,7 +155,7 @@ def test_a_captured_step_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) 
     assert len(modules) == 3
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_layer_is_ten_kernels(deep: Any) -> None:
     """Parts of a depth are added by the norm that follows; the slots of keys are found once a step."""
     deep(64)

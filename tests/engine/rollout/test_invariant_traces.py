@@ -29,7 +29,7 @@ def exact(name: str) -> Any:
     return make_invariant(found)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     name=st.sampled_from(["qwen3", "llama"]),

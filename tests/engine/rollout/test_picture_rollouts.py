@@ -92,7 +92,7 @@ def off(net: Any, name: str, trees: Sequence[TokenTree]) -> float:
     return float(np.abs(found - right).max())
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_equals_transformers_generate(name: str) -> None:
@@ -135,7 +135,7 @@ def test_log_probs_are_those_of_the_trainer_and_of_plain_transformers(name: str)
     assert_all_free(native)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_sample_depends_neither_on_the_batch_nor_on_sizes_nor_on_preemption() -> None:
     for sizes in ({"max_batch_rows": 3}, TIGHT, {"host_kv_tokens": 4096, "kv_tokens": 96}, {"page_size": 16}):
         native = engine(**sizes)
@@ -273,6 +273,7 @@ def eager() -> tuple[Any, Any]:
     return both
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_placeholders_are_never_sampled_and_log_probs_stay_the_models(temperature: float) -> None:
@@ -343,8 +344,8 @@ def test_drafts_are_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- attention in both directions -------------------------------------------------------------------------------------
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("gemma4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
 def test_two_way_pictures_survive_chunks_preemption_and_the_host(name: str) -> None:
     """A chunk is smaller than a picture; pages run short; keys of a picture come back from the host."""
     draw = np.random.default_rng(0)

@@ -68,6 +68,7 @@ def finish(native: NativeEngine, requests: Sequence[Request]) -> list[TokenTree]
     return [request.tree for request in requests if request.tree is not None]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("family", EVERY)
 def test_greedy_equals_transformers_generate(family: str) -> None:
@@ -106,8 +107,8 @@ def test_log_probs_are_those_of_the_trainer_and_of_plain_transformers(family: st
     assert_all_free(native)
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("program", [pytest.param("flat", marks=pytest.mark.slow), TREEPO], ids=["flat", "treepo"])
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["flat", TREEPO], ids=["flat", "treepo"])
 def test_a_sample_depends_neither_on_the_batch_nor_on_sizes_nor_on_preemption(program: RolloutProgram | str) -> None:
     for sizes in (
         {"max_batch_rows": 3},

@@ -116,7 +116,7 @@ WAYS: dict[str, tuple[RolloutProgram | str, dict[str, Any], str | None]] = {
 }
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.check(but=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_token_has_the_experts_that_computed_it(way: str) -> None:

@@ -79,7 +79,7 @@ def assert_same(trees: list[TokenTree], others: list[TokenTree], off: float) -> 
         np.testing.assert_allclose(tree.behaviour_logprob, other.behaviour_logprob, rtol=0, atol=off)
 
 
-@pytest.mark.slow(but=6)
+@pytest.mark.slow(but=2)
 @pytest.mark.check(but=3)
 @pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3"])
 @pytest.mark.parametrize("config", [{}, {"debug": True}, {"max_prefill_tokens": 5}, {"kv_tokens": 256}])
@@ -144,8 +144,8 @@ def test_padded_steps_have_the_same_rows() -> None:
 
 
 @needs_triton
-@pytest.mark.check
-@pytest.mark.parametrize("graphs", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", [True, False])
 def test_tiles_of_a_step_give_triton_the_same_rows(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's products, which read the tiles of the step's vector, in place of the CPU's; padded and as they are."""
     some: dict[str, Any] = {"n": 1, "max_new_tokens": 3}

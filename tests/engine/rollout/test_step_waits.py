@@ -76,6 +76,7 @@ def test_a_step_waits_for_what_it_drew(graphs: bool, params: SamplingParams) -> 
         assert counted.launching == []
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.check
 @pytest.mark.parametrize("graphs", [False, True], ids=["steps", "graphs"])
 def test_waits_are_seen(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
-@pytest.mark.slow(but=9)
+@pytest.mark.slow(but=3)
 @pytest.mark.check(but=4)
 @pytest.mark.parametrize("name", OF_PROGRAMS)
 def test_every_program_makes_the_same_trees(name: str, windows: list[int]) -> None:
@@ -93,7 +93,7 @@ def test_every_model_makes_the_same_trees(name: str, windows: list[int]) -> None
     assert max(windows) == 5  # a segment
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @settings(max_examples=16, deadline=None)
 @given(
     program=st.sampled_from(list(PROGRAMS)),
@@ -155,9 +155,8 @@ def test_padded_steps_and_items_advance(program: Any) -> None:
     assert_equal(*trees)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @needs_interpreter
-@pytest.mark.check
 @pytest.mark.parametrize("backend", ["triton", "invariant"])
 def test_the_kernels_of_a_gpu_read_what_advanced(backend: Any) -> None:
     trees = []

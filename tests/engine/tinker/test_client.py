@@ -220,7 +220,7 @@ def test_what_cannot_be_honoured_is_refused(service: tinker.ServiceClient, optio
         service.create_lora_training_client(**{"base_model": "tiny", **options}).result()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_two_adapters_in_turns_are_each_alone(service: tinker.ServiceClient) -> None:
     one, two = made(service, seed=1), made(service, seed=2, rank=8, train_unembed=False)
     some = [example(IDS, 5), example([*IDS[:4], 7, 8, 9], 3)]

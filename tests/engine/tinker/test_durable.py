@@ -244,8 +244,8 @@ def test_a_killed_server_comes_back_with_what_was_saved(directory: Path, tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:DEPRECATED")
-@pytest.mark.check
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_resumed_model_is_the_one_that_was_not_stopped(tmp_path: Path, dtype: torch.dtype) -> None:
     """In the same server, in a model that trained something else, and after a restart: to the bit, in bf16 too."""
 

@@ -133,7 +133,7 @@ def test_steps_on_images_are_those_of_adamw(url: str, folder: Path, tmp_path: Pa
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0, msg=name)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_all_weights_but_the_towers_are_trained_on_images(folder: Path, tmp_path: Path) -> None:
     judge = Judge(folder)
     tower = {name for name, _ in tower_parameters(judge.net)}
@@ -166,7 +166,7 @@ def check_samples(sampler: tinker.SamplingClient, judge: Judge, net: Any) -> Non
                 assert np.abs(judge.logprobs(net, other)[-6:].numpy() - one.logprobs).max() > 1e-3
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_samples_after_an_image_are_those_of_the_adapter(url: str, folder: Path, tmp_path: Path) -> None:
     judge = Judge(folder)
     trained = client(url).create_lora_training_client("tiny", 4, seed=1).result()

@@ -75,7 +75,7 @@ def at_once(*work: Callable[[], Any]) -> list[Any]:
     return results
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_two_clients_at_once_learn_and_sample_what_each_does_alone(tmp_path: Path) -> None:
     alone = []
     for name in PARTS:
@@ -92,7 +92,7 @@ def test_two_clients_at_once_learn_and_sample_what_each_does_alone(tmp_path: Pat
     assert alone[0] != alone[1]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_samples_of_several_adapters_share_steps(tmp_path: Path) -> None:
     engine = make_engine()
     with serving(tmp_path, engine) as url:

@@ -87,8 +87,7 @@ def test_numbers_of_adapters_are_given_again_without_their_keys(monkeypatch: pyt
     assert resident(native) == {stays}
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("trainers", [1, 4])
 def test_long_training_requests_do_not_hold_up_samples(
     url: str, trainers: int, monkeypatch: pytest.MonkeyPatch

@@ -127,7 +127,7 @@ def made_again(url: str, trained: tinker.TrainingClient, folder: Path, steps: in
     return found
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:DEPRECATED. TrainingClient.load_state")
 def test_training_goes_on_from_a_saved_state_after_the_server_ended(tmp_path: Path, source: str) -> None:
     with _serving(tmp_path / "states", source) as url:
@@ -154,7 +154,7 @@ def test_training_goes_on_from_a_saved_state_after_the_server_ended(tmp_path: Pa
         assert [run.is_lora for run in rest.list_training_runs().result().training_runs] == [False, False]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_what_full_fine_tuning_cannot_do_is_refused(url: str, tmp_path: Path, source: str) -> None:
     for options, said in (
         ({"rank": 8}, "rank is 8, and this server trains all weights of one model"),
