@@ -59,11 +59,15 @@ class TreeOf:
 
 
 class StoredTexts(Sequence[str]):
-    """The texts in a stored `Sampled`, fetched when the first is read; a copy for another process fetches its own."""
+    """The texts in a stored `Sampled`, fetched when the first is read; a copy for another process fetches its own.
 
-    def __init__(self, stored: Source, count: int) -> None:
+    Args:
+        told: the texts, where this process has been told them.
+    """
+
+    def __init__(self, stored: Source, count: int, told: Sequence[str] | None = None) -> None:
         self._stored, self._count = stored, count
-        self._fetched: Sequence[str] | None = None
+        self._fetched = told
 
     def __len__(self) -> int:
         return self._count

@@ -63,6 +63,7 @@ class Fleet:
         least: smallest number of engines, where it follows the cluster; None where it is fixed.
         stores: trees and texts of `submit` stay where they were sampled, for processes that judge and train: they are
             `StoredTree` and `StoredTexts`.
+        tells_texts: this process has the texts at once, as its own verifiers read them.
         note: called with sentences for the user.
     """
 
@@ -79,11 +80,12 @@ class Fleet:
         judge: Callable[[Sequence[RewardItem]], Future[list[RewardResult]]] | None = None,
         least: int | None = None,
         stores: bool = False,
+        tells_texts: bool = False,
         note: Callable[[str], object] = lambda sentence: None,
     ) -> None:
         self.workers, self._make, self._args = workers, make, args
         self._hang_s, self._start_s, self._restarts, self._judge = hang_s, start_s, restarts, judge
-        self._sends_changes, self._stores = sends_changes, stores
+        self._sends_changes, self._stores, self._tells_texts = sends_changes, stores, tells_texts
         self._version = self._newest = 0  # of the weights; the run may go back from the newest
         self._shipper = Shipper(workers.put)
         self._source: WeightSource | None = None  # of the newest weights
@@ -540,7 +542,7 @@ class Fleet:
 
     def _result(self, engine: Engine, number: int, *, stays: bool) -> Future[Any]:
         if stays:
-            return self.workers.leave(engine.worker, "stored_result", number)
+            return self.workers.leave(engine.worker, "stored_result", number, self._tells_texts)
         return engine.worker.ask("result", number)
 
     def _near(self, job: Job) -> Engine | None:
@@ -559,4 +561,4 @@ def _placed(received: Result | tuple[Result, Reference]) -> Result:
     (tree, texts, tally), reference = received
     assert isinstance(tree, StoredTree)
     tree.place(TreeOf(reference))
-    return Result(tree, None if texts is None else StoredTexts(reference, tree.num_leaves), tally)
+    return Result(tree, None if texts is None else StoredTexts(reference, tree.num_leaves, texts or None), tally)

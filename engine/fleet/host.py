@@ -140,8 +140,12 @@ class Host:
         """Return the result of a job of `run`; it can be asked for once."""
         return self._results.pop(number)
 
-    def stored_result(self, number: int) -> Future[tuple[Result, Sampled]]:
-        """Return the result of a job with a `StoredTree` and, if there are any, no texts; and what was sampled."""
+    def stored_result(self, number: int, tells_texts: bool) -> Future[tuple[Result, Sampled]]:
+        """Return the result of a job with a `StoredTree`, and what was sampled.
+
+        Args:
+            tells_texts: the result has the texts too; otherwise an empty list stands for them.
+        """
         stored: Future[tuple[Result, Sampled]] = Future()
 
         def store(done: Future[Result]) -> None:
@@ -151,8 +155,8 @@ class Host:
                 stored.set_exception(error)
             else:
                 tree, texts, tally = done.result()
-                told = Result(StoredTree.of(tree), None if texts is None else [], tally)
-                stored.set_result((told, Sampled(tree, texts)))
+                told = texts if texts is None or tells_texts else []
+                stored.set_result((Result(StoredTree.of(tree), told, tally), Sampled(tree, texts)))
 
         self.result(number).add_done_callback(store)
         return stored

@@ -149,6 +149,7 @@ def make_fleet(
         judge=None if hosted is None else partial(hosted.ask, "score"),
         least=config.rollout.least_engines,
         stores=config.trainer.ranks > 1,
+        tells_texts=hosted is None,
         note=note,
     )
 

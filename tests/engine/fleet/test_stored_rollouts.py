@@ -101,6 +101,26 @@ def test_the_run_reads_no_token_and_no_text(
 
 
 @pytest.mark.check
+def test_the_runs_own_verifiers_judge_texts_that_were_told(
+    toml: Path, alone: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's thread fetches nothing of what is stored: the first to do so are the ranks, when they gather a batch."""
+    readers: list[str] = []
+    put = threads.put
+
+    class Noting(Here):
+        def get(self) -> Any:
+            readers.append(threading.current_thread().name)
+            return self.value
+
+    monkeypatch.setattr(threads, "put", lambda value: Noting(value) if isinstance(value, Sampled) else put(value))
+    config, _ = train(toml, [f"--output_dir={tmp_path}", *SHORT, *TWO])
+    assert readers
+    assert threading.main_thread().name not in readers
+    assert_same_run(config.run_dir, alone)
+
+
+@pytest.mark.check
 def test_a_callback_that_reads_tokens_gets_them(
     toml: Path, alone: Path, threads: Started, reads: list[str], tmp_path: Path
 ) -> None:
