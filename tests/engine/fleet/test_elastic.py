@@ -177,7 +177,8 @@ def test_rollouts_on_a_node_that_ends_are_sampled_anew(
     within(limit, driver.ended)
     assert driver.wait() == 0
     assert len(audit(config)) == 3 * groups
-    assert [row.get("group/restarted_lost", 0) for row in rows(config.run_dir)[1:]] == [0, groups, 0]
+    again = [row.get("group/restarted_lost", 0) for row in rows(config.run_dir)[1:]]
+    assert again in ([0, groups, 0], [0, 2 * groups, 0])  # twice where they went to an engine whose end Ray told later
     assert not [*config.run_dir.glob("metrics.before-resume-*")], "the ranks have gone back"
     alone, _ = train(toml, [f"--output_dir={tmp_path}/alone", *job])
     assert_close(config.run_dir, alone.run_dir, WITHIN)
