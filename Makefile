@@ -44,7 +44,8 @@ train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
 
 # With the installation at most five minutes on two cores; every module has a test in it. MARKS="check or not check" adds
-# the tests of `make check`, as CI does: importing and collecting takes half a minute for each of the two commands.
+# the tests of `make check`, and ARGS="--most-cases 4" takes of these, and of those of `paths` and `vllm`, so many cases of
+# each, as CI does: importing and collecting takes half a minute for each command.
 MARKS ?=
 test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(if $(MARKS),-m "$(MARKS)") $(ARGS)

@@ -42,6 +42,10 @@ if hypothesis is not None:
     hypothesis.settings.load_profile("rolltree")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--most-cases", type=int, metavar="N", help="run N cases of each test (tests/support/tiers.py)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     workers = getattr(config.option, "numprocesses", None) or 1
     if "OMP_NUM_THREADS" not in os.environ:  # workers inherit what is set here
@@ -50,13 +54,17 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that tests start, too
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     if not HAS_GPU:
         no_gpu = pytest.mark.skip(reason="needs a CUDA device, and there is none")
         for item in items:
             if item.get_closest_marker("gpu"):  # not keywords, which hold the names of folders too
                 item.add_marker(no_gpu)
-    tiers.select(config, items)
+    tier_of = tiers.select(config, items)
+    yield  # to what -k leaves out
+    if most := config.option.most_cases:
+        tiers.thin(config, items, tier_of, most)
 
 
 count_frozen = gc.get_freeze_count

@@ -1,9 +1,10 @@
 """Runs the tests of kernels, models and training on the paths of other machines: ``make paths``.
 
 Each case of :data:`CASES` forces features by environment variables (`rolltree.kernels.machine`) and runs, in a process
-of its own, the tests that the features concern: of the files named those of `make test`. Cases run side by side, one
-thread each. A case that this machine cannot run, because it lacks the level or the library, or that `make test` runs
-on this machine anyway, is printed as left out, with the reason.
+of its own, the tests that the features concern: of the files named those of `make test`, and of each test a few cases,
+or all with ``--most-cases 0``. They run side by side, one thread each. A case that this machine cannot run, because it
+lacks the level or the library, or that `make test` runs on this machine anyway, is printed as left out, with the
+reason.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -130,15 +132,15 @@ CASES = (
 )  # fmt: skip
 
 
-def run(case: Case) -> bool:
-    """Run a case and print its counts; return whether it passed."""
+def run(case: Case, most: int) -> bool:
+    """Run a case with at most so many cases of each test, and print its counts; return whether it passed."""
     words = " ".join(f"{name}={value}" for name, value in case.variables.items())
     if reason := case.left_out():
         print(f"{case.name}: left out: {reason}", flush=True)
         return True
     # Files that are named would bring the tests of `make check` too
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", case.tests]
-    command += ["-o", f"testpaths={' '.join(case.files)}"]
+    command += ["-o", f"testpaths={' '.join(case.files)}", "--most-cases", str(most)]
     begin = time.monotonic()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **case.variables}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -155,12 +157,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="cases to run; default: all")
     parser.add_argument("--workers", type=int, default=2, help="cases side by side")
+    parser.add_argument("--most-cases", type=int, default=4, help="of each test, evenly spaced; 0: all; default: 4")
     asked = parser.parse_args()
     if unknown := sorted(set(asked.names) - {case.name for case in CASES}):
         parser.error(f"no case '{unknown[0]}'; there are {', '.join(case.name for case in CASES)}")
     chosen = [case for case in CASES if not asked.names or case.name in asked.names]
     with ThreadPoolExecutor(asked.workers) as pool:
-        failed = [case.name for case, passed in zip(chosen, pool.map(run, chosen), strict=True) if not passed]
+        failed = [
+            case.name
+            for case, passed in zip(chosen, pool.map(partial(run, most=asked.most_cases), chosen), strict=True)
+            if not passed
+        ]
     print(f"Failed: {', '.join(failed)}." if failed else "Every case passed.")
     return int(bool(failed))
 

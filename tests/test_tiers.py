@@ -5,8 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
+
+from .support.tiers import thin
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = f"""
@@ -52,7 +56,7 @@ def collected(suite: Path, *arguments: str) -> set[str]:
     return {line.rpartition("::")[2] for line in done.stdout.splitlines() if "::" in line}
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_every_test_is_in_one_tier(suite: Path) -> None:
     quick, long = collected(suite), collected(suite, "-m", "check")
     assert quick > {"test_quick"}
@@ -66,3 +70,21 @@ def test_every_test_is_in_one_tier(suite: Path) -> None:
     assert len(slow - quick) == 1 + 5
     assert not slow & long
     assert collected(suite, "-m", "slow and vllm") == {"test_slow_with_vllm"}
+
+
+@pytest.mark.parametrize(("expression", "whole"), [("", []), ("check or not check", ["quick"])])
+def test_of_each_test_a_few_cases_are_kept(expression: str, whole: list[str]) -> None:
+    class Case(NamedTuple):
+        originalname: str
+        number: int
+        parent: str = ""
+
+    items: Any = [Case(name, i) for name, count in (("quick", 9), ("long", 9), ("small", 3)) for i in range(count)]
+    left: list[Any] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: left.extend(items))
+    config: Any = SimpleNamespace(option=SimpleNamespace(markexpr=expression), hook=hook)
+    before = set(items)
+    thin(config, items, {item: {"test" if item.originalname == "quick" else "check"} for item in items}, 4)
+    few = {name: range(9) if name in whole else [0, 2, 4, 6] for name in ("quick", "long")} | {"small": range(3)}
+    assert [(item.originalname, item.number) for item in items] == [(name, i) for name in few for i in few[name]]
+    assert before == {*items, *left}

@@ -191,7 +191,7 @@ BODIES += [json.dumps({**CHAT, "tools": [{"type": "function", "function": {"name
 BODIES += [json.dumps({**CHAT, "stream": True}).encode(), json.dumps({**CHAT, "max_tokens": 10**30}).encode()]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_hostile_requests(tmp_path: Path, cases: int) -> None:
     """Bodies, paths and headers of any kind, with the key and without it, and lines that are no HTTP: each is refused,

@@ -140,7 +140,7 @@ def load(text: str, *overrides: str) -> TrainConfig | None:
             return None
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_any_value_of_any_key_loads_or_is_refused(home: Path, cases: int) -> None:
     loaded = []
 

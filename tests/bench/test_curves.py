@@ -94,7 +94,7 @@ def test_distillation_is_compared_by_tokens() -> None:
     assert of_whole.startswith("| gkd | 1 | 0.1 | 0.53 | ")  # 80
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_tokens_of_demonstrations_are_counted(tmp_path: Path) -> None:
     """Responses that are imitated cost their tokens, with the one that ends each; seconds begin with the training."""
     toml = write_job(tmp_path, {"given.jsonl": GIVEN}, **NO_METHOD)

@@ -38,8 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, without_report: None) -> Path
     return directory / "runs"
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_run_is_sampled_again_to_the_token(runs: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run, written, accepted = runs / program, [], []

@@ -308,17 +308,17 @@ def test_make_vllm_tries_a_release_that_the_extra_allows() -> None:
     assert closure(["rolltree[train]"]) <= closure(["rolltree[vllm]"], without="vllm")
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "without"),
     [
         ("serve", "fastapi"),
-        pytest.param("serve", "uvicorn", marks=pytest.mark.slow),
-        pytest.param("train", "tomli-w", marks=pytest.mark.slow),
-        pytest.param("train", "pyarrow", marks=pytest.mark.slow),
-        pytest.param("judge", "openai", marks=pytest.mark.slow),
-        pytest.param("plots", "matplotlib", marks=pytest.mark.slow),
-        pytest.param("engine", "transformers", marks=pytest.mark.slow),
+        ("serve", "uvicorn"),
+        ("train", "tomli-w"),
+        ("train", "pyarrow"),
+        ("judge", "openai"),
+        ("plots", "matplotlib"),
+        ("engine", "transformers"),
     ],
 )
 def test_a_requirement_that_is_missing_is_noticed(extra: str, without: str, run: Run) -> None:

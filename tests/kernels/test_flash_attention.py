@@ -58,7 +58,7 @@ def listed(lists: BlockLists, kind: str, block: int) -> list[int]:
     return indices[0, 0, block, : counts[0, 0, block]].tolist()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @needs_interpreter
 @given(
     tokens=st.integers(1, 700),

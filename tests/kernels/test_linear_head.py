@@ -133,7 +133,7 @@ def test_adapter(backend: Backend, trained: tuple[str, ...], dtype: torch.dtype)
     compare(backend, given, trained, upstream_of(given, ("logprob", "logsumexp", "entropy")))
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_adapter_and_frozen_head_by_finite_differences() -> None:
     given = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in with_adapter().items()}
     leaves = [given[n].requires_grad_() for n in ("hidden", "a", "b")]

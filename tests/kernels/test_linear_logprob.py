@@ -371,7 +371,7 @@ def test_only_what_is_wanted() -> None:
     assert out.extra_logprob is None
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_opcheck() -> None:
     given = inputs(6, 8, 33, M=9, bias=True)
     for name in ("hidden", "weight", "bias"):

@@ -562,7 +562,7 @@ def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.library.opcheck(op.linear_terms_loss_into_op, into, test_utils=utils)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_compile() -> None:
     given, fields = batch()
     objective = Objective.preset("dapo")

@@ -512,7 +512,7 @@ def test_what_is_missing_is_named() -> None:
         flat(b, mask=b["mask"].float())
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_no_preset_is_another_one() -> None:
     """Only declared aliases have the same loss and gradient where advantages of tokens tell all definitions apart."""
     found: dict[bytes, set[str]] = {}

@@ -266,7 +266,7 @@ def test_nodes_out_of_order_are_refused() -> None:
         schedules.partials_of_rows(one, np.array([0, 0, 2]), np.array([4, 3, 4]), 4)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @needs_interpreter
 def test_schedules_made_beforehand_and_with_room_change_nothing() -> None:
     """A step's plan and schedule come in one vector, padded as graphs pad it: the same bits, with nothing made anew."""

@@ -88,7 +88,7 @@ def tell(engine: NativeEngine, folder: Path, n: int) -> TokenTree:
     return tree
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.skipif(bool(no_place()), reason="this system has no namespaces of mounts")
 def test_episodes_share_all_that_they_tell_of_where_they_run(
     engine: NativeEngine, tmp_path: Path, temporary: Path

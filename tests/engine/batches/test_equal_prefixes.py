@@ -36,7 +36,7 @@ def apart(prompt, responses, logprobs, masks, advantages) -> TokenTree:
     return tree
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @settings(max_examples=70, deadline=None)
 @given(groups())
 def test_it_is_the_tree_of_the_sequences(group):

@@ -324,7 +324,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_hosts_of_verifier_processes_keep_order_and_the_rules_of_a_pool(
     mine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

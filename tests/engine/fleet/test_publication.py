@@ -172,8 +172,7 @@ def test_another_model_is_found_before_the_first_step(
     assert run.loop.step == 0
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_keys", ["true", "false"])
 def test_a_right_sampler_is_checked_at_each_update_and_goes_on(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_keys: str

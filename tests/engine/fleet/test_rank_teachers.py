@@ -101,8 +101,7 @@ def at(url: str, case: Case) -> Case:
     return replace(case, options=tuple(option.replace("URL", url) for option in case.options))
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_learn_from_them_what_one_process_learns(
     name: str, toml: Path, trees: list[list[Any]], server: tuple[Server, str, Any]
@@ -150,8 +149,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_what_fails_is_told_by_all_ranks(
     case: str, toml: Path, trees: list[list[Any]], server: tuple[Server, str, Any]

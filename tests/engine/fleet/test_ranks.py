@@ -152,7 +152,7 @@ def divided(group: Group, toml: Path, trees: list[list[Any]]) -> str:
     return str(said.value)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_pairs_of_a_divided_tree_are_refused_on_all_ranks(toml: Path, trees: list[list[Any]]) -> None:
     for said in on_ranks(divided, toml.parent, 2, toml, trees):
         assert said.startswith("The loss term 'dpo' compares responses of a whole tree, and with trainer.ranks = 2")
@@ -178,7 +178,7 @@ def test_another_number_of_ranks_goes_on(count: int, toml: Path, saved: Any) -> 
             assert differences(expected[name], rank[name]) == {}, name
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut", "removed"])
 def test_a_file_of_a_rank_is_missed(damage: str, saved: Any, tmp_path: Path) -> None:
     shutil.copytree(saved[0] / RESUMED[0], tmp_path / "checkpoints")

@@ -138,8 +138,7 @@ def told(run: Orchestrator) -> str:
     return " ".join(run.console.rich.file.getvalue().split())  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 def test_replicas_give_the_bits_of_one_process(toml: Path, alone: Path, threads: Started, tmp_path: Path) -> None:
     config, run = train(toml, [f"--output_dir={tmp_path}", *SHORT, *TWO])
     assert_same_run(config.run_dir, alone)

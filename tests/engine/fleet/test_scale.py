@@ -96,7 +96,7 @@ def test_two_engines_give_the_same_tokens(toml: Path, alone: Path, threads: InTh
     assert_close(config.run_dir, alone, WITHIN)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_an_engine_that_keeps_its_first_weights_is_found(
     toml: Path, alone: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,8 +128,7 @@ class Slow(InThreads):
         return Late()
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False])
 def test_no_token_is_older_than_its_group(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
@@ -252,7 +251,7 @@ SEARCH = [
 ]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_programs_that_judge_ask_the_reward_hosts(
     toml: Path, threads: InThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,7 +104,7 @@ def test_the_run_reads_no_token_and_no_text(
 def test_the_runs_own_verifiers_judge_texts_that_were_told(
     toml: Path, alone: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run's thread fetches nothing of what is stored: the first to do so are the ranks, when they gather a batch."""
+    """The run's thread fetches nothing of what is stored; the first to do so are the ranks that gather a batch."""
     readers: list[str] = []
     put = threads.put
 
@@ -120,7 +120,7 @@ def test_the_runs_own_verifiers_judge_texts_that_were_told(
     assert_same_run(config.run_dir, alone)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_callback_that_reads_tokens_gets_them(
     toml: Path, alone: Path, threads: Started, reads: list[str], tmp_path: Path
 ) -> None:

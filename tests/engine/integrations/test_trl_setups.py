@@ -189,7 +189,7 @@ def test_a_loss_of_the_users_stays(path: str, caplog: pytest.LogCaptureFixture) 
     assert "OwnLoss has a _compute_loss of its own" in caplog.text
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_evaluation(path: str) -> None:
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
     trainer = {"eval_dataset": dataset().select(range(4))}

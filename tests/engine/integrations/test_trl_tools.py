@@ -132,7 +132,7 @@ def conversations(count: int = 16) -> Dataset:
 OPTIONS = {"max_completion_length": 240, "learning_rate": 0.1, "max_steps": 1}
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_malformed_calls_are_answers(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls without a name, in a tag of another name, or that are no JSON call no tool and get no answer."""
     arguments = '{"arguments": {"a": 3, "b": 4}}'
@@ -201,7 +201,7 @@ def test_several_environments(path: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert any(not w.equal(ours.before[name]) for name, w in ours.model.named_parameters())
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_an_environment_with_its_own_problems_and_rewards(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No dataset and no reward function: prompts are what `reset` says."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")

@@ -93,7 +93,7 @@ def test_beside_a_policy_gradient_a_copy_teaches_nothing_at_first(toml: Path, tm
     assert "actor/pg_loss" in rows[0]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_the_policy_teaches_itself_with_the_solution(toml: Path, tmp_path: Path) -> None:
     """The teacher reads more than the policy, so it differs at first; its mean follows the policy."""
     context = '--roles.teacher.context="{prompt} {answer}"'

@@ -14,7 +14,7 @@ from ..loop import test_hybrid_run
 TERM = '--algorithm.terms=[{name="near",divergence="forward_kl"}]'
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_report")
 def test_with_pictures(tmp_path: Path) -> None:
     """The policy's copy, of the same pictures, teaches nothing before the first update and something after it."""
@@ -24,7 +24,7 @@ def test_with_pictures(tmp_path: Path) -> None:
     assert abs(first["near/divergence"]) < 1e-6 < second["near/divergence"]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_report")
 def test_of_a_hybrid(tmp_path: Path) -> None:
     first, second = test_hybrid_run.train(tmp_path, TERM, f"--roles.teacher.path={tmp_path}/model")

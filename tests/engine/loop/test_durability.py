@@ -248,7 +248,7 @@ def test_outside_the_main_thread_signals_are_left_alone(toml: Path, tmp_path: Pa
     assert run.step == 1
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept(toml: Path, tmp_path: Path) -> None:
     arguments = [f"--output_dir={tmp_path}", *STALE, "--loop.staleness=0", "--checkpoint.keep=1", "--trainer.steps=4"]
     for best, pick in (("reward/mean", max), ("-reward/mean", min)):

@@ -128,7 +128,7 @@ def test_the_reference_is_the_model_without_its_adapter(toml, two_steps):
         torch.testing.assert_close(along(tree, leaf, "ref_logprob"), plain, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_reference_that_follows_is_a_copy_of_the_adapter(toml, tmp_path):
     flags = (
         ADAPTER,

@@ -293,7 +293,7 @@ def test_several_updates_split_the_trees_and_compare_with_the_sampler(home, tmp_
     assert row["actor/ppo_kl"] != 0
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_model_that_trees_do_not_fit_trains_flat(home, tmp_path, monkeypatch):
     """The warning names the difference; updates of padded sequences learn what the tree's would have taught."""
     weights = []
@@ -325,7 +325,7 @@ def test_everything_random_follows_from_the_seed(home, tmp_path):
     assert runs[0][1] != runs[2][1]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_more_steps_after_the_end(home, tmp_path):
     """A finished run goes on under --resume with more steps, and equals one that was longer from the start."""
     overrides = ["--evaluation.problems=0", "--evaluation.every=0"]

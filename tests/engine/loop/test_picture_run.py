@@ -79,7 +79,7 @@ def test_a_run_trains_the_decoder_and_its_sampler_agrees(home: Path) -> None:
     assert not {120, 123} & set(found["response_ids"])
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_wrong_positions_show_in_the_metrics(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = PromptMedia.rotary_of
     monkeypatch.setattr(PromptMedia, "rotary_of", lambda self, begin, count: right(self, begin, count) * 0 + begin)
@@ -89,8 +89,8 @@ def test_wrong_positions_show_in_the_metrics(home: Path, tmp_path: Path, monkeyp
     assert row["training/rollout_probs_diff_mean"] > 1e-4
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("gemma4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
 def test_pictures_that_attend_both_ways(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of Gemma agrees with its sampler; with one-way pictures in the engine it would not."""
     args = ["train", str(write_run(tmp_path, name)), "--trainer.steps", "1", "--evaluation.problems", "0"]

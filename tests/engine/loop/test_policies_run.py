@@ -181,8 +181,7 @@ def sampled(tree: TokenTree, leaf: int, policy: int) -> Any:  # [n] bool
     return (tree.origin[rows] == Origin.SAMPLED) & (tree.model[rows] == policy)
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 def test_each_token_has_the_log_prob_of_the_policy_that_sampled_it(two: Two) -> None:
     for step, trees in list(enumerate(two.trees))[1:]:
         models = [two.model(name, step) for name in NAMES]
@@ -348,7 +347,7 @@ def test_killed_at_any_moment(server: Server, toml: Path, tmp_path: Path) -> Non
     assert_same_run(tmp_path / "tiny", tmp_path / "whole")
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_references_score_their_own_policy(toml: Path, tmp_path: Path) -> None:
     """Each policy's reference is the policy at the start; after an update the columns are of two models."""
     found = take(
@@ -363,7 +362,7 @@ def test_references_score_their_own_policy(toml: Path, tmp_path: Path) -> None:
                 assert np.allclose(scored[mine], plain_logprobs(model, tree, leaf).numpy()[mine], atol=2e-5)
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_policy_may_have_an_objective_and_terms_of_its_own(two: Two, toml: Path, tmp_path: Path) -> None:
     """The verifier has RLOO's sum over tokens and learns from its rewarded answers; the first policy changes not a bit.
 

@@ -66,7 +66,7 @@ def tokens(run: Orchestrator, step: int) -> Any:
     return table.select(["response_ids"]).to_pylist()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_callback_samples_and_scores_with_the_present_weights(toml: Path, tmp_path: Path) -> None:
     callback = f"--loop.callback={toml.parent}/mine.py:asks"
     run, asked = train(toml, tmp_path / "a", callback, "--trainer.steps=2")

@@ -145,7 +145,7 @@ def copied(whole, tmp_path) -> Path:
     return path
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_file_of_another_run_is_read_once_and_a_resumed_run_wants_the_same(toml, whole, tmp_path, monkeypatch):
     path = copied(whole, tmp_path)
     opened = []

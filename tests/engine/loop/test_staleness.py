@@ -360,7 +360,7 @@ def test_dynamic_sampling_fills_the_batch_with_unequal_groups(toml: Path, tmp_pa
     assert sum(row.get("group/dropped_equal_rewards", 0) for row in run.rows) > 0
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_synchronous_callbacks_do_not_depend_on_the_clock(toml: Path, tmp_path: Path) -> None:
     found = []
     for workers in (1, 2):
@@ -443,8 +443,8 @@ def test_a_number_is_steered_towards_a_metric(toml: Path, tmp_path: Path) -> Non
 # -- learning ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_it_learns(toml: Path, tmp_path: Path, staleness: int) -> None:
     """The share of digits in random letters, a task that a random model can be taught in seconds."""
     options = [f"--loop.staleness={staleness}", f"--reward.verifier={toml.parent}/judges.py:likes", "--rollout.n=8"]

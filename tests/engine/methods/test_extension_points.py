@@ -281,7 +281,7 @@ def test_a_step_where_an_option_leaves_its_range_ends_the_run(asking, tmp_path):
         )  # fmt: skip
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_weight_that_follows_a_metric_goes_on_in_a_resumed_run(asking, tmp_path):
     """The weight falls by 2% a step from the value of the step before, which is in the checkpoint."""
     steered = "weight='steer',weight_options={metric='actor/loss',target=100.0,own='schedule/reward.odd.weight'}"

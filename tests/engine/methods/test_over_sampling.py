@@ -91,7 +91,7 @@ def adaptive(toml: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Step
         return run(toml, tmp_path_factory.mktemp("adaptive"), *ADAPTIVE), watched
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_the_factor_is_the_target_over_the_mean_share_of_kept_groups(adaptive: tuple[Steps, Watched]) -> None:
     steps, watched = adaptive
     factors, mean = [1.2], 0.0

@@ -25,7 +25,7 @@ def history(steps: Steps, before: int) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_gvm_samples_by_success_and_gradient(step_of):
     steps = step_of("gvm")
     known: dict[str, list[float]] = {}

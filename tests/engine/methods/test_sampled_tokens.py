@@ -255,7 +255,7 @@ def test_a_cached_solution_has_the_policy_that_sampled_it(toml, tmp_path) -> Non
     assert max(ratios) > 0.05
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_checkpoints_hold_the_cached_solutions(toml, tmp_path) -> None:
     given = (reward(toml, "odd"), problems(toml), *CACHED)
     whole = take_steps(toml, tmp_path / "whole", *given)

@@ -111,7 +111,7 @@ env = { B = "2" }
 """
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_trial_asks_the_engine_for_what_the_task_says(stand_in: Path, tmp_path: Path) -> None:
     task = write_task(tmp_path, toml=TOML, test='#!/bin/sh\necho "$B" > $LOGS/reward.txt')
     pool = pool_of(Setup.of({"engine": str(stand_in / "podman"), "engine_args": ["--ulimit", "nofile=9:9"]}))

@@ -192,13 +192,13 @@ def test_a_server_that_dies_or_hangs_fails_the_episode_alone(engine, log, how, r
     assert len(starts(log)) == 2
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_flood_of_messages_and_words_is_passed_over(engine, log: Path) -> None:
     script = turns(call("misbehave", how="flood"), call("count"), "ok")
     assert answers(talk(engine, script, EnvironmentTurns(), tools=[server(log)])) == ["done", "1"]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_ten_megabytes_are_cut_and_end_the_response_where_they_do_not_fit(engine, log: Path) -> None:
     box = ToolBox({"tools": [server(log)]})
     text = asyncio.run(box.call("misbehave", {"how": "long 10000000"}))

@@ -235,7 +235,7 @@ def test_the_plan_tells_of_bad_rows(
     assert "--check-data tries the rows of data.path, and the run has none" in capsys.readouterr().err
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_run_skips_and_counts(
     toml: Path,
     tmp_path: Path,

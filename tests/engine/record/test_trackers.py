@@ -56,7 +56,7 @@ def run(toml: Path, directory: Path, *overrides: str, resume: bool = False) -> O
     return made
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_tracker_gets_every_row_and_goes_on_behind_a_resumed_one(toml: Path, tmp_path: Path, stand: Stand) -> None:
     made = run(toml, tmp_path, '--trackers=["trackio","wandb"]')
     rows = [json.loads(line) for line in (made.options.directory / "metrics.jsonl").read_text().splitlines()]

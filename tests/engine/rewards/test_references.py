@@ -139,7 +139,7 @@ def test_a_run_with_a_missing_answer_does_not_start(verifier: str) -> None:
                 checked(pool, verifier, ["1", "2", answer])
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_answers_that_cannot_be_read_are_counted_and_stop_a_run_above_a_limit() -> None:
     many = ["1"] * 98 + ["\\frac{1}{2"] * 2
     with RewardPool(settings("math")) as pool:

@@ -151,7 +151,7 @@ def test_workers_import_neither_torch_nor_rolltree(user_code: Path) -> None:
         assert pool.score(items("a", "b", "c"))[0].value == 0
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_task_verifier_scores_each_task_by_its_own_rule() -> None:
     tasks = (TaskConfig(name="chain_sum"), TaskConfig(name="spell_backward"))
     with RewardPool(config("task", workers=1), tasks) as pool:

@@ -63,7 +63,7 @@ ADD = "```python\ndef add(a, b):\n    return a + b\n```"
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(2, 2) == 4", "assert add('a', 'b') == 'ab'"]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_the_reward_of_code_is_the_share_of_tests_it_passes() -> None:
     texts = [
         f"First\n```python\n1 / 0\n```\nthen\n{ADD}\nthat is all",
@@ -103,7 +103,7 @@ def test_programs_are_judged_by_their_output() -> None:
     assert judged("code", texts, tests) == [(1, None), (0.5, None), (0, None), (0, None)]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_no_program_keeps_the_verdict_waiting() -> None:
     """Many tests that never end take their share of the verdict's time, and have failed: it is no failure to judge."""
     config = RewardConfig(verifier="code", workers=1, timeout_s=2.0)

@@ -252,7 +252,7 @@ def test_parameters_that_depend_on_what_came_before(case: str) -> None:
         assert errors == {None, "prefix_allowed_tokens_fn raised ValueError: too large"}
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_drafts_take_no_page_that_is_wanted_and_rejected_ones_none_at_all() -> None:
     """With wrong drafts as many pages are held after each step as without."""
     params = SamplingParams(n=3, max_new_tokens=30, ignore_eos=True, allowed_token_ids=range(20, 200))

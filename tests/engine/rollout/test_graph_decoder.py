@@ -97,8 +97,7 @@ def test_rows_with_adapters_and_unknown_decoders_run_as_modules(monkeypatch: pyt
     assert all(np.isfinite(tree.behaviour_logprob).sum() for tree in trees)
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.check
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("window", [1, 8])
 def test_a_step_of_28_layers_has_at_most_320_nodes(name: str, window: int) -> None:

@@ -140,7 +140,7 @@ def test_a_decoder_of_other_bits_is_dropped(monkeypatch: pytest.MonkeyPatch, cap
     assert tree.behaviour_logprob.tobytes() == expected.behaviour_logprob.tobytes()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_captured_step_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = False
     monkeypatch.setattr(runner, "_capturing", lambda device: capturing)

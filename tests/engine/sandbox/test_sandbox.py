@@ -272,7 +272,7 @@ def test_limits_are_numbers_above_zero(limits: dict[str, object]) -> None:
         Limits(**limits)  # type: ignore[arg-type]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_what_contains_programs_never_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that refuses namespaces is told of once; one that grants them has to go on granting them."""
 

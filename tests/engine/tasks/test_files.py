@@ -290,7 +290,7 @@ def train(toml: Path, folder: Path, *keys: str, resume: bool = False) -> list[di
     return [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_run_on_shards_resumes_with_the_same_shards_only(toml: Path, tmp_path: Path, without_report: None) -> None:
     write(tmp_path / "set", {f"{n}.jsonl": sums(3, 10 * n) for n in range(3)})
     train(toml, tmp_path, "--trainer.steps=1")

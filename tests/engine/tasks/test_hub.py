@@ -288,7 +288,7 @@ def test_without_a_network_the_caches_serve(
         assert time.monotonic() - began < 8
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_a_run_resumes_with_the_rows_that_it_had(
     hub: Hub, toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_report: None
 ) -> None:

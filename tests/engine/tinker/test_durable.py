@@ -351,7 +351,7 @@ def said(response: httpx.Response) -> str:
     return text
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_ids_of_one_key_are_unknown_to_another(url: str, service: tinker.ServiceClient) -> None:
     mine = service.create_lora_training_client("tiny", rank=2).result()
     state = mine.save_state("mine").result().path
@@ -508,7 +508,7 @@ def hostile() -> Iterator[tuple[str, Any]]:
     yield "no loss_fn_inputs['target_tokens']", without
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_what_cannot_be_computed_fails_alone(url: str, service: tinker.ServiceClient) -> None:
     trained, judge = (service.create_lora_training_client("tiny", rank=2, seed=1).result() for _ in range(2))
     count = 0

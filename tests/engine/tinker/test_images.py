@@ -120,7 +120,7 @@ def judged(judge: Judge, net: Any, results: list[Any], own: list[Tensor]) -> Non
         adamw.step()
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_steps_on_images_are_those_of_adamw(url: str, folder: Path, tmp_path: Path) -> None:
     trained = client(url).create_lora_training_client("tiny", 4, seed=1).result()
     judge = Judge(folder)

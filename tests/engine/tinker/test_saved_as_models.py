@@ -209,7 +209,7 @@ def test_a_deleted_adapter_is_no_model(url: str) -> None:
     assert path not in [model["id"] for model in get(url, "models").json()["data"]]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_an_adapter_stays_while_a_stream_uses_it_and_leaves_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

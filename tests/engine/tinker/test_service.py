@@ -34,7 +34,7 @@ def resident(engine: NativeEngine) -> set[str]:
     return {name.partition(".")[0] for name in marked}
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_saved_adapters_leave_the_module_and_come_back(
     url: str, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

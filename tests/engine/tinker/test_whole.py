@@ -68,7 +68,7 @@ def logprobs(net: Any, ids: list[int]) -> torch.Tensor:
     return found.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-@pytest.mark.check
+@pytest.mark.slow
 def test_steps_are_those_of_adamw_on_the_plain_model(url: str, tmp_path: Path) -> None:
     judge = model()
     adamw = torch.optim.AdamW(judge.parameters(), lr=1e-2, betas=(0.8, 0.9), eps=1e-7, weight_decay=0.1)
