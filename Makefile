@@ -44,7 +44,7 @@ train: $(VENV)/.ready
 	$(BIN)/rolltree train $(CONFIG) $(ARGS)
 
 # With the installation at most five minutes on two cores; every module has a test in it. MARKS="check or not check" adds
-# the tests of `make check`, and ARGS="--most-cases 4" takes of these, and of those of `paths` and `vllm`, so many cases of
+# the tests of `make check`, and ARGS="--most-cases 2" takes of these, and of those of `paths` and `vllm`, so many cases of
 # each, as CI does: importing and collecting takes half a minute for each command.
 MARKS ?=
 test: $(VENV)/.ready-dev

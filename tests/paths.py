@@ -157,7 +157,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="cases to run; default: all")
     parser.add_argument("--workers", type=int, default=2, help="cases side by side")
-    parser.add_argument("--most-cases", type=int, default=4, help="of each test, evenly spaced; 0: all; default: 4")
+    parser.add_argument("--most-cases", type=int, default=2, help="of each test, evenly spaced; 0: all; default: 2")
     asked = parser.parse_args()
     if unknown := sorted(set(asked.names) - {case.name for case in CASES}):
         parser.error(f"no case '{unknown[0]}'; there are {', '.join(case.name for case in CASES)}")
