@@ -35,7 +35,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # libtorch 2.10, where stable::parallel_for appeared
 TORCH_HEADERS = "".join(f"#include <torch/csrc/stable/{name}.h>\n" for name in ("library", "ops", "tensor"))
-"""What most files of csrc/cpu begin with: three seconds each, so they are compiled once for all."""
+"""The headers with which most files of csrc/cpu begin. They take three seconds, so they are compiled once for all."""
 X86_LEVELS = {"default": "x86-64-v2", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
 
 

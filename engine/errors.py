@@ -1,6 +1,6 @@
-"""The two kinds of failure that a command reports in one sentence; any other exception is a bug.
+"""The two kinds of failure that a command reports in one sentence, and those that come from other processes.
 
-Each message is one sentence that names the thing (file, key, directory) and the remedy.
+Any other exception is a bug. Each message is one sentence that names the thing (file, key, directory) and the remedy.
 """
 
 from __future__ import annotations
@@ -37,3 +37,7 @@ class RunError(Exception):
     """The run itself failed: memory, disk, a failing verifier, too many bad steps. Exit code 1."""
 
     exit_code = 1
+
+
+class ElsewhereError(Exception):
+    """Another process has failed, and not the code that waited for it: the user's functions let it pass."""

@@ -18,6 +18,8 @@ from enum import Enum
 from functools import partial
 from typing import Any, Literal, Protocol
 
+from ..errors import ElsewhereError
+
 Role = Literal["rank", "engine", "reward"]
 
 
@@ -30,7 +32,7 @@ class Room(Enum):
     NONE = "none"
 
 
-class LostError(RuntimeError):
+class LostError(ElsewhereError, RuntimeError):
     """The worker has ended, or was killed, before it answered."""
 
 

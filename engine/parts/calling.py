@@ -20,13 +20,14 @@ def call(what: str, function: Callable[..., Any], *arguments: Any, **options: An
         what: the function's place in the configuration, such as ``algorithm.advantage = 'mine.py:f'``.
 
     Raises:
-        UserError: the function raised an exception or called `sys.exit`; its own `UserError` passes unchanged.
+        UserError: the function raised an exception or called `sys.exit`; its own `UserError` passes unchanged, and so
+            does an `ElsewhereError`, such as that of a tree whose tokens it has read and whose node has ended.
     """
-    from ..errors import UserError
+    from ..errors import ElsewhereError, UserError
 
     try:
         return function(*arguments, **options)
-    except (UserError, KeyboardInterrupt):
+    except (UserError, ElsewhereError, KeyboardInterrupt):
         raise
     except BaseException as error:  # sys.exit in the function must not end a run
         raise UserError(f"{what} failed: {failure(error, function)}.") from error

@@ -180,15 +180,14 @@ def lost(directory: Path) -> list[float]:
     return [row.get("group/restarted_lost", 0) for row in rows(directory)[1:]]
 
 
-@pytest.mark.slow(but=2)
 @pytest.mark.check
-@pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize(("host", "after"), [(False, 0), (True, 0), (True, 1)])
 def test_groups_whose_rollouts_are_gone_are_sampled_anew_with_the_same_tokens(
     toml: Path, alone: Path, threads: Started, hosts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: bool,
     after: int,
 ) -> None:  # fmt: skip
-    """Where the run's process or a reward host fetches the texts; or after that, where ranks gather the trees."""
+    """They are gone for the ranks that gather a batch, without a reward host or after it has read the texts; or for the
+    host."""
     loses(monkeypatch, threads, lambda number: number in (2, 9), after)
     config, run = train(toml, [f"--output_dir={tmp_path}", *SHORT, *TWO, *["--reward.hosts=1"] * host])
     assert sum(lost(config.run_dir)) == 2
@@ -198,7 +197,7 @@ def test_groups_whose_rollouts_are_gone_are_sampled_anew_with_the_same_tokens(
     assert "lost" in str(run.buffer.summary())
 
 
-@pytest.mark.slow
+@pytest.mark.check
 def test_rollouts_that_are_gone_while_groups_are_open(
     toml: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
