@@ -213,7 +213,7 @@ OVERLAP = ["--loop.staleness=1", "--algorithm.advantage=group_norm"]
 @pytest.mark.check
 @pytest.mark.parametrize(
     ("overlap", "mirror", "rank_ends"),
-    itertools.product([False, True], repeat=3),
+    list(itertools.product([False, True], repeat=3)),
 )
 def test_weights_that_are_gone_are_stored_once_more_or_take_the_run_back(
     toml: Path, alone: Path, threads: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool,
